@@ -1,6 +1,6 @@
-"""What the examples share: the options of a schedule, one-line errors, and `--verify`.
+"""Shared by the examples: the options of a schedule, one-line errors, and `--verify`.
 
-Nothing of it is needed to train: an example's own file says all that is.
+Training needs nothing of it: all that a training needs is in the example's own file.
 """
 
 import argparse
@@ -29,10 +29,9 @@ console = Console(quiet=RANK != 0, highlight=False, markup=False, soft_wrap=True
 
 
 class Parser(argparse.ArgumentParser):
-    """The options that all examples have, and `sizes` of its own, each a default and a help.
+    """The options of all examples, and `sizes`: more options, each with a default and a help text.
 
-    `schedule`, `microbatches` and `chunks` are the defaults of the schedule, `lr` that of the
-    learning rate. Errors are one line, from one rank.
+    `schedule`, `microbatches`, `chunks` and `lr` are defaults. Errors are one line, from one rank.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and end."""
+        """Print the error and end."""
         fail(message)
 
 
@@ -115,7 +114,7 @@ def run(train: Callable[[argparse.Namespace], bool], args: argparse.Namespace) -
 
 
 def build(args: argparse.Namespace) -> schedir.Schedule:
-    """The schedule that the options say: one list of actions per rank, communication included."""
+    """The schedule of the options: one list of actions per rank, with communication."""
     sched = schedir.build(
         args.schedule,
         ranks=args.ranks,
@@ -129,7 +128,7 @@ def build(args: argparse.Namespace) -> schedir.Schedule:
 
 
 def show(sched: schedir.Schedule, stages: Stages) -> None:
-    """Print when the schedule runs what, and which layers each stage got."""
+    """Print the timeline of the schedule, and the layers of each stage."""
     console.print(f"{timeline_text(schedir.simulate(sched)).strip()}\n\n{stages}\n")
 
 
@@ -147,11 +146,11 @@ def verify(
     weights: Mapping[str, Tensor] | None,
     tolerance: float = 0.0,
 ) -> bool:
-    """Train `reference` on the same batches, and say whether it came to the same: on rank 0.
+    """Train `reference` on the same batches, and compare, on rank 0.
 
-    `losses` are those of the pipeline's steps, `weights` its `gathered_state` at their end. They
-    may differ by `tolerance`, relative to 1 where they are smaller; by default all weights are the
-    same, bit for bit, and so are the losses, but for the order in which a mean is added up.
+    `losses` are those of the pipeline's steps, `weights` its `gathered_state` at the end. They may
+    differ by `tolerance`, relative to the value, or to 1 if that is larger. By default all weights
+    must be equal bit for bit, and losses equal up to the order in which a mean is added up.
     """
     assert weights is not None, "it is rank 0 that has all weights"
     expected = []
@@ -175,7 +174,7 @@ def _differences(
     weights: Mapping[str, Tensor],
     tolerance: float,
 ) -> Iterable[str]:
-    """The first loss that differs, and the first weight."""
+    """Describe the first loss that differs, and the first weight."""
     for step, (ours, theirs) in enumerate(zip(losses, expected, strict=True), 1):
         if not abs(ours - theirs) <= max(tolerance, 1e-12) * max(1, abs(theirs)):
             yield f"the loss of step {step} is {ours!r}, not {theirs!r}"

@@ -14,12 +14,12 @@ microbatches, and
 
 The first three call `step`, batch by batch, and drain the pipeline each time; the last two call
 `run`, which keeps it full for a segment of `--batches` batches. So the first and the last two make
-as many updates, and what sets them apart per sample is the age of the weights alone; fill-drain and
-1F1B make fewer, at a rate of their own (`--lr-batch`).
+the same number of updates, and per sample only the age of the weights makes a difference.
+Fill-drain and 1F1B make fewer updates, at their own rate (`--lr-batch`).
 
-The trainings take turns of a segment each, so that whatever else slows the machine slows them all.
-After a turn the pipeline is drained, and the loss on held-out text is found, which is not timed.
-Each goes on until its own turns have taken `--seconds`.
+The trainings take turns of a segment each, so that other load on the machine slows all of them.
+After a turn the pipeline is drained, and the loss on held-out text is computed, outside of the
+timing. Each training goes on until its turns have taken `--seconds`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 
 @attrs.frozen
 class Task:
-    """What all trainings have in common: the model, the text and the seed."""
+    """What all trainings share: the model, the text and the seed."""
 
     args: argparse.Namespace
     segment: int  # microbatches of a turn
@@ -64,7 +64,7 @@ class Task:
         return build_stage(config, number, stages, args.seed).to(args.device)
 
     def batches(self, turn: int, microbatches: int) -> list[Batch]:
-        """What is learned in a turn, as batches of so many microbatches."""
+        """The rows of a turn, as batches."""
         args = self.args
         rows = batch(self.text, args.batch * args.batches, args.context, args.seed, turn)
         each = (part.tensor_split(self.segment // microbatches) for part in rows)
@@ -85,11 +85,11 @@ class Training:
     measured: list[float] = attrs.field(factory=list)  # seconds of each turn
 
     def optimizer(self, weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """That of a stage."""
+        """The optimizer of a stage."""
         return torch.optim.AdamW(weights, lr=self.lr, fused=True)
 
     def executor(self) -> Executor:
-        """What trains it."""
+        """The executor that trains it."""
         sched, args = self.schedule, self.task.args
         here = range(sched.stages) if args.in_process else sched.stages_of(RANK)
         return Executor(
@@ -120,8 +120,8 @@ class Training:
 
     @property
     def seconds(self) -> list[float]:
-        """What each turn took. The first also connects the ranks and finds the shapes of tensors,
-        so it counts as much as a middling one of the others."""
+        """The seconds of each turn. The first turn also connects the ranks and learns shapes, so it
+        counts as the median of the others."""
         others = self.measured[1:]
         return [median(others or self.measured), *others] if self.measured else []
 
@@ -166,7 +166,7 @@ class Training:
 
 
 def compare(args: argparse.Namespace) -> bool:
-    """Train all five, print and draw how they went. False where --verify found a difference."""
+    """Train all five, print and draw the results. False if --verify has found a difference."""
     base = build(args)
     if args.batch % base.microbatches:
         fail(f"--batch {args.batch} is no multiple of {base.microbatches} microbatches")

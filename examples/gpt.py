@@ -1,6 +1,6 @@
 """A byte-level GPT cut into pipeline stages, and the text it learns: Python's own source.
 
-Nothing here knows of schedir: a stage is an ordinary module, and any module will do.
+Nothing here depends on schedir: a stage is an ordinary module, and any module works.
 """
 
 import os
@@ -29,7 +29,7 @@ class Config:
 
 
 class Embedding(nn.Module):
-    """Bytes to vectors: what the byte is and where it stands."""
+    """Turns bytes into vectors, from the byte and its position."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Vectors to the logits of the next byte."""
+    """Turns vectors into the logits of the next byte."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ def build_stage(config: Config, stage: int, stages: int, seed: int = 0) -> nn.Se
     """Stage number `stage` of a model cut into `stages`, with its initial weights.
 
     The blocks are spread evenly; the first stage has the embedding too, the last one the head.
-    Every layer draws its weights from a seed of its own, so the model is the same however it is
-    cut, and every process can build any part of it.
+    Every layer has its own seed, so the weights do not depend on the cut, and every process can
+    build any part of the model.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     seed *= 1_000_003
@@ -123,7 +123,7 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def corpus(limit: int = 8_000_000, held_out: float = 0.05) -> tuple[Tensor, Tensor]:
-    """The bytes to train on and those held out: the standard library's source, its tests left out.
+    """The bytes to train on, and the held-out bytes: the standard library's source without tests.
 
     Files are taken in the order of their names until they hold `limit` bytes; the last ones, at
     least the share `held_out` of all, are held out whole.

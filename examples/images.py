@@ -1,4 +1,4 @@
-"""Images to tell apart: scikit-learn's digits, which it brings along, or CIFAR-10 from disk."""
+"""Images to classify: scikit-learn's digits, which come with it, or CIFAR-10 from disk."""
 
 import argparse
 import codecs
@@ -21,9 +21,9 @@ Pair: TypeAlias = tuple[Tensor, ...]
 
 @attrs.frozen(eq=False)
 class Images:
-    """Pairs of an image and its class, to train on and to test with.
+    """Pairs of an image and its class, for training and for testing.
 
-    An image has the dimensions channel, row and column; its values are some -2 to 2.
+    An image has the dimensions channel, row and column; its values are about -2 to 2.
     """
 
     train: TensorDataset
@@ -46,7 +46,7 @@ def _dataset(pixels: Tensor, classes: Tensor) -> TensorDataset:
 
 
 def digits() -> Images:
-    """1,797 handwritten digits of 8 x 8 pixels; every fifth, drawn by lot, is to test with."""
+    """1,797 handwritten digits of 8 x 8 pixels; a random fifth is for testing."""
     found = load_digits()
     pixels = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
@@ -80,7 +80,7 @@ def _batch(path: Path) -> Pair:
 
 
 class _Arrays(pickle.Unpickler):
-    """Reads arrays and what Python is built of: a pickle's own code is not run."""
+    """Reads arrays and Python's built-in types, without running code from the pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
         known: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """A masked language model of bytes (after BERT, arXiv 1810.04805), and lines to train it on.
 
-Of each line some bytes are hidden, and guessed from those on both sides. Lines differ in length:
-what they are padded with is neither looked at, for which a mask goes along from layer to layer, nor
-counted in the loss.
+Some bytes of each line are hidden, and the model predicts them from both sides. Lines differ in
+length, so they are padded. A mask goes from layer to layer, so that attention ignores the padding;
+the loss does not count it.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Config:
 
 
 class Positions(nn.Module):
-    """Adds to each byte's vector where it stands."""
+    """Adds each byte's position to its vector."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Positions(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer layer that looks at all but padding, and passes on what that is."""
+    """A transformer layer that ignores padding, and passes the mask on."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def counted(target: Tensor) -> Tensor:
-    """How many bytes that mean is over."""
+    """The number of bytes that the loss is the mean over."""
     return (target != IGNORED).sum()
 
 
@@ -107,7 +107,8 @@ def lines(number: int, longest: int) -> tuple[list[bytes], list[bytes]]:
 
 
 def hide(batch: Sequence[bytes], context: int) -> tuple[Tensor, Tensor]:
-    """Lines as rows of `context` tokens, some 15 % of their bytes hidden; and what these were."""
+    """Lines as rows of `context` tokens with about 15 % of the bytes hidden, and the hidden
+    bytes."""
     rows = torch.full((len(batch), context), PADDING)
     for row, line in zip(rows, batch, strict=True):
         row[: len(line)] = torch.tensor(list(line))

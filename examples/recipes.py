@@ -46,7 +46,7 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def accumulation(data: Data) -> list[float]:
     """Gradient accumulation over calls: one update for every four batches.
 
-    Each call adds the mean over its batch, so the rate is a fourth of one for their mean.
+    Each call adds its mean gradient, so the learning rate is a fourth of the usual one.
     """
     stages, losses = partition(model(), SCHEDULE), []
     with Executor(SCHEDULE, stages, LOSS, sgd) as executor:
@@ -57,7 +57,7 @@ def accumulation(data: Data) -> list[float]:
 
 
 def clipping(data: Data) -> list[float]:
-    """Clipping by the norm of the gradients of all stages; `result.grad_norm` is that before."""
+    """Clipping by the norm over all stages; `result.grad_norm` is the norm before clipping."""
     stages, losses = partition(model(), SCHEDULE), []
     with Executor(SCHEDULE, stages, LOSS, sgd, clip_grad_norm=0.5) as executor:
         for x, y in data:
@@ -67,7 +67,7 @@ def clipping(data: Data) -> list[float]:
 
 
 def float16(data: Data) -> list[float]:
-    """Mixed precision in float16, whose small gradients a GradScaler keeps from vanishing.
+    """Mixed precision in float16, with a GradScaler so that small gradients do not vanish.
 
     For bfloat16 leave out the scaler.
     """

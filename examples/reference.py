@@ -1,7 +1,7 @@
-"""The training that a schedule stands for, done in one process: what a pipelined run must equal.
+"""The training of a schedule, done in one process: a pipelined run must equal it.
 
-Of the schedule's list only this is used: which microbatches each update applies, and in which
-order; and, where weights change in between, which version of them each forward reads.
+It uses only this of the schedule's list: the microbatches that each update applies, and their
+order; and, if weights change in between, the version that each forward reads.
 """
 
 import inspect
@@ -49,7 +49,7 @@ def updates(schedule: Schedule) -> list[list[int]]:
 def versions(schedule: Schedule) -> dict[tuple[int, int], int]:
     """The weight version at which each (stage, microbatch) runs.
 
-    It is the one that its forward names, else the number of updates of that stage listed before.
+    It is the version that the forward names, otherwise the number of the stage's updates before it.
     """
     read: dict[tuple[int, int], int] = {}
     for actions in schedule.flat:
@@ -87,11 +87,11 @@ def holders(schedule: Schedule) -> dict[int, list[int]]:
 class Reference:
     """Trains all stages in this process as `schedule` says; the arguments are the Executor's.
 
-    A batch is a tensor, or a tuple or mapping of them; between stages goes what they return.
-    `scheduler` makes the learning-rate scheduler of a stage's optimiser, stepped once per step.
-    `replicas` are the pipelines that train as one: a batch holds that of the first, then that of
-    the second, and so on. Where a single stage lives on several ranks, each adds up the gradients
-    of its own microbatches; more than two such sums the transport may add in another order.
+    A batch is a tensor, or a tuple or mapping of tensors. `scheduler` makes the learning-rate
+    scheduler of a stage's optimiser, stepped once per step. `replicas` is the number of pipelines
+    that train as one: a batch has the first one's batch, then the second one's, and so on. If
+    several ranks hold a stage, each adds up the gradients of its own microbatches; a transport may
+    add more than two such sums in another order.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Reference:
         return sum(counts[m] * losses[m] for m in sorted(losses)) / sum(counts)
 
     def _placed(self, batch: Any) -> Any:
-        """Where the stages are."""
+        """The device of the stages."""
         device = self._weights()[0].device
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
 
@@ -241,7 +241,7 @@ class Reference:
 
 
 def _sum(gradients: Iterable[Tensor | None]) -> Tensor | None:
-    """The sum of those that there are, from the first to the last."""
+    """The sum of the values that are not None, from the first to the last."""
     total: Tensor | None = None
     for gradient in gradients:
         if gradient is not None:
@@ -250,7 +250,7 @@ def _sum(gradients: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def _called(stage: nn.Module, x: Any, weights: Weights | None = None) -> Any:
-    """The stage on x: a tuple goes by position and a mapping by keyword where it takes them so."""
+    """Run the stage on x: a tuple by position, a mapping by keyword, if the stage takes them so."""
     args: tuple[Any, ...] = x if isinstance(x, tuple) else (x,)
     kwargs: dict[str, Any] = {}
     if isinstance(x, Mapping):

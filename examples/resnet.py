@@ -1,6 +1,6 @@
 """ResNet (He et al., arXiv 1512.03385), as a list of layers: an ordinary module each.
 
-Nothing here knows of pipelines but `deferred`: a layer is made on the rank that it falls to.
+Only `deferred` is for pipelines: it makes a layer on the rank that owns it.
 """
 
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ class Bottleneck(nn.Module):
 
 
 def stem(channels: int, width: int, size: int) -> nn.Sequential:
-    """To `width` channels: of large images a fourth of the rows and columns, of small ones all."""
+    """Makes `width` channels, with a fourth of the rows and columns of large images, all of small
+    ones."""
     if size <= 64:
         convolution = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         return nn.Sequential(convolution, nn.BatchNorm2d(width), nn.ReLU())

@@ -1,4 +1,4 @@
-"""Train AlexNet on images, in two stages of as many parameters, by one pipeline or by several.
+"""Train AlexNet on images, in two stages with balanced parameters, by one pipeline or several.
 
     torchrun --nproc-per-node 2 examples/train_alexnet.py --verify
     torchrun --nproc-per-node 4 examples/train_alexnet.py --verify

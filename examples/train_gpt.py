@@ -3,10 +3,9 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --schedule 1f1b --verify
     python examples/train_gpt.py --in-process 4 --schedule interleaved-1f1b --verify
 
-The schedule is the name of a built-in one, or a file of your own: `mine.py`, `mine.sched`. With
-`--verify` the same training is done once more in a single process, and every weight has to come
-out the same, bit for bit. It ends with a page (`--page`) on which the step that was predicted
-stands above the one that was measured.
+The schedule is the name of a built-in one, or your own file: `mine.py`, `mine.sched`. `--verify`
+repeats the training in a single process and checks that every weight is equal, bit for bit. At the
+end it writes a page (`--page`) with the predicted step above the measured one.
 """
 
 import argparse
@@ -122,8 +121,8 @@ def predict(measured: Sequence[schedir.Timeline], page: Path) -> None:
 class Meter(Callback):
     """Prints how fast the training is, and the share of time that ranks wait (the bubble).
 
-    `every` is how many steps make a line, `tokens` their number in a step, `simulated` the bubble
-    that the schedule promises.
+    It prints a line every `every` steps. `tokens` is the tokens in a step, and `simulated` the
+    bubble in the simulation of the schedule.
     """
 
     def __init__(self, every: int, tokens: int, simulated: float) -> None:
@@ -144,11 +143,11 @@ class Meter(Callback):
         self._summed_up()
 
     def summary(self) -> str:
-        """What happened in all epochs."""
+        """The summary of all epochs."""
         return self._line(self.total)
 
     def _summed_up(self) -> Tensor:
-        """What happened since the last time, over all ranks: every rank has to call it."""
+        """The figures since the last call, over all ranks. Every rank calls it."""
         found, self.recent = self.recent, torch.zeros(3, dtype=torch.float64)
         if RANKS > 1:
             dist.all_reduce(found)

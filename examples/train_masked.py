@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/train_masked.py --verify
 
-Its layers pass a mask along, its embedding and its head are one, and padding does not count.
+Its layers pass a mask on, its embedding and its head share their weights, and padding does not
+count in the loss.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 3 examples/train_round_robin.py --verify
 
-The schedule is 1f1b-rr, PipeDream's: the ranks that hold a stage take its microbatches in turn. Of
-three ranks two have the first stage; `--set replicas=1,2` says it otherwise. With `--set
+The schedule is PipeDream's 1f1b-rr: the ranks that hold a stage take its microbatches in turn. Two
+of the three ranks have the first stage; change that with `--set replicas=1,2`. With `--set
 flush=false` it trains asynchronously, as in the paper. The blocks are shared out so that all ranks
-have as much to compute. With `--schedule 1f1b` the same model is cut into a stage for each rank.
+compute the same amount. With `--schedule 1f1b` the same model is cut into a stage for each rank.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/train_transformers.py --model gpt2 --verify
     torchrun --nproc-per-node 4 examples/train_transformers.py --model llama --verify
 
-Each process makes its own part of the model, and no other. The text is Python's own source, byte by
-byte. With `--verify` transformers' own model, uncut, is trained the same in a single process.
+Each process makes only its own part of the model. The text is Python's own source, byte by byte.
+`--verify` trains the uncut model of transformers in the same way in a single process, and compares.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from schedir.training import Trainer, gathered_state, perplexity, stages_of, war
 
 
 def config_of(args: argparse.Namespace) -> Any:
-    """The model's config: the sizes that the options say, without dropout."""
+    """The model's config: the sizes of the options, without dropout."""
     if args.model == "gpt2":
         return GPT2Config(
             vocab_size=BYTES,

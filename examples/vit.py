@@ -7,7 +7,7 @@ from schedir.training import deferred
 
 
 class Patches(nn.Module):
-    """An image's patches as vectors, after one that is to sum them up, each with its place."""
+    """An image's patches as vectors with positions, after a class vector."""
 
     def __init__(self, channels: int, size: int, patch: int, width: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Patches(nn.Module):
 
 
 class Head(nn.Module):
-    """From the first vector to the logits of the classes."""
+    """Turns the first vector into the logits of the classes."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()

@@ -1171,7 +1171,10 @@ def test_a_csv_that_is_exported_by_its_extension_is_the_whole_list(run: Run) -> 
             ["-o", "x.csv", "--format", "sched"],
             "--format sched contradicts x.csv, whose extension means",
         ),
-        (["-o", "x.sched", "--format", "torch-csv"], "contradicts x.sched, whose extension means sched"),
+        (
+            ["-o", "x.sched", "--format", "torch-csv"],
+            "contradicts x.sched, whose extension means sched",
+        ),
     ],
 )
 def test_an_extension_that_tells_something_else(run: Run, argv: list[str], message: str) -> None:

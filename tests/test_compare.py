@@ -52,8 +52,8 @@ interleaved-1f1b  best      28.5  1.000   15.8%          11 × 1/2      0
 1f1b                          33  1.158   27.3%                 4      0
 fill-drain                    33  1.158   27.3%                 8      0
 
-All train the same model. One that cuts it into more stages than there are ranks has smaller ones, \
-whose activations count as 1/2 of one.
+All schedules train the same model. A schedule with more stages than ranks has smaller stages: an \
+activation counts as 1/2 of one.
 """
     )
 
@@ -76,9 +76,9 @@ interleaved-1f1b        4  1        21        5.25  1.474   42.9%               
 1f1b              none  4  2
 1f1b              none  8  2"""
     )
-    assert "M, differ, so that time per microbatch is compared" in notes
+    assert "M, differ, so the time per microbatch is compared" in notes
     assert notes.count("1f1b: 1f1b runs one stage per rank, not 2: leave chunks out") == 1
-    assert "(and so for 1 other shape)\n" in notes
+    assert "(also for 1 other shape)\n" in notes
 
 
 @pytest.mark.parametrize("width", [40, 80, 100, 200])
@@ -91,7 +91,9 @@ def test_it_fits_a_terminal(width: int) -> None:
         assert max(map(len, shown)) <= max(width, 70)
         assert all(sum(line.startswith(name) for line in shown) >= 2 for name in targets)
         assert sum("(s)" in line or "(ms)" in line for line in shown) >= 1
-        left_out = [line for line in shown if line.startswith("Left out, as it is too wide here")]
+        left_out = [
+            line for line in shown if line.startswith("Left out because the table is too wide")
+        ]
         assert bool(left_out) == (width < enough)
 
 
@@ -124,7 +126,7 @@ def test_what_is_best_is_the_quickest_that_runs(run: Run) -> None:
     code, out, _ = run("compare", "wrong.sched")
     assert code == 1
     assert "wrong.sched  S201" in out or "wrong.sched does not run: error[S2" in out
-    assert out.endswith("None of them runs and is within the limits.\n")
+    assert out.endswith("No schedule runs within the limits.\n")
 
 
 def test_the_json_has_these_keys(run: Run) -> None:
@@ -186,8 +188,8 @@ interleaved-1f1b  over      28.5  0.864   15.8%          11 × 1/2       6 GiB  
 1f1b              best        33  1.000   27.3%                 4     4.5 GiB      0
 fill-drain        over        33  1.000   27.3%                 8     8.5 GiB      0
 
-All train the same model. One that cuts it into more stages than there are ranks has smaller ones, \
-whose activations count as 1/2 of one.
+All schedules train the same model. A schedule with more stages than ranks has smaller stages: an \
+activation counts as 1/2 of one.
 
 The memory limit is 5 GiB on every rank: 2 schedules over it.
 """
@@ -195,7 +197,7 @@ The memory limit is 5 GiB on every rank: 2 schedules over it.
     assert run("compare", "1f1b", *costs, "--memory-limit", "4.5GiB")[0] == 0
     code, out, _ = run("compare", "1f1b", *costs, "--memory-limit", str(int(4.5 * 2**30) - 1))
     assert code == 1
-    assert out.endswith("None of them runs and is within the limits.\n")
+    assert out.endswith("No schedule runs within the limits.\n")
 
 
 def test_what_is_of_unknown_size_is_not_chosen_under_a_limit() -> None:
@@ -422,9 +424,9 @@ def test_what_no_run_has_shown_is_marked_and_not_simply_the_best(run: Run) -> No
     assert "  derived  " in shown.splitlines()[2]
     half = "backward_input (half of the backward), backward_weight (half of the backward)"
     assert f"Derived, not measured, for zb-h1: {half}." in shown
-    assert "for interleaved-1f1b: its stages are parts of those measured." in shown
-    assert f"{comparison.best.target} is the best only if what was derived is right" in shown
-    assert "of those measured, 1f1b is the best." in shown
+    assert "for interleaved-1f1b: its stages are parts of the measured ones." in shown
+    assert f"{comparison.best.target} is the best only if its derived costs are right" in shown
+    assert "of the measured schedules, 1f1b is the best." in shown
 
     fitted_on_1f1b().save("costs.json")
     code, out, _ = run("compare", "1f1b", "zb-h1", "--costs", "costs.json", "--json")
@@ -475,7 +477,7 @@ def test_what_a_narrow_table_leaves_out_are_the_peaks() -> None:
     header = text[: text.index("\ninterleaved-1f1b")]
     assert all(name in header for name in ("makespan", "ratio", "bubble"))
     assert "peak" not in header
-    assert re.search(r"Left out, as it is too wide here: peak bytes, peak activations", text)
+    assert re.search(r"Left out because the table is too wide: peak bytes, peak activations", text)
     assert max(map(len, text.splitlines())) <= 80
 
 

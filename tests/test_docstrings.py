@@ -11,7 +11,7 @@ import pytest
 
 from tests.test_docs import PUBLIC
 
-COMPLETE = ("schedir", "schedir.simulator", "schedir.finder")
+COMPLETE = ("schedir", "schedir.simulator", "schedir.finder", "schedir.runtime", "schedir.training")
 """The modules whose names all have an example."""
 
 
@@ -49,6 +49,7 @@ def examples_of(name: str) -> list[doctest.DocTest]:
     return [test for test in found if test.examples]
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch's own pipeline()
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_the_examples_of_a_name_print_what_they_say(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -177,13 +177,13 @@ def test_a_window_without_anything_is_refused(
 ) -> None:
     code, out, err = run(*command, *window)
     assert (code, out) == (2, "")
-    assert re.fullmatch(r"error: nothing is to be seen from \d+ to .*: .* from 0 to 33\n", err)
+    assert re.fullmatch(r"error: there is nothing to draw from \d+ to .*: .* from 0 to 33\n", err)
 
 
 @pytest.mark.parametrize("start", [-1, 27, float("nan")])
 def test_a_window_is_within_the_timeline(line: Timeline, start: float) -> None:
     for draw in (line.svg, line.show):
-        with pytest.raises(schedir.SchedirError, match="nothing is to be seen from"):
+        with pytest.raises(schedir.SchedirError, match="there is nothing to draw from"):
             draw(start=start)
 
 

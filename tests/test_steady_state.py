@@ -434,7 +434,9 @@ pipedream              36           4  1.000   25.0%              0.0%          
 groups.py              54           6  1.500   50.0%             50.0%                 6  \
                3      0"""
     )
-    assert "Once full: what a schedule costs that goes on after its updates" in out
+    assert (
+        "Once full: the figures of an asynchronous schedule while its pipeline stays full." in out
+    )
 
 
 def test_the_keys_of_the_json(run: Run) -> None:

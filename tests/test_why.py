@@ -27,8 +27,8 @@ rank        idle      warm-up  waiting for data  communication       drain  noth
  all  68 (41.5%)   24 (14.6%)          7 (4.3%)    13.5 (8.2%)  8.5 (5.2%)           15 (9.1%)
 
 warm-up           the pipeline fills, until the rank's first backward
-waiting for data  another rank still computes what it needs
-communication     what it needs is under way
+waiting for data  another rank still computes what the rank needs
+communication     what the rank needs is still being sent
 drain             the pipeline empties, after the rank's last forward
 
 the longest waits
@@ -68,8 +68,8 @@ rank         idle    warm-up  slower stage  waiting for data  nothing left to do
  all  172 (28.5%)  18 (3.0%)   133 (22.0%)          1 (0.2%)           20 (3.3%)
 
 warm-up           the pipeline fills, until the rank's first backward
-slower stage      what it needs is held up by a stage that has more to compute
-waiting for data  another rank still computes what it needs
+slower stage      a stage with more work delays what the rank needs
+waiting for data  another rank still computes what the rank needs
 
 slower: rank 2 (stages 2, 6) costs the others 133 (22.0%)
 
@@ -108,8 +108,8 @@ rank    idle (s)    warm-up  communication    overhead  nothing left to do
  all  13 (65.0%)  7 (35.0%)     1.5 (7.5%)  1.5 (7.5%)           3 (15.0%)
 
 warm-up        the pipeline fills, until the rank's first backward
-communication  what it needs is under way
-overhead       it has all that it needs, and does not start yet
+communication  what the rank needs is still being sent
+overhead       the rank has all that it needs, and has not started yet
 
 the longest waits
 rank  time (s)  long  why

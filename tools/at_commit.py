@@ -1,4 +1,4 @@
-"""Lays another commit's files beside this tree, for tools that compare the two."""
+"""Checks another commit out into a temporary folder, for tools that compare it with this tree."""
 
 from __future__ import annotations
 

@@ -1,22 +1,21 @@
-"""Time this tree beside another commit, in pairs: what a change has cost, or gained.
+"""Times this tree and another commit in pairs, to see what a change costs or gains.
 
     python tools/bench_drift.py COMMIT [--quick] [--only NAME ...]
 
-Both code bases are copied to a temporary folder and measured in processes of their own, in turns,
-each first in every other pair. Printed are the medians, and the median and quartiles of the pairs'
-ratios, now ÷ then. A figure that one of them can't give is "-", and stderr says why. Times are the
-processor's, which is what a user waits for where nothing else runs, and others disturb least; those
-of steps are a clock's. NAME:
+Both code bases are copied to a temporary folder and measured in separate processes, in turns, each
+first in every other pair. The tool prints the medians, and the median and quartiles of the pairs'
+ratios, now ÷ then. A figure that one code base can't give is "-", and stderr says why. Times are
+processor times, because other programs disturb them least; times of steps are clock times. NAME:
 
     cold      `schedir check 1f1b` as a command, with bytecode
-    bare      the same without: the files have just been copied, and no bytecode is written
+    bare      the same without bytecode: the files have just been copied
     import    `import schedir`, with bytecode
-    3k        that many actions, interleaved 1F1B with 2 chunks on 8 ranks: build, check, simulate
-    391k      the same on 64 ranks; and torch's time for it ÷ ours, where torch is installed
-    988k      that many of 1F1B on 64 ranks: time and memory of a process's first cycle
-    wrong     check of lists that are wrong in thousands of places ÷ that of the right one
+    3k        3,000 actions, interleaved 1F1B with 2 chunks on 8 ranks: build, check, simulate
+    391k      the same on 64 ranks; and torch's time ÷ ours, if torch is installed
+    988k      988,000 actions of 1F1B on 64 ranks: time and memory of a process's first cycle
+    wrong     the check of lists with thousands of faults ÷ the check of the right list
     step      1F1B's steps of a tiny model, on 2 ranks with gloo
-    10M       as 988k, ten million actions of interleaved 1F1B: only where it is named
+    10M       as 988k, with ten million actions of interleaved 1F1B; only if you name it
 """
 
 from __future__ import annotations

@@ -1,23 +1,21 @@
-"""Holds a schedule that search has found from a trace against the best built-in one, as they run.
+"""Compares the measured steps of a schedule that search found with those of the best built-in one.
 
     python tools/bench_found.py [--launches 5] [--rounds 20]
 
 On the example's GPT at 2 ranks, in three steps:
 
-1. A traced run of 1F1B, over the model cut into 2 stages and into 4, whole backwards and split ones
-   in turn, gives the costs of each cut (`CostModel.fit`), and its peak the memory limit.
-2. `schedir.search` finds a schedule for each cut and limit; the one whose forecast is the quicker
-   is taken. Beside it stand the built-in schedules that are within the limit and promise most by
-   the same forecasts.
-3. They train in launches of their own, step by step in turn, in an order that is shuffled each
-   round, so that what the machine does meanwhile happens to all. A step of the found schedule is
-   compared with that of the best built-in in the same round: the median of these ratios of each
-   launch, and over launches their median and range. The best built-in is the one whose steps have
-   the least median over all launches, so chance favours it.
+1. A traced run of 1F1B, with the model cut into 2 stages and into 4, and with whole and split
+   backwards in turn, gives the costs of each cut (`CostModel.fit`). Its peak is the memory limit.
+2. `schedir.search` finds a schedule for each cut and limit, and the one with the quicker forecast
+   is taken. It competes with the built-in schedules within the limit that have the best forecasts.
+3. All of them train in separate launches, step by step in turn. The order is shuffled each round,
+   so that disturbances of the machine hit all schedules. The figure of a launch is the median ratio
+   of a step of the found schedule to a step of the best built-in one in the same round; the tool
+   prints the median and range over launches. The best built-in schedule has the least median step
+   over all launches, so chance favours it.
 
-The forecast's error is that of its median beside the median of the steps: with the costs of the
-traced run (another launch, so what differs from launch to launch is in it), and with costs that the
-traced schedules show in the same launch, where they run in turn with the others.
+The error of a forecast compares its median with the median of the steps. It is given for the costs
+of the traced run (another launch), and for costs that are traced in the same launch.
 
 Run it on a machine with nothing else to do; `--keep DIR` keeps the found schedule and the costs.
 """

@@ -1,16 +1,16 @@
-"""Times the HTML page of a timeline in the Chromium of the system.
+"""Times the HTML page of a timeline in the system's Chromium.
 
-    python tools/bench_page.py              # 100,000 actions, simulated and with times of their own
+    python tools/bench_page.py              # 100,000 actions, simulated and as if measured
     python tools/bench_page.py --million    # and a million
 
-file      what it takes on disk
-write     what Python takes to make it, the idle times and the critical path included
-paint     from the opening of the file to the lanes on the screen
-pan       a frame while the mouse drags the view: the work of the script, and the whole, until the
-          pixels are on the screen (without a GPU, as here, they are made on the CPU)
-hover     from where the pointer is to what is under it, drawn and told
+file      its size on disk
+write     Python's time to make it, with the idle times and the critical path
+paint     the time from opening the file to lanes on the screen
+pan       a frame while the mouse drags the view: the time of the script, and the time until the
+          pixels are on the screen (without a GPU the CPU makes them)
+hover     the time from a move of the pointer to the text about the action under it
 
-Each figure is the median of its runs with the most in brackets; opened anew for each paint.
+Each figure is the median of its runs, with the maximum in brackets. Each paint opens the page anew.
 """
 
 from __future__ import annotations

@@ -1,27 +1,27 @@
-"""Holds predictions against measured steps: replays and forecasts, a null model, and memory.
+"""Compares predictions with measured steps: replays, forecasts, a null model, and memory.
 
     python tools/bench_predict.py --sleep [--ranks 4 8]
     python tools/bench_predict.py --gpt
     python tools/bench_predict.py --memory
 
-Each run is a launch of torchrun of its own, and runs come in a shuffled order. Costs are fitted on
-runs of 1F1B, with another number of microbatches, and forecast the steps of other runs, of every
-schedule. A schedule with chunks has a finer cut of the model, which a run of 1F1B over that cut
-measures, each rank holding stages that follow each other:
+Each run is a separate launch of torchrun, and the order of runs is shuffled. Costs are fitted on
+runs of 1F1B with another number of microbatches, and forecast the steps of other runs of every
+schedule. A schedule with chunks cuts the model finer. A run of 1F1B measures that cut, with
+neighbouring stages on each rank:
 
     rank 0   stages 0 1      0F0 1F0 0F1 1F1 ...        the chunks of rank 0 are stages 0 and 2 in
     rank 1   stages 2 3                  2F0 3F0 ...    the interleaved schedule that is forecast
 
-Two figures, never one. The *replay* gives each entry its own measured duration: how far it is from
-the measured step says what the simulator leaves out. The *forecast* takes costs of another run: how
-far its median is from that of the steps says what a user may trust, and its 90 % band should hold
-90 % of them; with `--repeat` the median over pairs of runs and their range, as launches differ.
-Beside them the simulation *at medians*, the *null model*, which is the closed form of the bubble at
-the mean time of a stage, and what a step takes *outside* its list, which no timeline holds; below,
-the *regret*: how much slower the schedule that forecasts recommend is than the best one measured.
-Stages that `--sleep` do so for fixed, unequal times, so nothing but the pipeline counts; `--gpt` is
-the example's model on two ranks. `--memory` holds the peak of each rank's live bytes, as simulated,
-against what torch has allocated at its peak.
+There are two main figures. The *replay* gives each entry its measured duration; its distance from
+the measured step is the error of the simulator. The *forecast* takes the costs of another run; the
+distance of its median from the median of the steps is the error that a user sees, and its 90 % band
+should hold 90 % of the steps. With `--repeat` it is the median and range over pairs of runs,
+because launches differ. The table also has the simulation *at medians*, the *null model* (the
+closed form of the bubble at the mean time of a stage), the time of a step *outside* its list, and
+the *regret*: how much slower the recommended schedule is than the best measured one. Stages that
+`--sleep` do so for fixed, unequal times, so that only the pipeline counts. `--gpt` is the example's
+model on two ranks. `--memory` compares the simulated peak of each rank's live bytes with torch's
+peak.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Times a pipeline that stays full, of stages that sleep, beside what is simulated of it.
+"""Times a full pipeline of sleeping stages, and compares it with its simulation.
 
     python tools/bench_run.py                     # 4 ranks: pipedream by run, 1f1b by steps of 8
 
 Forwards sleep for one slot, backwards for two. Each figure is the median over the blocks of
-alternating turns, in slots for each microbatch; after it come the least and the most.
+alternating turns, in slots for each microbatch, followed by the minimum and the maximum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `schedir search` finds, beside what is known: bounds, published figures, built-in schedules.
+"""Compares the results of `schedir search` with bounds, published figures and built-in schedules.
 
     python tools/bench_search.py                  # the A100 rows of zero bubble's paper
     python tools/bench_search.py --exact 200      # random work of up to 40 actions, beside `exact`

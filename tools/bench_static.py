@@ -1,8 +1,8 @@
-"""Times schedir's static side beside torch's, on the same shapes, paired in one process.
+"""Times build, check and simulate beside torch's counterparts, on the same shapes in one process.
 
     python tools/bench_static.py                  # prints a table
     python tools/bench_static.py --json FILE      # and writes the figures
-    python tools/bench_static.py --show           # what `schedir show` takes per microbatch
+    python tools/bench_static.py --show           # the time of `schedir show` per microbatch
 
 schedir: `build`, `check` (under all channel models) and `simulate`, as a user calls them.
 torch:   generate and `_add_send_recv`, `_validate_schedule`, `_simulate_comms_compute`.

@@ -2,23 +2,22 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/bench_step.py [--json FILE]
 
-Both sides run one after the other in the same processes, in blocks A B B A of `--steps` steps each,
-back to back within a block and with a barrier between. The figure of a block is schedir's time
-over torch's; reported are the median over the blocks and its bootstrap interval, after a run of
-schedir against schedir, whose spread is the noise. Also reported: schedir's time over the ideal,
-the busiest rank's compute plus the schedule's bubble at F = 1, B = 2. There is no optimiser:
-gradients are cleared by hand.
+Both sides run in turn in the same processes, in blocks A B B A of `--steps` steps each, without a
+pause within a block and with a barrier between blocks. The figure of a block is schedir's time ÷
+torch's. The tool prints the median over the blocks and its bootstrap interval; a run of schedir
+against schedir before that shows the noise. It also prints schedir's time ÷ the ideal: the busiest
+rank's compute plus the schedule's bubble at F = 1, B = 2. There is no optimiser; gradients are
+cleared by hand.
 
     python tools/bench_step.py --overhead [--device cuda] [--json FILE]
 
-times the overhead per compute action over plain autograd, in one process: beside one backward over
-the whole model, and beside a loop that runs the stages one by one, as a pipeline has to. On a GPU
-its own events take the time.
+times the overhead per compute action over plain autograd in one process: compared with one backward
+of the whole model, and with a loop that runs the stages one by one. On a GPU its events measure.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/bench_step.py --memory schedir|torch
 
-measures what three steps add to each rank's memory at its peak, on boundaries of 4 MiB; a side has
-its own launch, since a process never gives its peak back.
+measures how much three steps add to each rank's peak memory, with boundaries of 4 MiB. Each side
+needs its own launch, because the peak of a process never falls.
 """
 
 from __future__ import annotations

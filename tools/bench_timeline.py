@@ -1,9 +1,9 @@
-"""Times what is derived of a timeline, and its way to a file and back.
+"""Times the figures that are derived from a timeline, and its saving and loading.
 
     python tools/bench_timeline.py                # a small one, 100,000 actions and a million
 
-Each figure is the median of its runs. Nothing that is derived is kept from one run to the next,
-but what is known of the schedule itself is: its dataflow, and its plan.
+Each figure is the median of its runs. No derived figure is cached from one run to the next; the
+schedule's dataflow and plan are.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Times what recording a step costs: executors with and without trace=True, in the same processes.
+"""Times the cost of tracing: executors with and without trace=True, in the same processes.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/bench_trace.py [--json FILE]
 
-Both run one after the other in blocks A B B A of `--steps` steps each, back to back within a block
-and with a barrier between. Reported are the median ratio over the blocks with its bootstrap
-interval, and the median difference per action of the longest list, in microseconds; before that
-those of two executors that record nothing, which is the noise. Also what gathering the timelines
-takes, per step, and how far apart the clocks of two ranks may be.
+Both run in turn in blocks A B B A of `--steps` steps each, without a pause within a block and with
+a barrier between blocks. The tool prints the median ratio over the blocks with its bootstrap
+interval, and the median difference per action of the longest list, in microseconds. Two executors
+without tracing come first; their figures are the noise. It also prints the time of gathering the
+timelines, per step, and how far the clocks of two ranks may differ.
 
     OMP_NUM_THREADS=1 python tools/bench_trace.py --alone
 
-takes the difference per action with all ranks in one process, where none waits for another.
+measures the difference per action with all ranks in one process, in which no rank waits.
 """
 
 from __future__ import annotations

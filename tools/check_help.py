@@ -1,8 +1,8 @@
-"""Follows the help of many broken lists to the end, and says how often each rule's was followed.
+"""Follows the help lines of many broken lists to a right list, and counts the rules that it met.
 
     python -m tools.check_help 10000 [--from 0]
 
-One line for each list that the help does not lead to a right one from, with its seed.
+It prints a line, with the seed, for each list that the help does not lead to a right one.
 """
 
 from __future__ import annotations

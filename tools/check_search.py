@@ -1,10 +1,11 @@
-"""Holds what search finds against the exact optimum, over all small shapes.
+"""Compares the results of search with the exact optimum, over all small shapes.
 
     python tools/check_search.py [--actions 40] [--seconds 5] [--part 0/4]
 
-Every shape up to so many actions, a backward counted as two where it may be split; for each, costs
-of several kinds, both objectives, and all limits from the least that works to where none is felt.
-It prints what search misses, and how many cases there were.
+It tries every shape up to a number of actions, in which a backward that may be split counts as two.
+Each shape gets several costs, both objectives, and all limits from the least that works to the
+first that changes nothing. It prints the cases in which search misses the optimum, and the number
+of cases.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One measurement of the code base that PYTHONPATH names: `drift_run.py WHAT`.
 
-Prints each figure as JSON on a line of its own, [name, value], and why no more follow as [null,
-why]. For `bench_drift.py`; public names alone are used, so that older code bases have them too.
+It prints each figure as a line of JSON, [name, value], and [null, reason] if it must stop.
+`bench_drift.py` starts it. It uses only public names, which older code bases have too.
 """
 
 from __future__ import annotations

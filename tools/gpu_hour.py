@@ -1,18 +1,18 @@
-"""The first hours on a GPU: what no machine without one can show, in parts of nine minutes.
+"""Tries schedir on a GPU for the first time, in parts of nine minutes.
 
     python tools/gpu_hour.py --list                   # the parts, their rows and what each shows
     python tools/gpu_hour.py --part A -o gpu_hour.md  # on one GPU, which all ranks share; then B, C
     python tools/gpu_hour.py --only transformer       # rows whose names contain this, again
     python tools/gpu_hour.py --part A --device cpu    # over gloo, to try the script itself
 
-It stops at nothing: each row runs in processes of its own with a time limit, one that fails or
-hangs is shown with where each of its ranks was, and the next one goes on. Where a row of several
-features fails, those that were not done are run singly. The files are written after every row:
-`gpu_hour.md` is the table, `gpu_hour.log` all that was printed, and with `gpu_hour.jsonl` the same
-call goes on with what it has not reached, or where it was killed.
+Each row runs in separate processes with a time limit. If a row fails or hangs, the table shows
+where each of its ranks was, and the next row runs. If a row of several features fails, the features
+that did not run are tried one by one. The files are written after every row: `gpu_hour.md` is the
+table, `gpu_hour.log` has everything that was printed, and `gpu_hour.jsonl` lets the same call
+continue where it stopped or was killed.
 
-NCCL refuses two ranks on one GPU unless each claims to be a host of its own (NCCL_HOSTID); their
-traffic then goes over sockets, which is good for correctness and worthless for timing.
+NCCL refuses two ranks on one GPU unless each claims to be a different host (NCCL_HOSTID). Their
+traffic then goes over sockets: good for correctness, worthless for timing.
 """
 
 from __future__ import annotations

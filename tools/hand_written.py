@@ -1,12 +1,12 @@
-"""A pipeline's step written by hand over gloo, as a book would have it: the floor for a runtime.
+"""A pipeline's step written by hand over gloo, as in a textbook: the floor for a runtime.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/hand_written.py [--alternations 20]
 
-Prints a step of schedir ÷ one of this loop, in the same order on the same modules: the median of so
-many paired alternations with their quartiles. The loop knows all shapes, posts every receive before
-the first forward, takes each stage's own share of the loss, and broadcasts the loss once. What goes
-to higher ranks and what goes to lower ones has a process group each. With `--engine` it calls
-autograd's engine directly, and nothing of `Tensor.backward`: what lies below any loop in Python.
+It prints the time of a step of schedir ÷ a step of this loop, in the same order on the same
+modules: the median and quartiles of paired alternations. The loop knows all shapes, posts every
+receive before the first forward, and broadcasts the loss once. Transfers to higher ranks and
+transfers to lower ones have a process group each. With `--engine` it calls autograd's engine
+directly instead of `Tensor.backward`, which no loop in Python can beat.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs what a benchmark measures in processes of its own, and leaves none behind."""
+"""Runs the measurements of benchmarks in separate processes, and leaves none behind."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Break the code in small ways, and see which tests notice: a suite's strength, measured.
+"""Breaks the code in small ways, and counts which tests notice: the strength of the test suite.
 
-    python tools/mutants.py cover FOLDER [--seed 1] [--count 60]   # as long as all tests take
-    python tools/mutants.py run FOLDER [--tests COMMIT] [--limit S] # goes on where it ended
-    python tools/mutants.py show FOLDER                            # the verdicts; what survives
+    python tools/mutants.py cover FOLDER [--seed 1] [--count 60]   # takes as long as all tests
+    python tools/mutants.py run FOLDER [--tests COMMIT] [--limit S] # continues where it ended
+    python tools/mutants.py show FOLDER                            # the verdicts; the survivors
 
 `cover` draws mutants of the commit that is checked out, spread over the packages by their lines:
 another operator, another constant, the other branch, a call left out, each inside a function. It
-runs all tests once, in a copy in which every mutant's expression tells when it is run: FOLDER has
-then the mutants, which tests run each of them, and how long each test takes. `run` gives every
-mutant in turn the tests that run it, one of each file first, quick ones first, those on ranks last:
-in `make test`, and, if none fails, in `make test-all`; each up to the first failure, and 120 s at
-most. A test that hangs for a minute has noticed. `--tests COMMIT` takes tests/ of another commit;
-of a test that has other cases there all cases are tried.
+runs all tests once in a copy that records when each mutant's expression runs. FOLDER then has the
+mutants, the tests that run each of them, and the time of each test. `run` tries every mutant with
+the tests that run it: one of each file first, quick ones first, tests on ranks last; first those of
+`make test`, and, if none fails, those of `make test-all`; up to the first failure, for at most 120
+s. A test that hangs for a minute has noticed the mutant. `--tests COMMIT` takes tests/ of another
+commit; if a test has other cases there, all its cases are tried.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One traced run under torchrun, for `bench_predict.py`: `predicted_run.py RUN FOLDER`.
 
-`RUN` is a `Run` as JSON; `FOLDER` gets the timelines, and what goes beside them.
+`RUN` is a `Run` as JSON. `FOLDER` gets the timelines, times of steps, and peaks of memory.
 """
 
 from __future__ import annotations

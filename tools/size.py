@@ -1,9 +1,9 @@
-"""Count what each package of schedir takes to read: modules, tokens and lines.
+"""Counts the modules, tokens and lines of each package of schedir.
 
     python tools/size.py            # of this tree
-    python tools/size.py COMMIT     # beside those of a commit, and this tree's share of them
+    python tools/size.py COMMIT     # beside a commit, with the ratio
 
-Tokens are those of code: comments, docstrings and layout cost nothing, so that explaining is free.
+Only tokens of code count: comments, docstrings and layout are free.
 `core` is ir, passes, checker, simulator and library; `all` is schedir without its schedules.
 """
 

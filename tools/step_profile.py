@@ -1,10 +1,10 @@
-"""List the functions of schedir that take part in a warm step of 1F1B.
+"""Lists the functions of schedir that a warm step of 1F1B calls.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/step_profile.py [--json FILE]
 
 Two ranks, 8 microbatches, the tiny model of `bench_step.py`, no clipping, replicas, ties or
-tracing. Printed are, for the rank that calls the most, each file with its functions and how often
-each is called in one step; then how many files, functions and calls per compute action that makes.
+tracing. For the rank with the most calls it prints each file with its functions, and how often each
+is called in one step; then the numbers of files, functions and calls per compute action.
 """
 
 from __future__ import annotations

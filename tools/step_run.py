@@ -1,7 +1,7 @@
 """Measures 1F1B's steps for `bench_drift.py`, under torchrun: `step_run.py`.
 
-Prints figures as `drift_run.py` does. Of a step that fits in a cache, nearly all is schedir's own
-time; it is held against torch's own schedule and against a loop written by hand.
+It prints figures as `drift_run.py` does. The model fits in a cache, so almost all time is
+schedir's. The step is compared with torch's schedule and with a loop written by hand.
 """
 
 from __future__ import annotations

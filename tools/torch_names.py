@@ -1,16 +1,15 @@
-"""Writes the list of torch's names that this project uses, and where the oldest torch has them.
+"""Writes the list of names of torch that this project uses, from the files of the oldest torch.
 
-A machine with a GPU may have the oldest torch that is allowed, where the tests run with a newer
-one: `tests/runtime/test_torch_names.py` holds what the code uses against that list. Torch is read
-here, never imported, so a wheel for another Python or another device will do:
+The tests run with a newer torch than a user may have. `tests/runtime/test_torch_names.py` compares
+the names in the code with that list. This tool reads torch's files and never imports them, so a
+wheel for another Python or another device will do:
 
     pip download torch==2.11.0 --no-deps --only-binary :all: --python-version 3.12 -d DIR
     unzip DIR/torch-*.whl 'torch/*.py' 'torch/*.pyi' torch/lib/libtorch_python.so -d UNPACKED
     python tools/torch_names.py UNPACKED
 
-Nothing is written where that torch lacks a name, or a keyword of a call. What C++ binds and no file
-of Python's describes is looked for by its last part among the strings of libtorch_python.so, which
-can't tell whose it is.
+Nothing is written if that torch lacks a name, or a keyword of a call. A name that only C++ binds is
+looked up by its last part among the strings of libtorch_python.so, which do not tell its module.
 """
 
 from __future__ import annotations

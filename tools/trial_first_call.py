@@ -1,11 +1,11 @@
-"""Train stages that keep state of their own, and compare with plain training bit for bit.
+"""Trains stages that keep extra state, and compares with plain training bit for bit.
 
     python tools/trial_first_call.py                 # in one process, then on 2 and on 4
-    python tools/trial_first_call.py --processes 1   # in one process alone
+    python tools/trial_first_call.py --processes 1   # only in one process
 
 Every built-in schedule with one copy of each stage is tried. A pipeline must run the stages' code
-exactly as often as its list says, on real values: whatever a module touches beside its tensors
-would be changed by any other run.
+exactly as often as its list says, on real values: another run would change any state that a module
+keeps outside its tensors.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Holds forecasts against the very runs that their costs were fitted on, 30 of them by default.
+"""Compares forecasts with the runs that their costs were fitted on, by default 30 runs.
 
     python tools/trial_forecast.py [--runs 30] [--seed 0]
 
-Each run is a launch of torchrun of its own, on 2 or 4 ranks, of 6 to 40 traced steps of a built-in
-schedule, with stages that are tiny, that sleep, or the example's model. Its timelines are fitted,
-and its own schedule is forecast. What must hold: the median is within 10 % of that of the steps,
-those that the fit takes, and the band of 90 % holds it; or the forecast is refused, with a reason.
-Beside that: how far the simulation at medians is off, and which share of the steps the band holds.
+Each run is a separate launch of torchrun on 2 or 4 ranks, with 6 to 40 traced steps of a built-in
+schedule. Its stages are tiny, or sleep, or are the example's model. Its timelines are fitted, and
+the same schedule is forecast. The forecast passes if its median is within 10 % of the median of the
+fitted steps and its 90 % band holds that median, or if it is refused with a reason. The tool also
+prints the error of the simulation at medians, and the share of the steps within the band.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Hold this tree's verdicts, words, times and memory against another commit's, on random lists.
+"""Compares this tree's verdicts, words, times and memory with another commit's, on random lists.
 
     python tools/trial_verdicts.py COMMIT [--lists 4000] [--seed 0] [--show 3]
 
-A list is drawn right, built in or random, with up to three faults, and goes as text to one process
-for each code base. Printed are how many lists were drawn with what, how many answers differ, by
-what they are about, and the first few differences in full. Exit status 1 where any differs that
-`EXPLAINED` does not.
+A list is built in or random, with up to three faults, and goes as text to one process for each code
+base. The tool prints how many lists of each sort were drawn, how many answers of each sort differ,
+and the first few differences in full. The exit status is 1 if there is a difference that
+`EXPLAINED` does not have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Answers what one code base says of schedules, for `trial_verdicts.py`.
+"""Prints the answers of one code base about schedules, for `trial_verdicts.py`.
 
-A schedule and how to judge it come on each line of stdin, and the answers go to stdout, as JSON.
-PYTHONPATH names the code base. The first line says where that lies.
+Each line of stdin has a schedule and how to judge it, and the answers go to stdout, as JSON.
+PYTHONPATH names the code base, and the first line of output its folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes the pages of the reference that come from the code, and the table of the page on GPUs.
 
-    python tools/write_reference.py
+python tools/write_reference.py
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ REFERENCE = DOCS / "reference"
 def rules() -> str:
     """The page on the rules of `schedir check`."""
     head = (
-        "# Rules\n\nThis page lists every code that `schedir check` reports. `schedir explain CODE` "
-        "prints the same text. How to read a diagnostic: "
+        "# Rules\n\nThis page lists every code that `schedir check` reports. `schedir explain "
+        "CODE` prints the same text. How to read a diagnostic: "
         "[Read a diagnostic](../how-to/read-a-diagnostic.md).\n\n"
         + _written_from("schedir/checker/rules.py")
     )
@@ -223,9 +223,9 @@ def kinds() -> str:
         "| token | name | meaning | reads | makes | ends | occupies | default cost |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
         + "".join(rows)
-        + "\n- A recomputed microbatch (`R`) keeps its input at `F`, and its activation from `R` on."
-        "\n- On the last stage, `F` computes the loss, and so makes the output's gradient. The first "
-        "stage makes no gradient of its input."
+        + "\n- A recomputed microbatch (`R`) keeps its input at `F`, and its activation from `R` "
+        "on.\n- On the last stage, `F` computes the loss, and so makes the output's gradient. The "
+        "first stage makes no gradient of its input."
         "\n- The gradients of a stage are summed over ranks if several ranks hold the stage. A "
         "`REDUCE_GRAD` of a stage on one rank stands for data parallelism that the lists do not "
         "show; the gradients of all stages are then summed. `OPTIM_STEP` applies the sum."

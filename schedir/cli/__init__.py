@@ -19,13 +19,15 @@ from schedir.cli.terminal import RefusedError, fail, refuse, say, see, tell
 from schedir.errors import SchedirError
 from schedir.render import legible
 
+_ABOUT = "schedir: write, prove and run pipeline-parallel training schedules."
+
 TASKS = {
     "see schedules": {
         "list": "list the schedules that have a name",
         "show": "draw the timeline of a schedule, and say why ranks are idle",
     },
     "prove one right": {
-        "check": "prove a schedule complete and free of deadlocks, or list its faults",
+        "check": "prove a schedule free of deadlocks, or list its faults",
         "explain": "explain a code that check prints, such as S301",
     },
     "compare and predict": {
@@ -35,7 +37,7 @@ TASKS = {
         "search": "find a quick schedule for your costs and memory limit",
     },
     "write files": {
-        "export": "write a picture, a Perfetto trace, torch's CSV, or the list of actions",
+        "export": "write a picture, a trace, torch's CSV, or the list of actions",
     },
     "get help": {
         "docs": "open a page of the documentation",
@@ -86,7 +88,7 @@ def command_of(args: argparse.Namespace) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    whole = _Parser(prog="schedir", description=schedir.__doc__, allow_abbrev=False)
+    whole = _Parser(prog="schedir", description=_ABOUT, allow_abbrev=False)
     whole.add_argument("--version", action="version", version=f"schedir {schedir.__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", parser_class=Command)
     for task in TASKS.values():
@@ -136,6 +138,7 @@ class Command(_Parser):
         self.set_defaults(run=command.run, parser=self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments, which the command adds first."""
         self.fill()
         return super().parse_known_args(args, namespace)
 

@@ -47,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + ", ".join(f"{transport} is {model}" for transport, model in TRANSPORTS.items()),
     )
     for option, least, text in (
-        ("--max-delay", 0, "gradients are applied more than N updates after their weights were read"),
+        (
+            "--max-delay",
+            0,
+            "gradients are applied more than N updates after their weights were read",
+        ),
         ("--max-versions", 1, "a stage has more than N weight versions alive at once"),
         (
             "--max-activations",
@@ -62,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-until",
         choices=HELD_UNTIL,
         default="W",
-        help="how long --max-activations counts an activation of a split backward: until the weight "
-        "gradient (W), or only until the input gradient (I) (default: %(default)s)",
+        help="how long --max-activations counts an activation of a split backward: until the "
+        "weight gradient (W), or only until the input gradient (I) (default: %(default)s)",
     )
     parser.add_argument(
         "--tie",

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Print a script that completes commands, options, names of schedules, and files. For bash "
         'put eval "$(schedir completion bash)" into ~/.bashrc, and for zsh the same with zsh into '
-        "~/.zshrc. For fish write the script to ~/.config/fish/completions/schedir.fish. The script "
+        "~/.zshrc. For fish write the script to ~/.config/fish/completions/schedir.fish. It "
         "knows the schedules that are installed today: write it again after you install more. It "
         "needs shtab: pip install 'schedir[completion]'."
     )

@@ -26,9 +26,13 @@ _OPTIONAL = "PerStage | None"  # as CostModel annotates it
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
     """Add `--costs` and `--cost`."""
-    group = parser.add_argument_group("costs (by default a forward takes 1, a backward 2, the rest nothing)")
+    group = parser.add_argument_group(
+        "costs (by default a forward takes 1, a backward 2, the rest nothing)"
+    )
     group.add_argument(
-        "--costs", metavar="FILE", help="a JSON file of costs, as CostModel.save writes it; see `schedir docs costs-file`"
+        "--costs",
+        metavar="FILE",
+        help="a JSON file of costs, as CostModel.save writes it; see `schedir docs costs-file`",
     )
     group.add_argument(
         "--cost",
@@ -126,7 +130,9 @@ def _value(name: str, text: str) -> Any:
     number: Callable[[str], float] = size if name.endswith("_bytes") else quantity
     if of == "PerLink":
         if "," in text:
-            raise argparse.ArgumentTypeError("--cost takes one number for all links; a file takes one for each")
+            raise argparse.ArgumentTypeError(
+                "--cost takes one number for all links; a file takes one for each"
+            )
         return number(text)
     numbers = tuple(number(part) for part in text.split(","))
     return numbers if len(numbers) > 1 else numbers[0]

@@ -84,7 +84,9 @@ def _find(asked: str, commands: list[str], pages: dict[str, Path]) -> _Place:
     for rule in RULES.values():
         if wanted in (rule.code.lower(), rule.name):
             return _Place("reference/rules", f"#{rule.code.lower()}-{rule.name}")
-    found = [name for name in pages if name.lower() == wanted or name.lower().endswith(f"/{wanted}")]
+    if wanted in pages:
+        return _Place(wanted)
+    found = [name for name in pages if name.lower().endswith(f"/{wanted}")]
     if len(found) == 1:
         return _Place(found[0])
     near = found or _near(wanted, [*commands, *pages])

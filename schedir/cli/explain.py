@@ -20,7 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Explain a code that `schedir check` prints: what it means, why it is bad, how to fix it, "
         "and a schedule that has it. Without a code, list them all."
     )
-    parser.add_argument("code", metavar="CODE", nargs="?", help="a code, such as S301, or its name, such as wait-cycle")
+    parser.add_argument(
+        "code",
+        metavar="CODE",
+        nargs="?",
+        help="a code, such as S301, or its name, such as wait-cycle",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -47,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for .csv torch-csv-comms, or torch-csv with --compute-only)",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE instead of stdout")
-    parser.add_argument(
-        "--compute-only", action="store_true", help="leave out sends and receives"
-    )
+    parser.add_argument("--compute-only", action="store_true", help="leave out sends and receives")
     timelines = add_drawn(parser)
     timelines.add_argument(
         "--memory", action="store_true", help="also draw the memory of each rank over time"
@@ -77,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     given = {args.title, args.breadth, args.end} != {None} or args.start or args.greyscale
     if given and not output.looks:
         args.parser.error(
-            "--title, --no-title, --width, --greyscale, --from and --to are for pictures (svg, png, "
-            f"pdf); {output.name} takes none of them"
+            "--title, --no-title, --width, --greyscale, --from and --to are for pictures (svg, "
+            f"png, pdf); {output.name} takes none of them"
         )
     if output.of == "timeline":
         return _write_timeline(output, args)

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "JSON: [{name, aliases, file, chunks, parameters: [{name, default}], description}]. A "
         "parameter without default must be set. file is null if the code is in no file."
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead; the keys are below")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead; the keys are below"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

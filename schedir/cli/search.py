@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-until",
         choices=HELD_UNTIL,
         default=HELD_UNTIL[0],
-        help="how long --max-activations counts an activation of a split backward: until the weight "
-        "gradient (W), or only until the input gradient (I) (default: %(default)s)",
+        help="how long --max-activations counts an activation of a split backward: until the "
+        "weight gradient (W), or only until the input gradient (I) (default: %(default)s)",
     )
     limits.add_argument(
         "--recompute",
@@ -114,7 +114,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "OR-Tools: pip install 'schedir[exact]'",
     )
     parser.add_argument(
-        "--seed", type=at_least(0), default=0, metavar="N", help="another seed may find another schedule (default: %(default)s)"
+        "--seed",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="another seed may find another schedule (default: %(default)s)",
     )
     text = "the channel model or transport to run on (default: %(default)s); see `schedir check`"
     add_channel(parser, text)

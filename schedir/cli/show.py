@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--full", action="store_true", help="draw every action, even if that takes several screens"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print makespan, bubble and peaks as JSON instead; the keys are below"
+        "--json",
+        action="store_true",
+        help="print makespan, bubble and peaks as JSON instead; the keys are below",
     )
     parser.add_argument(
         "--why",
@@ -50,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steady",
         action="store_true",
-        help="draw an asynchronous schedule with a full pipeline instead: two periods of its steady "
-        "state, and the time per microbatch. schedir gives a generator enough microbatches to "
-        "reach it. Exit code 2 if there is no steady state",
+        help="draw an asynchronous schedule with a full pipeline instead: two periods of its "
+        "steady state, and the time per microbatch. schedir gives a generator enough "
+        "microbatches to reach it. Exit code 2 if there is no steady state",
     )
     parser.add_argument(
         "--actions",
@@ -84,14 +86,19 @@ def run(args: argparse.Namespace) -> int:
             "--json prints numbers only: leave out --full, --width, --actions and --compute-only"
         )
     if args.why and (lists or args.full or args.json):
-        args.parser.error("--why draws nothing: leave out --full, --json, --actions and --compute-only")
+        args.parser.error(
+            "--why draws nothing: leave out --full, --json, --actions and --compute-only"
+        )
     if args.against is not None and (lists or args.json):
         args.parser.error("--against draws: leave out --json, --actions and --compute-only")
     windowed = bool(args.start) or args.end is not None
     if windowed and (args.json or args.why or args.steady):
         args.parser.error("--from and --to draw: leave out --json, --why and --steady")
     if args.steady and (lists or args.full or args.why or args.against is not None):
-        args.parser.error("--steady goes with --json and --width: leave out --full, --why, --actions and --against")
+        args.parser.error(
+            "--steady goes with --json and --width: leave out --full, --why, --actions and "
+            "--against"
+        )
     with progress("simulating"):
         if args.steady:
             timeline, full, steady = drawn_full(args)

@@ -60,7 +60,9 @@ def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None, str]:
     """
     targets = [args.target] if args.against is None else [args.target, args.against]
     if all(map(is_measured, targets)) and costs_given(args):
-        args.parser.error("--costs and --cost are for schedules: a measured timeline has times already")
+        args.parser.error(
+            "--costs and --cost are for schedules: a measured timeline has times already"
+        )
     if not any(map(is_measured, targets)) and args.step is not None:
         args.parser.error("--step is for files of measured timelines")
     costs = costs_of(args)
@@ -105,7 +107,7 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
 
 
 def load_schedule(args: argparse.Namespace, costs: CostModel) -> Schedule:
-    """The schedule of TARGET, from a list or from a measured run. Raises LoadError or ParseError."""
+    """The schedule of TARGET, built or from a measured run. Raises LoadError or ParseError."""
     if is_measured(args.target):
         schedule = read_timeline(args.target, args.step).schedule
         _expect_shape(args, args.target, schedule)

@@ -1,6 +1,6 @@
-"""What a person or a tool reads of schedules, timelines and reports: one table of outputs.
+"""The forms in which commands write schedules, timelines, reports and comparisons: one table.
 
-Timelines and results show themselves: `print(report)`, `timeline.svg()`. Here is every form that a
+Objects also show themselves: `print(report)`, `timeline.svg()`. This package has every form that a
 command writes, such as a report as JSON:
 
     written = schedir.render.outputs_of("check")["json"].write(report, schedir.render.Page())

@@ -1,4 +1,4 @@
-"""The time axis of a drawing: which column a time falls on, the ticks, and what is cut out."""
+"""The time axis of a drawing: the column of each time, the ticks, and the cuts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from schedir.render.text import number
 _BETWEEN_TICKS = 8
 _LARGEST = 1e280
 CUT_WIDTH = 2
-"""The columns that stand for what is cut out."""
+"""The columns that mark a cut."""
 
 
 def finite(scale: float) -> float:
-    """The scale, or the largest that times can be multiplied by, where actions take next to no
-    time."""
+    """The scale; if actions take almost no time, the largest that times can be multiplied by."""
     return min(scale, _LARGEST)
 
 
@@ -27,7 +26,7 @@ def finite(scale: float) -> float:
 class Cut:
     """Columns `left` to `right` (exclusive), counted before any cut, that are not drawn.
 
-    `note` says on the ruler what is left out, `meaning` in the legend.
+    `note` stands on the ruler in their place, and `meaning` in the legend.
     """
 
     left: int
@@ -36,10 +35,10 @@ class Cut:
     meaning: str
 
 
-# Not slotted, so that what is derived can be cached beside the fields.
+# Not slotted, because cached properties need a __dict__.
 @attrs.frozen(slots=False)
 class Axis:
-    """`scale` columns per unit of time, up to `makespan`; `cuts` ascend and lie apart."""
+    """An axis of `scale` columns per unit of time up to `makespan`; `cuts` ascend."""
 
     scale: float = attrs.field(converter=finite)
     makespan: float
@@ -47,7 +46,7 @@ class Axis:
 
     @cached_property
     def columns(self) -> int:
-        """How many columns are drawn."""
+        """The number of drawn columns."""
         return self.end - sum(cut.right - cut.left - CUT_WIDTH for cut in self.cuts)
 
     @cached_property
@@ -57,15 +56,15 @@ class Axis:
 
     @property
     def end(self) -> int:
-        """How many columns there are, counted before any cut."""
+        """The number of columns before any cut."""
         return self.column(self.makespan)
 
     def column(self, time: float) -> int:
-        """The column of a time, counted before any cut."""
+        """The column of a time, before any cut."""
         return nearest(time * self.scale)
 
     def time(self, column: int) -> str:
-        """The time of a column; a tick, or the end, is shown as it is and not as rounded."""
+        """The time of a column; ticks and the end of the axis keep their exact time."""
         if column == self.end:
             return number(self.makespan)
         time = column / self.scale
@@ -73,7 +72,7 @@ class Axis:
         return number(tick if self.column(tick) == column else time)
 
     def parts(self) -> Iterator[tuple[int, int, int]]:
-        """The columns between the cuts: first, end, and by how much they are moved to the left."""
+        """The columns between the cuts: first, end, and how far they move to the left."""
         first, moved = 0, 0
         for cut in self.cuts:
             yield first, cut.left, moved
@@ -92,13 +91,13 @@ class Axis:
                 turn += 1
 
     def notes(self) -> Iterator[tuple[int, str]]:
-        """The drawn column of each cut, and what is left out there."""
+        """The drawn column of each cut, and the note that stands there."""
         for (_, end, moved), cut in zip(self.parts(), self.cuts, strict=False):
             yield end - moved, f"{LEFT_OUT} {cut.note} {LEFT_OUT}"
 
 
 def nearest(value: float) -> int:
-    """To the nearest whole number, halves up (`round` would take every second half down)."""
+    """The nearest whole number, halves up (`round` rounds every second half down)."""
     return math.floor(value + 0.5)
 
 

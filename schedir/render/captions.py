@@ -1,5 +1,5 @@
-"""What timelines are called, so that nobody takes one for the other, what they cost in a few words,
-and the unit of time in which one timeline, or two on one axis, are shown."""
+"""Captions that tell timelines apart, their figures in a few words, and the unit of time in which
+one timeline, or two on one axis, are shown."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def title(schedule: Schedule) -> str:
 
 
 def caption(timeline: Timeline) -> str:
-    """Predicted, or measured in which step."""
+    """`predicted`, or `measured, step 3`."""
     measured = timeline.measured
     return "predicted" if measured is None else f"measured, step {measured.step}"
 
 
 def captions(lines: Sequence[Timeline]) -> list[str]:
-    """A caption for each of one or two timelines: predicted or measured, and where that is the same
-    of both its schedule, or which of the two."""
+    """A caption for each of one or two timelines: predicted or measured. If both are the same, the
+    schedule or a number tells them apart."""
     origins = [caption(line) for line in lines]
     for more in ([line.schedule.name for line in lines], ["first", "second"]):
         if len(set(origins)) < len(lines):
@@ -46,7 +46,7 @@ def captions(lines: Sequence[Timeline]) -> list[str]:
 
 
 def names(lines: Sequence[Timeline]) -> list[str]:
-    """What sets several timelines of a terminal apart; nothing for a single one."""
+    """The captions of several timelines on a terminal; empty for a single one."""
     if len(lines) == 1:
         return [""]
     measured = any(line.measured for line in lines)
@@ -57,13 +57,13 @@ def names(lines: Sequence[Timeline]) -> list[str]:
 
 
 def bubble(timeline: Timeline) -> str:
-    """The bubble of the makespan, and that of the longest span where it is another."""
+    """The bubble of the makespan, and the bubble of the longest span if it differs."""
     whole, span = f"{timeline.bubble_fraction:.1%}", f"{timeline.span_bubble_fraction:.1%}"
     return whole if whole == span else f"{whole} ({span} of the longest span)"
 
 
 def steady_figures(steady: SteadyState | None) -> dict[str, Any] | None:
-    """The steady state of a schedule for a program: the keys are a contract."""
+    """The steady state of a schedule as JSON. Its keys are a contract."""
     return None if steady is None else {name: getattr(steady, name) for name in _STEADY}
 
 
@@ -73,21 +73,21 @@ def with_unit(time: float, unit: Unit | None) -> str:
 
 
 def costs(timeline: Timeline) -> str:
-    """What a schedule costs, in two numbers."""
+    """The makespan and the bubble of a timeline."""
     makespan = with_unit(timeline.makespan, timeline.unit)
     return f"makespan {makespan}, bubble {bubble(timeline)}"
 
 
 def verdict(timeline: Timeline) -> str:
-    """What it costs, and at which step where that was measured."""
+    """The makespan and the bubble, and the step of a measured timeline."""
     measured = timeline.measured
     return costs(timeline) + (f", measured at step {measured.step}" if measured else "")
 
 
 @attrs.frozen
 class Clock:
-    """`unit` is None where a unit may be any; a time of the i-th timeline is `factors[i]` times
-    as many of them."""
+    """The unit of an axis, None if times have no unit. A time of the i-th timeline is multiplied
+    by `factors[i]`."""
 
     unit: Unit | None
     factors: tuple[float, ...]
@@ -98,7 +98,7 @@ class Clock:
         return f"time ({UNIT_NAMES[self.unit]})" if self.unit else "time"
 
     def duration(self, shown: float) -> str:
-        """A time in this unit, with it, in four digits, or in whole units where these are more."""
+        """A time with its unit, in four digits, or in whole units if these are more."""
         digits = 3 - math.floor(math.log10(shown)) if shown else 0
         return with_unit(round(shown, max(0, digits)), self.unit)
 
@@ -106,7 +106,7 @@ class Clock:
 def clock_of(lines: Sequence[Timeline]) -> Clock:
     """The unit that suits the longest of the timelines.
 
-    A timeline without a unit is taken to have that of the others.
+    A timeline without a unit counts as one in the unit of the others.
     """
     known = next((line.unit for line in lines if line.unit), None)
     if known is None:
@@ -119,11 +119,11 @@ def clock_of(lines: Sequence[Timeline]) -> Clock:
 
 
 def unit_for(seconds: float) -> Unit:
-    """The largest unit of which a time takes at least one."""
+    """The largest unit that a time is not shorter than."""
     return next((unit for unit in UNITS if seconds >= factor(unit, "s")), "us")
 
 
 def readable(lines: Sequence[Timeline]) -> list[Timeline]:
-    """The timelines in the unit of their clock, as they are where it may be any."""
+    """The timelines in the unit of their clock; unchanged if they have no unit."""
     shown = clock_of(lines).unit
     return [line if shown is None else in_unit(line, shown) for line in lines]

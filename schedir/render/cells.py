@@ -1,8 +1,8 @@
 """The cells of a timeline: each compute action's label, place and colour on the time axis.
 
-A cell is its label, dashes up to its end, and one blank column that sets it off from the next. An
-overlapped pair is one cell, `F1;B0--`. A coarse cell is its kind's letter, over and over: `FBBFBB`.
-The legend says what letters and marks mean.
+A cell is a label, dashes up to its end, and one blank column before the next cell. An overlapped
+pair is one cell, `F1;B0--`. A coarse cell repeats the letter of its kind: `FBBFBB`. The legend
+explains letters and marks.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from schedir.render.palette import (
 from schedir.render.rows import ComputeSpan, Lane
 from schedir.render.text import Piece, number
 
-# A cell shorter than this part of the longest one is drawn as a mark: it would stretch all others.
+# A cell shorter than this part of the longest cell is a mark; a label would stretch all others.
 _SHORTEST = 1 / 16
-_BEYOND = 1e9  # columns that nobody draws
+_BEYOND = 1e9  # more columns than anybody draws
 MOST_COLUMNS = 10_000
-"""Of a drawing in which nearly all is idle."""
+"""The part of a drawing that is idle before letters replace labels."""
 NEARLY_ALL = 0.75
-"""The part of a column's work that has a letter stand for all of it."""
+"""The part of a column's work that one kind needs for its letter to stand in the column."""
 _MOSTLY_IDLE = 8  # times as long as its busiest lane's work
 
 
 class Cell(NamedTuple):
     """A piece of a row. It belongs to the page that holds its first `whole` columns.
 
-    `rest` is what is drawn of it on a page that it reaches into.
+    If it reaches into the next page, `rest` is drawn there.
     """
 
     left: int
@@ -56,7 +56,7 @@ class Cell(NamedTuple):
 
 
 def label_of(span: ComputeSpan, several: bool) -> str:
-    """The label of a span's cell; with the stage, where some rank holds `several`."""
+    """The label of a span's cell; with the stage, if some rank holds `several`."""
     label = _name(span.action, several)
     return label if span.beside is None else f"{label};{_name(span.beside, several)}"
 
@@ -77,7 +77,7 @@ def label_scale(lanes: Sequence[Lane], several: bool) -> float:
     scale = finite(max(need / duration for need, duration in needs))
     if scale * max(span.end for span in named) > _BEYOND:
         return scale
-    # Where times are no whole numbers of columns, rounding can take a column from a cell.
+    # If times are not whole numbers of columns, rounding can take a column from a cell.
     fits = all(
         nearest(span.end * scale) - nearest(span.start * scale) > len(label_of(span, several))
         for span in named
@@ -91,7 +91,7 @@ def coarse_scale(lanes: Sequence[Lane]) -> float:
 
 
 def too_wide(scale: float, lanes: Sequence[Lane], makespan: float) -> bool:
-    """Whether next to nothing is drawn in next to all columns: a step or a link takes so long."""
+    """Whether almost all columns are blank, because a step or a link takes very long."""
     if scale * makespan <= MOST_COLUMNS:
         return False
     work = (sum(span.end - span.start for span in _named([lane])) for lane in lanes)
@@ -107,18 +107,19 @@ def labelled_cells(lane: Lane, axis: Axis, several: bool) -> list[Cell]:
         if right - left > len(label):
             cells.append(Cell(left, len(label) + 1, label.ljust(right - left - 1, "-"), style))
         else:
-            # Without room of its own, a mark stands in the blank column after the cell before.
+            # A mark without room stands in the blank column after the cell before.
             mark = STEP if span.action.kind is Kind.OPTIM_STEP else SHORT
             cells.append(Cell(left if right > left else max(left - 1, 0), 1, mark, style))
     return sorted(cells)
 
 
 def coarse_cells(lane: Lane, axis: Axis, alike: float = 0) -> list[Cell]:
-    """The cells of a lane as letters alone, ascending: each that of the kind that most of a column
-    is of; where that is less than a part `alike` of its work, a mark in the mix of the colours.
+    """The cells of a lane as letters, ascending. A column has the letter of the kind that takes
+    most of its work. If that is less than a part `alike` of the work, it has a mark in the mix of
+    the colours.
 
-    What takes less than half a column is not drawn, but where nothing beside it is: no work is
-    lost.
+    An action of less than half a column is drawn only if nothing else is drawn there, so every
+    stretch of work leaves a letter.
     """
     takes: list[dict[tuple[str, str], float]] = [defaultdict(float) for _ in range(axis.end)]
     for span in lane.spans:
@@ -140,7 +141,7 @@ def coarse_cells(lane: Lane, axis: Axis, alike: float = 0) -> list[Cell]:
 
 
 def cut_out(cells: Sequence[Cell], axis: Axis) -> list[Cell]:
-    """The cells of a row around the cuts of its axis, a mark in place of each cut."""
+    """The cells of a row around the cuts of its axis, with a mark in place of each cut."""
     kept = []
     for first, end, moved in axis.parts():
         if moved or first:
@@ -158,12 +159,12 @@ def cut_out(cells: Sequence[Cell], axis: Axis) -> list[Cell]:
 
 
 def _named(lanes: Sequence[Lane]) -> list[ComputeSpan]:
-    """What has a cell of its own."""
+    """The spans that have a cell."""
     return [span for lane in lanes for span in lane.spans if span.action.kind in WORDS]
 
 
 def _long_enough(lanes: Sequence[Lane]) -> list[ComputeSpan]:
-    """What has a cell of its own and is not far shorter than the longest of these."""
+    """The spans that have a cell and are not far shorter than the longest one."""
     spans = _named(lanes)
     least = max((span.end - span.start for span in spans), default=0) * _SHORTEST
     return [span for span in spans if span.end - span.start >= least] if least else []
@@ -186,7 +187,7 @@ def _style(lane: Lane, span: ComputeSpan) -> str:
 
 
 def labels_legend(lanes: Sequence[Lane], cells: Sequence[Sequence[Cell]], several: bool) -> str:
-    """The letters and marks that occur, and how a label is read."""
+    """The letters and marks that occur, and an example of a label."""
     words = _kinds_in_words(lanes)
     if any(span.beside is not None for lane in lanes for span in lane.spans):
         words.append("; between two that run as one")
@@ -204,7 +205,7 @@ def labels_legend(lanes: Sequence[Lane], cells: Sequence[Sequence[Cell]], severa
 
 
 def letters_legend(lanes: Sequence[Lane], cells: Sequence[Sequence[Cell]]) -> str:
-    """What coarse cells mean: those of the letters that are drawn."""
+    """The meanings of the letters that coarse cells show."""
     drawn = {cell.text[0] for row in cells for cell in row}
     words = [*_kinds_in_words(lanes), f"{PAIR} a forward and a backward as one"]
     words.append(f"{MIX} several kinds in turn")
@@ -214,7 +215,7 @@ def letters_legend(lanes: Sequence[Lane], cells: Sequence[Sequence[Cell]]) -> st
 
 
 def per_column(scale: float) -> str:
-    """How much time a column stands for, to follow a legend of letters."""
+    """The time that a column stands for; it follows a legend of letters."""
     return f"; a column is {number(float(f'{1 / scale:.2g}'))} of time"
 
 
@@ -227,7 +228,7 @@ def _kinds_in_words(lanes: Sequence[Lane]) -> list[str]:
 
 
 def painted_legend(text: str) -> Iterator[Piece]:
-    """A legend, the first of each letter that stands alone as the drawing shows it."""
+    """A legend, with each letter in the style of the drawing where it first stands alone."""
     styles = {letter(kind): shade(kind) for kind in WORDS} | {STEP: STEP_STYLE, PAIR: PAIR_STYLE}
     letters = "|".join(map(re.escape, styles))
     for part in re.split(rf"((?<!\w)(?:{letters})(?!\w))", text):

@@ -1,7 +1,7 @@
 """A report for a person (`full`, `concise`), for a program (`json`) and for GitHub's annotations.
 
-Each takes the report and its subject: the name or file of the schedule, as the user gave it. And
-what a rule means (`explanation`).
+Each takes the report and its subject, the schedule's name or file as the user gave it.
+`explanation` prints the meaning of a rule.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from schedir.checker import CHANNELS, Diagnostic, Excerpt, Location, Report, Rul
 from schedir.ir import Source, loads, printable
 from schedir.render.text import Piece, plain, table
 
-# Of findings alike, since one wrong line can make thousands; and of the places of a finding that
-# has more than explain anything, as one that concerns every gradient of a stage.
+# The most similar findings to show, because one wrong line can make thousands; and the most places
+# of one finding, because a finding on every gradient of a stage has more than help anybody.
 _FEW, _MOST_PLACES = 3, 8
-# The style of each severity, the gravest first.
+# The style of each severity, the worst first.
 _SEVERITIES = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 _WIDTH = 80
@@ -29,7 +29,7 @@ _Likeness: TypeAlias = tuple[str, Source | tuple[tuple[int, int], ...]]
 
 
 def full(report: Report, subject: str) -> Iterator[Piece]:
-    """Every finding with its places, its trace and its help, then a line that sums them up."""
+    """Every finding with its places, trace and help, and then a line with the verdict."""
     for diagnostic, others in _shown(report):
         yield from _finding(diagnostic)
         yield Piece(f"   … {others}\n\n" if others else "\n")
@@ -72,8 +72,7 @@ def _places(diagnostic: Diagnostic) -> Iterator[str]:
 
 
 def _list(excerpt: Excerpt) -> str:
-    """A piece of a list: `#3 … 1B0 [1SEND_GRAD0] [1RECV_ACT1] 1F1 …`, what is at fault in
-    brackets."""
+    """A piece of a list with the fault in brackets: `#3 … 1B0 [1SEND_GRAD0] [1RECV_ACT1] 1F1 …`."""
     tokens = [
         f"[{entry}]" if index in excerpt.marked else entry
         for index, entry in enumerate(excerpt.entries, excerpt.first)
@@ -84,8 +83,8 @@ def _list(excerpt: Excerpt) -> str:
 
 
 def _shown(report: Report) -> Iterator[tuple[Diagnostic, str]]:
-    """The findings that a person is shown, in order: the first ones of those alike, the last of
-    them with how many like it are not shown."""
+    """The findings to show, in order: the first few of similar ones, the last of these with the
+    number that is not shown."""
     alike: dict[_Likeness, list[Diagnostic]] = defaultdict(list)
     for diagnostic in report.diagnostics:
         alike[_likeness(diagnostic)].append(diagnostic)
@@ -102,19 +101,19 @@ def _shown(report: Report) -> Iterator[tuple[Diagnostic, str]]:
 
 
 def _likeness(diagnostic: Diagnostic) -> _Likeness:
-    """What findings alike have in common: the code, and the line of Python that made what they are
-    about; of a list that no generator wrote, the rank and stage."""
+    """What similar findings share: the code, and the line of Python that made the actions, or, in a
+    list that no generator wrote, the rank and stage."""
     place = tuple((each.rank, each.action.stage) for each in diagnostic.locations[:1])
     return diagnostic.code, _source_of(diagnostic) or place
 
 
 def _source_of(diagnostic: Diagnostic) -> Source | None:
-    """The line of Python to look at: what is missing has none, so it may be another location's."""
+    """The line of Python to look at: the first that a location has. A missing action has none."""
     return next((place.source for place in diagnostic.locations if place.source is not None), None)
 
 
 def _others(hidden: list[Diagnostic], only_kind: bool) -> str:
-    """How many are not shown; those that the report itself leaves out are counted by code."""
+    """The number of findings that are not shown, with those that the report itself leaves out."""
     beyond = sum(diagnostic.more for diagnostic in hidden)
     if only_kind or not beyond:
         return f"and {len(hidden) + beyond:,} more like it"
@@ -134,7 +133,7 @@ def concise(report: Report, subject: str) -> Iterator[Piece]:
 
 
 def report_data(report: Report) -> dict[str, Any]:
-    """The findings as data: the keys are a contract."""
+    """The findings as JSON. The keys are a contract."""
     diagnostics = [
         {
             "code": diagnostic.code,
@@ -154,7 +153,7 @@ def report_data(report: Report) -> dict[str, Any]:
 def github(report: Report, subject: str) -> str:
     """Workflow commands, which GitHub shows beside the lines of a pull request.
 
-    It shows few of them, so of those alike there are three.
+    GitHub shows few of them, so there are at most three similar ones.
     """
     lines = []
     for diagnostic, others in _shown(report):
@@ -162,7 +161,7 @@ def github(report: Report, subject: str) -> str:
         source = _source_of(diagnostic)
         if source is not None:
             properties = {"file": source.file, "line": str(source.line)}
-        # A list of actions, unlike a generator, gives them no line, but it is a file.
+        # A list of actions has no line of Python, but it is a file.
         elif subject.endswith((".sched", ".csv")):
             properties = {"file": subject}
         properties["title"] = f"{diagnostic.code} {diagnostic.name}"
@@ -175,19 +174,19 @@ def github(report: Report, subject: str) -> str:
 
 
 def _escaped(text: str, more: str = "") -> str:
-    """As GitHub's workflow commands want it; `more` are the characters special in a property."""
+    """A text for GitHub's workflow commands; `more` are characters to escape in a property."""
     for character in "%\r\n" + more:
         text = text.replace(character, f"%{ord(character):02X}")
     return printable(text)
 
 
 def _place(location: Location) -> str:
-    """A location, said to be missing where it is."""
+    """A location, marked as missing if it is."""
     return f"{location}{' (missing)' if location.index is None else ''}"
 
 
 def summary(report: Report) -> str:
-    """How many findings there are, and under which channel models the schedule is clean."""
+    """The numbers of findings, and the channel models under which the schedule is clean."""
     many: Counter[str] = Counter()
     for each in report.diagnostics:
         many[each.severity] += 1 + each.more
@@ -205,8 +204,8 @@ def summary(report: Report) -> str:
 
 
 def explanation(rule: Rule) -> str:
-    """What a rule means, why it matters, an example that breaks it, and how to fix that: in full,
-    the example checked as it is printed."""
+    """A rule's meaning, why it matters, how to fix it, and an example with the finding that `check`
+    prints for it."""
     report = check(loads(rule.example), **dict(rule.options))
     found = "\n".join(map(finding, report.diagnostics))
     paragraphs = (
@@ -222,7 +221,7 @@ def explanation(rule: Rule) -> str:
 
 
 def _fill(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, break_on_hyphens=False)  # options stay whole
+    return textwrap.fill(text, _WIDTH, break_on_hyphens=False)  # do not break options
 
 
 def command_options(rule: Rule) -> str:

@@ -1,5 +1,4 @@
-"""Rows of cells under a ruler, in more or less detail, split into pages where a terminal is too
-narrow for all columns."""
+"""Rows of cells under a ruler, in more or less detail, on as many pages as a terminal needs."""
 
 from __future__ import annotations
 
@@ -31,16 +30,16 @@ from schedir.render.steady_state import Repeat
 from schedir.render.text import Piece, count, number
 from schedir.simulator import Timeline
 
-_FEWEST_COLUMNS = 6  # that a cut has to save
+_FEWEST_COLUMNS = 6  # the least that a cut has to save
 _LEFT = attrgetter("left")
 
 
 @attrs.frozen
 class Drawing:
-    """`rows[i]` are the cells, ascending, after `heads[i]`; `corner` stands before the ruler.
+    """Rows of cells: `rows[i]`, ascending, stand after `heads[i]`; `corner` is before the ruler.
 
-    The heads, and the corner, are of one width, but for those of rows without cells. `legend` says
-    what the letters mean.
+    The corner and the heads have one width, except for heads of rows without cells. `legend`
+    explains the letters.
     """
 
     corner: str
@@ -52,14 +51,13 @@ class Drawing:
     def pages(
         self, width: int | None, left: int = 0, last: int | None = None
     ) -> Iterator[tuple[int, int]]:
-        """The columns at which each page starts and ends, between two of them; one page where there
-        is no `width`."""
+        """The columns at which pages start and end; one page if there is no `width`."""
         columns = self.axis.columns if last is None else last
         room = columns if width is None else width - len(self.corner)
         if columns - left <= room:
             yield left, columns
             return
-        # The least that a page holds, be the terminal as narrow as it will.
+        # The least that a page holds, however narrow the terminal is.
         least = max((cell.whole for cells in self.rows for cell in cells), default=1)
         while left < columns:
             end = min(self._page_end(left, least, max(room, least)), columns)
@@ -67,7 +65,7 @@ class Drawing:
             left = end
 
     def lines(self, width: int) -> int:
-        """How many lines the pages take, with a blank one between two of them."""
+        """The number of lines of the pages, with a blank one between two pages."""
         return len(list(self.pages(width))) * (len(self.rows) + 2) - 1
 
     def page(self, left: int, end: int) -> Iterator[Piece]:
@@ -91,7 +89,7 @@ class Drawing:
             end = ticks[-1] if ticks else end
         following = end
         for cells in self.rows:
-            # By index, as is the row below: a slice would copy all that comes after the page.
+            # By index, as in the row below: a slice would copy everything after the page.
             for index in range(bisect_left(cells, left, key=_LEFT), len(cells)):
                 cell = cells[index]
                 if cell.left >= end:
@@ -119,19 +117,19 @@ class Drawing:
         return ruler
 
     def _row(self, cells: Sequence[Cell], left: int, end: int) -> Iterator[Piece]:
-        """The columns of a row from `left` up to `end`, and the labels there as a whole."""
-        drawn: list[tuple[int, str, str]] = []  # the first column, text and style of each piece
+        """The columns of a row from `left` up to `end`; labels that begin there are not cut."""
+        drawn: list[tuple[int, str, str]] = []  # first column, text and style of each piece
         # The cell before may reach into this page.
         for index in range(max(0, bisect_left(cells, left, key=_LEFT) - 1), len(cells)):
             cell = cells[index]
             if cell.left >= end:
                 break
             last = min(cell.left + len(cell.text), max(end, cell.left + cell.whole))
-            # Of a cell that belongs to a page before, only the rest is left.
+            # A cell of an earlier page shows only its rest.
             first, text = cell.left, cell.text[: last - cell.left]
             if first < left:
                 first, text = left, cell.rest * (last - left)
-            while drawn and drawn[-1][0] >= first:  # a mark without room of its own
+            while drawn and drawn[-1][0] >= first:  # a mark without room
                 drawn.pop()
             if text:
                 drawn.append((first, text, cell.style))
@@ -145,9 +143,9 @@ class Drawing:
 
 @attrs.frozen
 class Part:
-    """A timeline in a drawing: what it is called, its lanes and what stands before each of them.
+    """A timeline in a drawing: its name, its lanes, and the head of each lane.
 
-    Ranks in the middle may be left out, `hidden` ones.
+    `hidden` ranks in the middle are left out.
     """
 
     timeline: Timeline
@@ -157,13 +155,13 @@ class Part:
     hidden: int = 0
 
 
-# Not slotted, so that what is derived can be cached beside the fields.
+# Not slotted, because cached properties need a __dict__.
 @attrs.frozen(slots=False)
 class Sketch:
-    """Draws timelines, below each other on one axis, in more or less detail.
+    """Draws timelines on one axis, one below the other, in more or less detail.
 
-    `corner` stands above the heads of the rows. Where something is left out, or letters stand in
-    place of labels, `note` ends the legend.
+    `corner` stands above the heads of the rows. If something is left out, or letters replace
+    labels, `note` ends the legend.
     """
 
     parts: Sequence[Part]
@@ -177,12 +175,12 @@ class Sketch:
 
     @cached_property
     def several(self) -> bool:
-        """Whether labels say their stage."""
+        """Whether labels name their stage."""
         return labels_say_stages(part.timeline for part in self.parts)
 
     @cached_property
     def makespan(self) -> float:
-        """When the last of the timelines ends."""
+        """The end of the last timeline."""
         return max(part.timeline.makespan for part in self.parts)
 
     @cached_property
@@ -191,11 +189,11 @@ class Sketch:
         return label_scale(self.lanes, self.several)
 
     def too_wide(self, since: float, until: float) -> bool:
-        """Whether all labels between two times are not worth their columns."""
+        """Whether the labels between two times need too many columns."""
         return too_wide(self.scale, self.lanes, until - since)
 
     def between(self, since: float, until: float) -> Sketch:
-        """The sketch with what runs between two times alone."""
+        """The sketch, cut to a window of time."""
 
         def cut(lane: Lane) -> Lane:
             spans = [span for span in lane.spans if span.end > since and span.start < until]
@@ -207,18 +205,18 @@ class Sketch:
         return attrs.evolve(self, parts=parts)
 
     def labelled(self, repeated: Sequence[Repeat] = ()) -> Drawing:
-        """Every action with its label, but for what is `repeated`."""
+        """A drawing with labels, in which `repeated` parts are drawn once."""
         axis = self._axis(self.scale, repeated)
         cells = [labelled_cells(lane, axis, self.several) for lane in self.lanes]
         words = labels_legend(self.lanes, cells, self.several)
         return self._drawing(axis, cells, words, complete=not axis.cuts)
 
     def coarse(self, repeated: Sequence[Repeat] = ()) -> Drawing:
-        """Every action as letters, but for what is `repeated`."""
+        """A drawing in letters, in which `repeated` parts are drawn once."""
         return self._letters(self._axis(coarse_scale(self.lanes), repeated))
 
     def squeezed(self, columns: int, repeated: Sequence[Repeat] = ()) -> Drawing:
-        """As letters in so many columns, each for as many actions as it must be."""
+        """A drawing in letters in `columns` columns, each for as many actions as necessary."""
         drawn = self.makespan - sum(r.end - r.start - r.period for r in repeated)
         scale = max(columns - (CUT_WIDTH + 1) * len(repeated), 1) / drawn
         alike = NEARLY_ALL * (scale < coarse_scale(self.lanes))

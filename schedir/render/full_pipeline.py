@@ -1,4 +1,4 @@
-"""A piece of the steady state: one or two periods of a pipeline that is full.
+"""One or two periods of the steady state, drawn from a full pipeline.
 
         27             30             33
 rank 0  B5---*F9 B6---*F10
@@ -24,10 +24,10 @@ from schedir.simulator.steady_state import SteadyState, steady_in_unit
 def steady_blocks(
     drained: Timeline, line: Timeline, steady: SteadyState, width: int | None
 ) -> Iterator[Block]:
-    """Two periods from the middle of a `line` that shows the steady state, or one where there are
-    no more; below it what it costs, and what the `drained` call does.
+    """Two periods from the middle of a `line` that shows the steady state, or one if it has no
+    more; below them the figures of the steady state and of the `drained` call.
 
-    Where that is wider than `width`, cells are letters.
+    Cells are letters if labels need more than `width` columns.
     """
     clock = clock_of([drained])
     if clock.unit is not None:
@@ -59,7 +59,7 @@ def _full(steady: SteadyState) -> str:
 
 def _again(steady: SteadyState) -> str:
     many = count(steady.period_microbatches, "microbatch", "es")
-    return f"; every {with_unit(steady.period, steady.unit)} the same again, {many} later"
+    return f"; it repeats every {with_unit(steady.period, steady.unit)}, {many} later"
 
 
 def _drained(line: Timeline) -> str:
@@ -70,8 +70,8 @@ def _drained(line: Timeline) -> str:
 
 
 def _window(line: Timeline, steady: SteadyState, width: int | None) -> tuple[Drawing, int, int]:
-    """A drawing of the line, and the columns of it that are the window: two periods with labels
-    where there is room, or else one, if need be in letters."""
+    """A drawing of the line, and the columns of its window: two periods with labels if there is
+    room, or else one, in letters if it must be."""
     whole = sketch_of(line)
     room = MOST_COLUMNS if width is None else max(width - len(whole.corner), 1)
     several = steady.end - steady.start >= 3 * steady.period
@@ -87,8 +87,8 @@ def _window(line: Timeline, steady: SteadyState, width: int | None) -> tuple[Dra
 
 
 def _bounds(lanes: Sequence[Lane], steady: SteadyState, times: int) -> tuple[float, float]:
-    """When a window of so many periods in the middle starts and ends: where it cuts as few actions
-    as it may."""
+    """The start and end of a window of some periods in the middle, which cuts as few actions as
+    possible."""
     period = steady.period
     spare = steady.end - steady.start - (times + 1) * period
     least = steady.start + max(0.0, spare) / 2

@@ -1,9 +1,9 @@
-"""A timeline as one HTML file to look around in: nothing is fetched from anywhere.
+"""A timeline as one HTML page that fetches nothing.
 
-The file holds the timeline's numbers, and the script and the style of `page/`, which are written by
-hand. Data go one way, from the timeline to columns (`packed`) to the page, and nothing is worked
-out twice: the script draws, and looks up what stands here. Pixels are filled in the browser, so the
-file is as large as its timeline is.
+The file holds the timeline's numbers, and the hand-written script and style of `page/`. Data go one
+way, from the timeline to columns (`packed`) to the page, and nothing is computed twice: the script
+only draws and looks up. The browser fills the pixels, so the size of the file is that of its
+timeline.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from schedir.render.rows import has_copies, has_replicas, labels_say_stages
 from schedir.simulator import CAUSES, Timeline
 
 SCRIPTS = ("data", "words", "view", "layout", "raster", "draw", "hover", "start")
-"""The parts of the script in `page/`, in the order in which the page has them."""
+"""The parts of the script in `page/`, in the order of the page."""
 MOST_SCRIPT = 30_000
-"""The most bytes of script that a page has."""
+"""The most bytes of script that a page may have."""
 
 _TOGGLES = {
     "transfers": "transfers",
@@ -49,22 +49,22 @@ _HELP = (
     ("Esc", "let go"),
 )
 _LANES = (Kind.SEND_ACT, Kind.SEND_GRAD, Kind.RECV_ACT, Kind.RECV_GRAD)
-"""The lanes of a rank below that of its compute: these can go on at once. Copies, where there are
-any, have one more, above them."""
+"""The lanes of a rank below the lane of its compute, which run at the same time. Copies, if there
+are any, have one more lane above them."""
 _PAYLOAD_OF = {
     Kind.SEND_ACT: Kind.FORWARD,
     Kind.RECV_ACT: Kind.FORWARD,
     Kind.SEND_GRAD: Kind.BACKWARD,
     Kind.RECV_GRAD: Kind.BACKWARD,
 }
-"""A transfer has the colour of what makes its payload."""
+"""A transfer has the colour of the action that makes its payload."""
 
 
 def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bool = False) -> str:
-    """The timeline as a page, on one time axis with the one that it is held `against`.
+    """The timeline as a page, on one time axis with the timeline `against`, if there is one.
 
-    What was simulated stands above what was measured. `memory` opens the page with its curves.
-    Raises UnsoundError where the lists are too wrong to tell what waits for what.
+    A simulated timeline stands above a measured one. `memory` opens the page with memory curves.
+    Raises UnsoundError if the lists are too wrong to tell what waits for what.
     """
     lines = [timeline] if against is None else [timeline, against]
     lines.sort(key=lambda line: line.measured is not None)
@@ -89,14 +89,14 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
         ),
         help=" · ".join(f"{_keys(keys)} {html.escape(words)}" for keys, words in _HELP),
         ranks=sum(schedule.ranks for schedule in schedules),
-        # Nothing that a name holds may end the element.
+        # No text in a name may end the element.
         data=data.replace("<", "\\u003c"),
         script=script(),
     )
 
 
-# Strings are kept as they are (a template must not hold another one), comments are left out, and
-# of white space what does not part two words, or two lines that no sign parts.
+# Keeps strings (a template must not hold another one). Leaves out comments, and white space that
+# neither separates two words nor ends a line without a sign.
 _PIECE = re.compile(
     r"""("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`)"""
     r"""|\s*//[^\n]*|(?<=[;{,])\s*\n\s*|\s*(\n)\s*|(?<=[\w$])([ ])[ ]*(?=[\w$])|[ ]+"""
@@ -104,7 +104,7 @@ _PIECE = re.compile(
 
 
 def script() -> str:
-    """The script of every page: that of `page/`, without comments and needless white space."""
+    """The script of `page/`, without comments and unnecessary white space."""
     text = "".join(_file(f"{name}.js") for name in SCRIPTS)
     return _PIECE.sub(lambda found: found[1] or found[2] or found[3] or "", text).strip()
 
@@ -114,7 +114,7 @@ def _file(name: str) -> str:
 
 
 def _legend(schedules: Sequence[Schedule]) -> Iterator[str]:
-    """A swatch and a word for each kind that occurs, a shade for each of a rank's stages."""
+    """A swatch and a word for each kind that occurs, with a shade for each stage of a rank."""
     for fills, word in swatches(schedules):
         yield _swatch(fills, word)
     if any(map(_draws_pairs, schedules)):
@@ -131,7 +131,7 @@ def _draws_pairs(schedule: Schedule) -> bool:
 
 
 def _causes(timelines: Sequence[Timeline]) -> Iterator[str]:
-    """A swatch and a word for each cause of idle time that there is."""
+    """A swatch and a word for each cause of idle time that occurs."""
     occurring = {cause for line in timelines for cause in line.idle_columns.cause.tolist()}
     for cause in (CAUSES[number] for number in sorted(occurring)):
         yield _swatch([palette.CAUSE_FILLS[cause]], CAUSE_WORDS[cause])
@@ -160,11 +160,11 @@ def _style() -> str:
 
 
 def _shown_at_first(lines: Sequence[Timeline], memory: bool) -> dict[str, bool]:
-    """What there is to be ticked on a page, and whether it is when the page opens."""
+    """The check boxes of a page, and whether each is ticked when the page opens."""
     shown = {"dependencies": True, "critical": False, "causes": False, "memory": memory}
     moving = [(line.ends - line.starts)[~line.schedule.columns.is_kind(*COMPUTE)] for line in lines]
     if any(map(len, moving)):
-        # Transfers that take no time are but marks.
+        # Transfers that take no time are only marks.
         shown["transfers"] = any((durations > 0).any().item() for durations in moving)
     if len(lines) > 1:
         shown["paired"] = False
@@ -174,7 +174,7 @@ def _shown_at_first(lines: Sequence[Timeline], memory: bool) -> dict[str, bool]:
 def _page_data(
     lines: Sequence[Timeline], labels: Sequence[str], shown: Mapping[str, bool]
 ) -> dict[str, Any]:
-    """All that the script needs, for JSON."""
+    """The data for the script, to be written as JSON."""
     ticks, kept, stream = ticks_for(lines), kept_by(lines), Stream()
     copies, several = any(has_copies(line.schedule) for line in lines), labels_say_stages(lines)
     timelines = [
@@ -224,7 +224,7 @@ def _kind(kind: Kind, copies: bool) -> dict[str, Any]:
 def _put(
     stream: Stream, timeline: Timeline, ticks: Ticks, several: bool, curves: Sequence[Curve]
 ) -> dict[str, Any]:
-    """Write a timeline's columns to the stream; what the script reads them by."""
+    """Write a timeline's columns to the stream; returns what the script needs to read them."""
     schedule = timeline.schedule
     put_timeline(stream, timeline, ticks)
     put_idle(stream, timeline.idle_columns, ticks)
@@ -249,7 +249,7 @@ def _put(
     }
 
 
-# The policy lets the page fetch nothing, whatever stands in it.
+# The policy forbids the page to fetch anything, whatever text it holds.
 _TEMPLATE = """\
 <!doctype html>
 <html lang="en">

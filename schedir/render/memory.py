@@ -1,5 +1,4 @@
-"""What each rank keeps over time, as every picture shows it, and its curves under the lanes of an
-SVG."""
+"""The memory of each rank over time, and its curves under the lanes of an SVG."""
 
 from __future__ import annotations
 
@@ -16,18 +15,18 @@ from schedir.simulator import Timeline
 from schedir.simulator.values import Numbers
 
 AXIS = 30.0
-"""How high a curve is that has room for an axis of three ticks, in pixels."""
+"""The least height, in pixels, of a curve with an axis of three ticks."""
 _BAR = 2.0
-"""How wide, in pixels, the bars are of curves that change faster."""
+"""The width, in pixels, of the bars of a curve that changes faster."""
 
 Curve: TypeAlias = tuple[Numbers, Numbers]
-"""The times, and the amounts from then on."""
+"""The times of changes, and the amount from each time on."""
 
 
 @attrs.frozen
 class Kept:
-    """`curves[timeline][rank]`, in bytes where `sized`, else in live activations; `most` is the
-    most that any of them reaches: all are drawn to one scale."""
+    """`curves[timeline][rank]`, in bytes if `sized`, else in live activations. `most` is the
+    highest value: all curves have one scale."""
 
     sized: bool
     curves: Sequence[Sequence[Curve]]
@@ -35,11 +34,11 @@ class Kept:
 
     @property
     def what(self) -> str:
-        """What is kept, in words."""
+        """The quantity of a curve, in words."""
         return "bytes held" if self.sized else "live activations"
 
     def peak(self, curve: Curve) -> str:
-        """The most that a rank keeps, in words."""
+        """The peak of a curve, in words."""
         return self._amount(most_of(curve))
 
     def _amount(self, many: float) -> str:
@@ -47,17 +46,17 @@ class Kept:
 
     @property
     def _ticks(self) -> list[str]:
-        """What the axis of a curve says, from below."""
+        """The labels on the axis of a curve, from below."""
         return [self._amount(part * self.most) for part in (0, 0.5, 1)]
 
     @property
     def room(self) -> float:
-        """The room that the axis and the words beside the curves need."""
+        """The width of the axis and the words beside the curves."""
         peaks = (f"peak {self.peak(curve)}" for ranks in self.curves for curve in ranks)
         return 16 + sum(0.6 * SMALL_LABEL * max(map(len, each)) for each in (peaks, self._ticks))
 
     def beside(self, curve: Curve, x: float, top: float, height: float) -> Iterator[Piece]:
-        """The axis of a curve that ends at `x`, whose upper edge is `top`, and its peak, as there
+        """The axis of a curve with its upper right corner at (`x`, `top`), and the peak, if there
         is room."""
         for text, y in zip(self._ticks, (height, (height + 1) / 2, 1), strict=True):
             if height >= AXIS:
@@ -69,7 +68,7 @@ class Kept:
             yield text_at(x, top + height / 2 + 3, peak, size=SMALL_LABEL)
 
     def draw(self, curve: Curve, scale: float, end: float, height: float) -> Piece:
-        """A curve whose upper left corner is the origin: `scale` pixels to a unit of time, up to
+        """A curve with its upper left corner at the origin: `scale` pixels to a unit of time, up to
         the pixel `end`."""
         left, amounts = thinned(np.round(curve[0] * scale, 2), curve[1])
         y = height - amounts * ((height - 1) / (self.most or 1))
@@ -84,7 +83,7 @@ class Kept:
 
 
 def between(curve: Curve, since: float, until: float) -> Curve:
-    """What of a curve lies between two times, counted from the first of them."""
+    """The part of a curve between two times, counted from the first."""
     times, amounts = curve
     first = int(np.searchsorted(times, since, side="right")) - 1 if since else 0
     last = int(np.searchsorted(times, until, side="right"))
@@ -92,7 +91,7 @@ def between(curve: Curve, since: float, until: float) -> Curve:
 
 
 def kept_by(timelines: Sequence[Timeline]) -> Kept:
-    """The curves of bytes where all timelines know their sizes, else those of activations."""
+    """Curves of bytes if all timelines know their sizes, else of activations."""
     sized = all(line.sizes is not None for line in timelines)
     curves = [
         [(line.memory if sized else line.live)(rank) for rank in range(line.schedule.ranks)]
@@ -102,14 +101,14 @@ def kept_by(timelines: Sequence[Timeline]) -> Kept:
 
 
 def most_of(curve: Curve) -> float:
-    """The most that is kept, 0 where nothing is known."""
+    """The peak of a curve, 0 if nothing is known."""
     most: float = curve[1].max(initial=0).item()
     return most
 
 
 def thinned(left: Lengths, amounts: Lengths) -> Curve:
-    """The curve without what can't be seen: dips that last no time, and, where changes are closer
-    than pixels, all but the most of each bar."""
+    """The curve without invisible changes: dips of no duration, and, if changes are closer than
+    pixels, everything but the maximum of each bar."""
     coarse = len(left) > left.max(initial=0)
     at = np.floor(left / _BAR) * _BAR if coarse else left
     first = np.flatnonzero(np.append(True, at[1:] != at[:-1]))
@@ -117,11 +116,11 @@ def thinned(left: Lengths, amounts: Lengths) -> Curve:
     before = np.append(0, after[:-1])
     most = np.maximum(np.maximum.reduceat(amounts, first), np.maximum(before, after))
     if coarse:
-        # What is left after a bar is told at its end, unless the next one begins there.
+        # The amount after a bar is kept at its end, unless the next bar begins there.
         alone = np.append(x[1:] > x[:-1] + _BAR, True)
         told, ends = (np.ones_like(alone), alone), x + _BAR
     else:
-        # A peak that lasts no time is told, since it counts.
+        # A peak of no duration is kept, because it counts.
         told, ends = (most > np.maximum(before, after), np.ones(len(x), np.bool_)), x
     kept = np.stack(told, axis=1)
     x, amounts = np.stack([x, ends], axis=1)[kept], np.stack([most, after], axis=1)[kept]

@@ -1,4 +1,4 @@
-"""What schedir's objects show of themselves: a row for each class of `schedir.display`.
+"""How schedir's objects show themselves: a row for each class of `schedir.display`.
 
 repr        <Schedule 1f1b: 4 ranks, 4 stages, 8 microbatches, 68 actions>
 str         what the command prints into a pipe
@@ -35,8 +35,8 @@ from schedir.simulator import Band, Timeline, simulate
 
 @attrs.frozen
 class View:
-    """What is shown of a class: the `line` between the brackets of its `repr`, and its `blocks` on
-    a page. `drawn` is the timeline whose picture a notebook shows, None where there is none."""
+    """How a class is shown: the `line` between the brackets of its `repr`, and its `blocks` on a
+    page. `drawn` is the timeline whose picture a notebook shows, or None."""
 
     line: Callable[[Any], str]
     blocks: Callable[[Any, Page], Iterable[Block]]
@@ -44,7 +44,7 @@ class View:
 
 
 def _simulated(schedule: Schedule) -> Timeline:
-    """Its run at the textbook's costs, as `schedir show` draws it. Raises SchedirError."""
+    """The schedule's timeline at the default costs, as in `schedir show`. Raises SchedirError."""
     return simulate(prove(schedule, CHANNELS[-1]).proved())
 
 
@@ -77,7 +77,7 @@ def _band(band: Band) -> str:
 
 
 def _result(result: Any, page: Page) -> Iterable[Block]:
-    """What a step has come to, the loss included, which is waited for."""
+    """The result of a step with its loss, for which it waits."""
     try:
         loss = f"loss {result.loss:.6g} over {count(result.samples, 'sample')}"
     except ExecutionError as error:
@@ -108,7 +108,7 @@ VIEWS = {
     "Band": View(_band, lambda it, page: [Piece(_band(it))]),
     "StepResult": View(str, _result),
 }
-"""By the name of the class: those of the runtime lie above."""
+"""By the name of the class, because this package must not import the runtime."""
 
 
 def _view(value: object) -> View:
@@ -116,17 +116,17 @@ def _view(value: object) -> View:
 
 
 def line(value: object) -> str:
-    """The object in a line."""
+    """The object in one line."""
     return f"<{type(value).__name__} {_view(value).line(value)}>"
 
 
 def text(value: object) -> str:
-    """The object as its command prints it into a pipe."""
+    """The text that the command prints into a pipe."""
     return plain(_blocks(value, Page())).rstrip("\n")
 
 
 def _blocks(value: object, page: Page) -> list[Block]:
-    """The blocks of an object; of one that makes no sense, why."""
+    """The blocks of an object, or the reason why there are none."""
     try:
         return list(_view(value).blocks(value, page))
     except SchedirError as error:
@@ -156,7 +156,7 @@ class Renderable:
 
 def html(value: object) -> str:
     """The object for a notebook."""
-    with suppress(SchedirError):  # of what makes no sense the text says why
+    with suppress(SchedirError):  # the text says why there is no picture
         if (drawn := _view(value).drawn(value)) is not None:
             return drawn.svg()
     return "".join(

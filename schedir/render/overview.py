@@ -1,11 +1,11 @@
-"""A timeline on one screen: what it costs, then how it begins, goes on and ends.
+"""A timeline on one screen: its figures, its beginning, the repeated part once, and its end.
 
     rank  0              5              10       … 3 × the same … 25             30
        0  F0 F1 F2 F3                   B0--- F4 … B4---    B5---    B6---    B7---*
        1     F0 F1 F2             B0--- F3 B1--- … -- F7 B5---    B6---    B7---*
 
-What all ranks repeat is drawn once. Where that is still too much for the screen, cells become
-letters, and in the end letters that stand for several actions each.
+A part that all ranks repeat is drawn once. If that is still too much for the screen, cells become
+letters, and then letters that stand for several actions each.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _COPIES = "copies"
 _PANEL_EDGES = 4  # columns
 _PROMPT_LINES = 1
 _RULER_LINES = 1
-_LEGEND_LINES = 4  # a blank one, and as many as most legends take
-_TABLE_RULES = 1  # that a terminal draws below the header
-_MOST_CUTS = 3  # more would take longer to read than what they save
+_LEGEND_LINES = 4  # a blank line, and the lines of most legends
+_TABLE_RULES = 1  # lines that a terminal draws below the header
+_MOST_CUTS = 3  # more would take longer to read than they save
 
 
 def overview_blocks(
     timeline: Timeline, width: int, height: int, against: Timeline | None = None
 ) -> Iterator[Block]:
-    """The costs of a timeline and a drawing, on a screen of `width` columns and `height` lines.
+    """The figures of a timeline and its drawing, on a screen of `width` columns and `height` lines.
 
     A second timeline is drawn below the first, on its axis.
     """
@@ -66,8 +66,8 @@ def overview_blocks(
 
 
 def _costs(timeline: Timeline, several: Sequence[Timeline], name: str) -> Iterator[Piece]:
-    """Makespan, bubble and peaks, the numbers set off from the words; of one of several, what sets
-    it apart from the first."""
+    """Makespan, bubble and peaks, with the numbers in bold; the second of two timelines also shows
+    its ratio to the first."""
     first, makespan = several[0].makespan, with_unit(timeline.makespan, timeline.unit)
     if first and timeline.makespan != first:
         makespan += f" (× {timeline.makespan / first:.2f})"
@@ -95,7 +95,7 @@ def _drawing(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
     """The drawing with the most detail that fits, its legend included."""
     space = room - _RULER_LINES - _LEGEND_LINES
     if len(timelines) > 1:
-        space = space // len(timelines) - 1  # the name above each
+        space = space // len(timelines) - 1  # the name above each timeline
     parts = [_part(*each, space) for each in zip(timelines, names(timelines), strict=True)]
     lanes = [lane for part in parts for lane in part.lanes]
     corner = "rank  stage  " if any(lane.stage is not None for lane in lanes) else "rank  "
@@ -105,7 +105,7 @@ def _drawing(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
     columns = max(width - len(corner), 1)
     if Axis(sketch.scale, sketch.makespan).columns <= columns:
         return sketch.labelled()
-    # What repeats in one of two need not repeat in the other.
+    # A part that repeats in one of two timelines need not repeat in the other.
     found = repeats(timelines[0]) if len(timelines) == 1 else []
     longest = sorted(found, key=lambda repeat: repeat.start - repeat.end)
     repeated = sorted(longest[:_MOST_CUTS], key=lambda repeat: repeat.start)
@@ -116,12 +116,12 @@ def _drawing(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
         drawing = draw(repeated)
         if _lines(drawing, width) <= room:
             return drawing
-    # What repeats may be too short, at that scale, to be cut out.
+    # At that scale a repeated part may be too short to be cut out.
     return sketch.squeezed(columns)
 
 
 def _part(timeline: Timeline, name: str, room: int) -> Part:
-    """As many ranks of a timeline as there are lines for, the first and the last."""
+    """The first and last ranks of a timeline, as many as there are lines for."""
     ranks = timeline.schedule.ranks
     shown, hidden = list(range(ranks)), 0
     room //= lanes_per_rank(timeline.schedule) + has_copies(timeline.schedule)

@@ -1,16 +1,16 @@
 """Timelines in few bytes, for a page that opens them in a browser.
 
 All numbers of all timelines are one stream of integers of variable length (LEB128, zigzag),
-deflated and in base64. What is written is what a reader can't guess: an action is compared with the
-last one of its kind on its rank; the start of a compute action with the end of the one before it,
-that of a send with the end of what makes its payload, that of a receive with its send's.
+deflated and in base64. Only differences are written: an action is compared with the last one of its
+kind on its rank, the start of a compute action with the end of the one before it, the start of a
+send with the end of the action that makes its payload, and the start of a receive with its send.
 
     rank 0   0F0   0F1   0F2             a simulated rank that does not wait:
     gap      0     0     0               zeros alone
     longer   10    0     0               than the last of its kind
 
-Times are whole ticks: the finest power of ten of which the longest timeline has at most 2^31, or a
-coarser one that loses nothing. `page/data.js` is the reader.
+Times are whole ticks. A tick is the finest power of ten of which the longest timeline has at most
+2^31, or a coarser one that loses nothing. `page/data.js` reads the stream.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from schedir.ir import COMPUTE, RECEIVES, Bools, Ints, Kind, Schedule
 from schedir.simulator import IdleColumns, Timeline
 from schedir.simulator.values import Numbers
 
-_NOTHING = 1e-290  # what is as short has no ticks
+_NOTHING = 1e-290  # shorter times have no ticks
 MOST_TICKS = 2**31 - 1
-"""What a signed integer of 32 bits holds."""
+"""The largest signed integer of 32 bits."""
 
 
 class Stream:
-    """Integers, written one column after the other."""
+    """A stream of integers, written column by column."""
 
     def __init__(self) -> None:
         self._written: list[bytes] = []
@@ -44,15 +44,15 @@ class Stream:
         self._written.append(varints(values))
 
     def text(self) -> str:
-        """All of it, deflated and in base64."""
+        """The whole stream, deflated and in base64."""
         deflate = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
         raw = b"".join(map(deflate.compress, self._written)) + deflate.flush()
         return base64.b64encode(raw).decode("ascii")
 
 
 def varints(values: Ints | Bools) -> bytes:
-    """Integers in 7 bits a byte, the lowest first, the sign in the lowest bit of all; the top bit
-    of a byte says that more follow."""
+    """Encode integers with 7 bits in a byte, the lowest bits first and the sign in the lowest bit;
+    the top bit of a byte says that another byte follows."""
     whole = np.asarray(values, np.int64)
     rest = ((whole << 1) ^ (whole >> 63)).view(np.uint64)
     groups = np.ones(len(rest), np.int64)
@@ -75,12 +75,12 @@ class Ticks:
     size: float
 
     def of(self, times: Numbers) -> Ints:
-        """The ticks of times that are known."""
+        """The ticks of known times."""
         return np.rint(times / self.size).astype(np.int64)
 
 
 def ticks_for(timelines: Sequence[Timeline]) -> Ticks:
-    """The ticks that hold all timelines."""
+    """The size of a tick that suits all timelines."""
     times = np.concatenate([times for line in timelines for times in (line.starts, line.ends)])
     times = times[~np.isnan(times)].astype(np.float64)
     longest = float(times.max(initial=0))
@@ -89,7 +89,7 @@ def ticks_for(timelines: Sequence[Timeline]) -> Ticks:
     exponent = math.ceil(math.log10(longest / MOST_TICKS))
     if longest / 10.0**exponent > MOST_TICKS:
         exponent += 1  # log10 was a hair too low
-    # As floats go, 0.1 + 0.2 is three tenths.
+    # Floats are inexact: 0.1 + 0.2 counts as 0.3.
     while _whole(times / 10.0 ** (exponent + 1), 1e-15 * longest / 10.0 ** (exponent + 1)):
         exponent += 1
     return Ticks(10.0**exponent)
@@ -125,7 +125,7 @@ def put_timeline(stream: Stream, timeline: Timeline, ticks: Ticks) -> None:
 
 
 def put_idle(stream: Stream, idle: IdleColumns, ticks: Ticks) -> None:
-    """Write when ranks are idle, and why."""
+    """Write the idle times of ranks, and their causes."""
     start, end = ticks.of(idle.start), ticks.of(idle.end)
     for column in (start, idle.entry, idle.transfer, idle.blamed):
         stream.put(np.diff(column, prepend=0))
@@ -134,7 +134,7 @@ def put_idle(stream: Stream, idle: IdleColumns, ticks: Ticks) -> None:
 
 
 def put_curve(stream: Stream, times: Numbers, amounts: Numbers, ticks: Ticks) -> None:
-    """Write what is kept from each of the times on."""
+    """Write the memory curves."""
     for column in (ticks.of(times), np.rint(amounts).astype(np.int64)):
         stream.put(np.diff(column, prepend=0))
 
@@ -142,8 +142,8 @@ def put_curve(stream: Stream, times: Numbers, amounts: Numbers, ticks: Ticks) ->
 def _put_times(
     stream: Stream, starts: Ints, durations: Ints, before: Ints, known: Bools, schedule: Schedule
 ) -> None:
-    """The durations and then the starts of what is known: of receives after all others, as each
-    is compared with its send."""
+    """Write the durations and then the starts of known actions; receives come last, because each is
+    compared with its send."""
     columns = schedule.columns
     receives = columns.is_kind(*RECEIVES)
     computes = columns.is_kind(*COMPUTE)
@@ -153,7 +153,7 @@ def _put_times(
     stream.put(durations[receiving] - _at(durations, before[receiving]))
     ends = starts + durations
     computing, sending = own[computes[own]], own[~computes[own]]
-    # The end of the compute before on the rank; 0 for the first.
+    # The end of the previous compute on the rank; 0 for the first.
     previous = np.zeros(len(computing), np.int64)
     same = columns.rank[computing[1:]] == columns.rank[computing[:-1]]
     previous[1:][same] = ends[computing[:-1]][same]
@@ -163,12 +163,12 @@ def _put_times(
 
 
 def _at(values: Ints, places: Ints) -> Ints:
-    """The values at places, 0 for those that are none."""
+    """The values at places, 0 for a place of -1."""
     return np.where(places < 0, 0, values[places])
 
 
 def against_last(values: Ints, groups: Ints) -> Ints:
-    """How much more each value is than the last one of its group, than 0 for a group's first."""
+    """The difference of each value from the previous one in its group, from 0 for the first."""
     order = np.argsort(groups, kind="stable")
     listed, of = values[order], groups[order]
     change = np.diff(listed, prepend=0)
@@ -179,8 +179,8 @@ def against_last(values: Ints, groups: Ints) -> Ints:
 
 
 def data_before(schedule: Schedule) -> Ints:
-    """For every place, that of what hands its data over: a receive for what consumes it, its send
-    for a receive, what makes the payload for a send; -1 where the list's order is all."""
+    """The place that hands its data over to each place: the receive for its consumer, the send for
+    a receive, the maker of the payload for a send; -1 if only the list's order matters."""
     columns, flow = schedule.columns, graph_of(schedule)
     before = np.full(len(columns), -1)
 

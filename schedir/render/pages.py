@@ -1,4 +1,4 @@
-"""What a writer wants to know beside what it writes: the width, the times, the looks."""
+"""The options of a writer: width, window of time, and looks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from schedir.simulator.steady_state import SteadyState
 
 _LETTER = 7.2
-"""How wide a letter of a picture's text is, in pixels."""
+"""The width of a letter of a picture's text, in pixels."""
 _NARROWEST = 300
 
 
 @attrs.frozen
 class Page:
-    """What a writer may want to know beside what it writes.
+    """The options of a writer.
 
-    `subject` is the schedule's name or file, as the user gave it. `width` and `height` are those
-    of the terminal, in columns and lines; `width` is None where nothing is to be folded. With
-    `fit` the whole of a drawing is to be as narrow, and with `screen` as low.
-    `against` is a second timeline, for the same time axis; `memory` asks for curves of it. `steady`
-    is the steady state of a schedule, which the timeline `full` shows. Drawn is what runs from
-    `start` to `end`, in the unit of the time axis; None for the end of all. Of a picture `title`
-    stands above it, None for the schedule's shape and "" for nothing; `breadth` is that of all of
-    it, "16cm" or a number of letters; `greyscale` is for print.
+    `subject` is the schedule's name or file, as the user gave it. `width` and `height` are the
+    size of the terminal in columns and lines; with a `width` of None nothing is folded. With `fit`
+    the whole drawing has at most `width` columns, and with `screen` at most `height` lines.
+    `against` is a second timeline for the same time axis. `memory` asks for memory curves. `steady`
+    is the steady state of a schedule, and `full` the timeline that shows it. Times from `start` to
+    `end` are drawn, in the unit of the time axis; an `end` of None is the end of the timeline. The
+    `title` of a picture is the schedule's shape if it is None, and absent if it is "". `breadth` is
+    the width of a picture, "16cm" or a number of letters. `greyscale` is for print.
     """
 
     subject: str = ""
@@ -49,23 +49,23 @@ class Page:
 
 
 def window_of(page: Page, *timelines: Timeline | None) -> tuple[float, float]:
-    """The times that a page is to show, of timelines in the unit that they are read in.
+    """The window of time that a page shows, in the unit of the timelines.
 
-    Raises SchedirError where nothing lies between them.
+    Raises SchedirError if the window is empty.
     """
     last = max(line.makespan for line in timelines if line is not None)
     end = last if page.end is None else min(page.end, last)
     if not 0 <= page.start < end and last:
         until = "the end" if page.end is None else f"{page.end:g}"
         raise SchedirError(
-            f"nothing is to be seen from {page.start:g} to {until}: the timeline goes from 0 to "
+            f"there is nothing to draw from {page.start:g} to {until}: the timeline goes from 0 to "
             f"{last:g}"
         )
     return page.start, end
 
 
 def pixels(breadth: str | float | None) -> float | None:
-    """The breadth of a picture as the user says it, in pixels. Raises SchedirError for none."""
+    """The width of a picture in pixels, from the user's words. Raises SchedirError."""
     if breadth is None:
         return None
     text = str(breadth)

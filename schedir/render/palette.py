@@ -1,7 +1,7 @@
 """The words, marks and colours that all renderers share.
 
-A style is written as rich writes it: `bold red`, `#000000 on #5fafff`. Pictures have fills of their
-own: a terminal may make few colours of many, and paper is white.
+A style is in the notation of rich: `bold red`, `#000000 on #5fafff`. Pictures have other fills,
+because a terminal may have few colours, and paper is white.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from schedir.simulator import Cause
 WORDS: dict[Kind, str] = {
     kind: kind.meaning.word for kind in Kind if kind in (COMPUTE | COPIES) - {Kind.OPTIM_STEP}
 }
-"""The kinds that have a cell of their own in a timeline, in words."""
+"""The kinds that have a cell in a timeline, in words."""
 _LETTERS = {Kind.OFFLOAD: ">", Kind.RELOAD: "<"}
 
-# Backgrounds that black text is legible on: a hue per kind, and a shade for each of a rank's
-# stages in turn.
+# Backgrounds for black text: a hue for each kind, and a shade for each stage of a rank in turn.
 _SHADES = {
     Kind.FORWARD: ("#5fafff", "#87d7ff", "#5f87ff", "#afd7ff"),
     Kind.BACKWARD: ("#87d787", "#afffaf", "#5faf5f", "#d7ffd7"),
@@ -37,11 +36,11 @@ _OTHER_SHADES = ("#bcbcbc", "#dadada", "#9e9e9e", "#eeeeee")
 
 STEP, STEP_STYLE = "*", "bold red"
 PAIR, PAIR_STYLE = "X", "#000000 on #d7afff"
-"""A forward and a backward that run as one: the letter that stands for both, and their style."""
+"""An overlapped pair: the letter that stands for both actions, and their style."""
 MIX = "+"
-"""A column of a terminal in which several kinds take turns."""
+"""A column of a terminal with several kinds of action."""
 SHORT = ":"
-"""The mark of a cell that has no room for its label."""
+"""The mark of a cell without room for its label."""
 LEFT_OUT, FAINT = "…", "dim"
 
 
@@ -49,7 +48,7 @@ _COLOUR = re.compile('"#([0-9a-f]{6})"')
 
 
 def letter(kind: Kind) -> str:
-    """What stands for a kind in its cells."""
+    """The letter of a kind in its cells."""
     return _LETTERS.get(kind, kind.value)
 
 
@@ -60,7 +59,7 @@ def shade(kind: Kind, chunk: int = 0) -> str:
 
 
 def blended(shares: Mapping[str, float]) -> str:
-    """The style of cells that are mixed, by the shares of the styles: the mean background."""
+    """The style of a mixed cell: the mean background, weighted by the shares of the styles."""
     parts = [(bytes.fromhex(style[-6:]), part) for style, part in shares.items() if "#" in style]
     mean = (round(sum(colour[n] * part for colour, part in parts)) for n in range(3))
     return f"#000000 on #{bytes(mean).hex()}"
@@ -73,11 +72,10 @@ class Fill(NamedTuple):
     ink: str
 
 
-# The hues of Okabe and Ito (2008), which all kinds of colour blindness keep apart, and for the
-# gradient of the input, which stands beside the other two, a purple; for what is run again the
-# blue of night. Printed in grey the kinds are still five: the lightness (CIE L*) of F is 79 to 87,
-# of W 66 to 74, of B 52 to 61, of I 35 to 45, of R 13 to 25. The shades of a rank's stages stay
-# within that.
+# The hues of Okabe and Ito (2008), which people with any colour blindness can tell apart, a purple
+# for the gradient of the input, and a dark blue for recomputation. The five kinds differ in grey
+# print too: the lightness (CIE L*) of F is 79 to 87, of W 66 to 74, of B 52 to 61, of I 35 to 45,
+# of R 13 to 25. The shades of a rank's stages stay within these ranges.
 _FILLS = {
     Kind.FORWARD: ("#86ccf2", "#abe0ff", "#8ed3fa", "#99daff"),
     Kind.BACKWARD: ("#058f68", "#17a67a", "#02966d", "#039f74"),
@@ -92,7 +90,7 @@ _WHITE_LABELS = {Kind.BACKWARD_INPUT, Kind.RECOMPUTE}
 PAPER, INK, FAINT_INK, GRID = "#ffffff", "#1a1a1a", "#595959", "#d9d9d9"
 """A picture's background, its text and axes, its lesser text, and its grid."""
 IDLE_FILL = "#f4f4f4"
-"""A rank's lane, where it does nothing."""
+"""The fill of a lane while the rank does nothing."""
 STEP_FILL = "#1a1a1a"
 """The mark of an OPTIM_STEP."""
 CAUSE_WORDS: dict[Cause, str] = {
@@ -106,8 +104,8 @@ CAUSE_WORDS: dict[Cause, str] = {
     Cause.UNKNOWN: "not known why",
     Cause.DONE: "nothing left to do",
 }
-"""The causes of idle time in words, about in the order in which a rank meets them."""
-# Pale, so that a rank's idle time still looks idle; in grey, what ends a wait is the darker.
+"""The causes of idle time in words, roughly in the order in which a rank meets them."""
+# Pale, so that idle time still looks idle.
 CAUSE_FILLS: dict[Cause, str] = {
     Cause.SLOWER: "#f3c3ad",
     Cause.WARMUP: "#e6e6e6",
@@ -119,21 +117,21 @@ CAUSE_FILLS: dict[Cause, str] = {
     Cause.UNKNOWN: "#ffffff",
     Cause.DONE: "#f4f4f4",
 }
-"""A rank's lane while it is idle, by the cause."""
+"""The fill of a lane while its rank is idle, by cause."""
 PAIR_FILL = Fill("#e6a8cc", "#000000")
-"""An overlapped pair, where it is one cell of one colour."""
+"""The fill of an overlapped pair that is one cell."""
 CRITICAL_LINE = "#b30000"
-"""The critical path: a dark red, which no fill is."""
+"""The colour of the critical path: a dark red that no fill has."""
 MEMORY_LINE, MEMORY_FILL = "#4d5a66", "#d3dae1"
 
 
 def grey(piece: Piece) -> Piece:
-    """A piece of a picture with each colour as the grey that is as light."""
+    """A piece of a picture with each colour replaced by a grey of the same lightness."""
     return Piece(_COLOUR.sub(_as_light, piece.text))
 
 
 def _as_light(colour: re.Match[str]) -> str:
-    red, green, blue = bytes.fromhex(colour[1])  # weighed by Rec. 709
+    red, green, blue = bytes.fromhex(colour[1])  # weighted as in Rec. 709
     return f'"#{3 * f"{round(0.2126 * red + 0.7152 * green + 0.0722 * blue):02x}"}"'
 
 
@@ -144,7 +142,7 @@ def picture_fill(kind: Kind, chunk: int = 0) -> Fill:
 
 
 def swatches(schedules: Sequence[Schedule]) -> Iterator[tuple[list[str], str]]:
-    """The areas and the words of the kinds that occur, each in the shades that occur."""
+    """The fills and words of the kinds that occur, in each shade that occurs."""
     kinds = {KINDS[kind] for each in schedules for kind in np.unique(each.columns.kind)}
     shades = min(4, max(map(most_stages, schedules)))
     for kind, word in WORDS.items():

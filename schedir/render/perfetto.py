@@ -1,7 +1,7 @@
 """Chrome's trace JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A rank is a process, with a thread for each of its tracks and for why it is idle, an arrow from each
-send to its receive, and counters of what it holds:
+A rank is a process. It has a thread for each of its tracks, a thread for the causes of its idle
+time, an arrow from each send to its receive, and counters of its memory:
 
     rank 0   compute      0F0--  0F1--
              to rank 1         0SEND_ACT0-
@@ -10,15 +10,15 @@ send to its receive, and counters of what it holds:
              from rank 0       1RECV_ACT0-
              activations                  1----
 
-A track is one kind of what a rank does side by side: it computes, it sends to and receives from
-each of its peers, and copies to its host and back. Slices of one track never overlap: where
-transfers do, as they may on a link with latency, the track gets another one below.
+A rank works on several tracks at the same time: it computes, sends to and receives from each of
+its peers, and copies to its host and back. Slices of one track never overlap. If transfers overlap,
+as they may on a link with latency, the track gets another one below:
 
     to rank 1        0SEND_ACT0--   0SEND_ACT2--
     to rank 1 (2)          0SEND_ACT1--
 
-The format is Google's Trace Event Format. Its times are microseconds, which readers add as floats:
-in eighths of one that is exact, so that no slice seems to reach into the next one.
+The format is Google's Trace Event Format. Its times are microseconds, which readers add as floats.
+Eighths of a microsecond add up exactly, so that no slice seems to reach into the next one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _EVENTS_AT_ONCE = 4096
 _MICROSECONDS = {None: 1e6, "s": 1e6, "ms": 1e3, "us": 1.0}
 _PER_MICROSECOND = 8
 _FRACTIONS = ("", ".125", ".25", ".375", ".5", ".625", ".75", ".875")
-_MOST = 2**53 / _PER_MICROSECOND / 1e6  # seconds that a float holds in these
+_MOST = 2**53 / _PER_MICROSECOND / 1e6  # the seconds that a float holds in eighths of a microsecond
 
 _TRACKS = (
     (COMPUTE, "compute"),
@@ -65,17 +65,17 @@ _TRACKS = (
     (SENDS, "to rank {}"),
     (COPIES, "copies to the host and back"),
 )
-"""The tracks of a rank from the top: what is on them, and what they are called."""
+"""The tracks of a rank from the top: the kinds on each, and its name."""
 _COMPUTE, _RECEIVE, _SEND = 0, 2, 3
 
 
 def trace_events(timeline: Timeline, against: Timeline | None = None) -> Iterator[Piece]:
-    """The trace, piece by piece; what is not known when is left out.
+    """The trace, piece by piece, without actions whose times are unknown.
 
-    A second timeline has processes of its own, each beside that of the same rank. A timeline whose
-    unit of time may be any is written as if it were seconds.
+    A second timeline has another process for each rank, next to the first one's. A timeline without
+    a unit of time is written as seconds.
 
-    Raises SchedirError where a timeline takes longer than the format's times can hold.
+    Raises SchedirError if a timeline is longer than the format's times can hold.
     """
     both = [timeline] if against is None else [timeline, against]
     labels = [""] if against is None else captions(both)
@@ -84,7 +84,7 @@ def trace_events(timeline: Timeline, against: Timeline | None = None) -> Iterato
         if seconds > _MOST:
             raise SchedirError(
                 f"a trace can't hold a makespan of {seconds:.6g} seconds: give the timeline its "
-                "unit of time, which counts as a second where none is given"
+                "unit of time, which is a second if none is given"
             )
     apart = int("1" + "0" * len(str(max(line.schedule.ranks for line in both))))
     views = [_View(*each, turn, apart) for turn, each in enumerate(zip(both, labels, strict=True))]
@@ -95,12 +95,12 @@ def _pieces(views: Sequence[_View]) -> Iterator[Piece]:
     about = {
         view.label or "timeline": {
             "schedule": view.timeline.schedule.name,
-            "unit of time": view.timeline.unit or "any, written as if it were seconds",
+            "unit of time": view.timeline.unit or "none, written as seconds",
         }
         for view in views
     }
     yield Piece(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n')
-    # No thread has the number of a process: it would be taken for its main one.
+    # No thread has the number of a process: viewers would take it for the main thread.
     threads = count(1 + max(view.process(view.timeline.schedule.ranks) for view in views))
     events = chain.from_iterable(view.events(threads, len(views)) for view in views)
     some = list(islice(events, _EVENTS_AT_ONCE))
@@ -112,8 +112,8 @@ def _pieces(views: Sequence[_View]) -> Iterator[Piece]:
 
 
 class _Track(NamedTuple):
-    """The slices of a rank that never overlap: their places, by time; `doing` is an index into
-    `_TRACKS`."""
+    """A track of a rank, whose slices never overlap: their places by time. `doing` is an index
+    into `_TRACKS`."""
 
     rank: int
     doing: int
@@ -121,12 +121,12 @@ class _Track(NamedTuple):
     places: Ints
 
 
-# Not slotted, so that what is derived can be cached beside the fields.
+# Not slotted, because cached properties need a __dict__.
 @attrs.frozen(slots=False)
 class _View:
     """The `turn`-th timeline of a trace, in ticks, eighths of a microsecond.
 
-    The numbers of its processes are `apart` from those of the next.
+    The process numbers of the next timeline are larger by `apart`.
     """
 
     timeline: Timeline
@@ -136,12 +136,12 @@ class _View:
 
     @cached_property
     def starts(self) -> Ints:
-        """When each action starts, 0 where that is not known."""
+        """The start of each action, 0 if it is unknown."""
         return self._ticks(np.where(self.timeline.known, self.timeline.starts, 0))
 
     @cached_property
     def ends(self) -> Ints:
-        """When each action ends, 0 where that is not known."""
+        """The end of each action, 0 if it is unknown."""
         return self._ticks(np.where(self.timeline.known, self.timeline.ends, 0))
 
     def _ticks(self, times: Numbers) -> Ints:
@@ -153,7 +153,7 @@ class _View:
         return rank + self.turn * self.apart
 
     def events(self, threads: Iterator[int], views: int) -> Iterator[str]:
-        """Everything that is said of the timeline; `threads` numbers its tracks."""
+        """All events of the timeline; `threads` numbers its tracks."""
         schedule = self.timeline.schedule
         tracks, numbered, idle = self._tracks(), [], []
         for rank in range(schedule.ranks):
@@ -162,14 +162,14 @@ class _View:
             numbered += list(zip(own[:computes], threads, strict=False))
             idle.append(next(threads))
             numbered += list(zip(own[computes:], threads, strict=False))
-            # Some viewers have the names in order, and no number.
+            # Some viewers sort by name, and ignore the number.
             digits = len(str(schedule.ranks - 1))
             name = f"rank {rank:0{digits}}" + (f" {self.label}" if self.label else "")
             yield self._about("process", rank, 0, name, rank * views + self.turn)
         for track, thread in numbered:
             yield self._about("thread", track.rank, thread, track.name, thread)
         arrows = self._arrows(views)
-        # An arrow begins before it ends: all that sends comes first.
+        # An arrow begins before it ends, so all senders come first.
         for last in (False, True):
             some = [each for each in numbered if (each[0].doing == _RECEIVE) == last]
             yield from self._slices(some, arrows)
@@ -177,7 +177,7 @@ class _View:
         yield from self._counters()
 
     def _about(self, what: str, rank: int, thread: int, name: str, order: int) -> str:
-        """The events that name a process or a thread, and give it its place."""
+        """The events that name a process or a thread, and set its position."""
         of: dict[str, Any] = {"pid": self.process(rank), "tid": thread}
         return ",\n".join(
             json.dumps({"ph": "M", "name": f"{what}_{event}", **of, "args": {key: value}})
@@ -185,10 +185,10 @@ class _View:
         )
 
     def _slices(self, tracks: Iterable[tuple[_Track, int]], arrows: Ints) -> Iterator[str]:
-        """What runs when, with all that is known of it, and an arrow's end after each transfer."""
+        """The slices with their details, and the end of an arrow after each transfer."""
         columns, dataflow = self.timeline.schedule.columns, graph_of(self.timeline.schedule)
         words = [json.dumps(kind.meaning.word) for kind in KINDS]
-        # The weight version that each place reads, -1 where it reads none.
+        # The weight version that each place reads, -1 if none.
         version = np.full(len(columns), -1)
         reads = columns.where(*READS_WEIGHTS)
         version[reads] = dataflow.reads[columns.stage[reads], columns.microbatch[reads]]
@@ -227,7 +227,7 @@ class _View:
                         )
 
     def _arrows(self, views: int) -> Ints:
-        """For every send and receive the number of its arrow, -1 where there is none.
+        """The number of the arrow of every send and receive, -1 if there is none.
 
         An arrow needs both ends, and does not point back in time.
         """
@@ -241,7 +241,7 @@ class _View:
         return arrows
 
     def _waits(self, threads: Sequence[int]) -> Iterator[str]:
-        """Why each rank is idle, on a thread of its own."""
+        """The causes of each rank's idle time, on a separate thread."""
         idle, columns = self.timeline.idle_columns, self.timeline.schedule.columns
         starts, ends = self._ticks(idle.start).tolist(), self._ticks(idle.end).tolist()
         for rank, (first, end) in enumerate(pairwise(idle.bounds.tolist())):
@@ -269,7 +269,7 @@ class _View:
                 )
 
     def _counters(self) -> Iterator[str]:
-        """What each rank holds, from every change on."""
+        """The memory of each rank, after every change."""
         timeline = self.timeline
         curves = [("activations", timeline.live)]
         if timeline.sizes is not None:
@@ -307,7 +307,7 @@ class _View:
         return tracks
 
     def _lanes(self, places: Ints) -> Sequence[Ints]:
-        """The places, which ascend by start, on as few lanes as keep them from overlapping."""
+        """The places, which ascend by start, on the fewest lanes without overlaps."""
         starts, ends = self.starts[places], self.ends[places]
         if (starts[1:] >= ends[:-1]).all():
             return [places] if len(places) else []

@@ -1,12 +1,12 @@
-"""The lanes of a drawing: one for each rank or, where stages have replicas, for each of these; and
-one for each copy engine that has something to do.
+"""The lanes of a drawing: one for each rank, or, if stages have replicas, one for each replica; and
+one for each copy engine that is used.
 
     rank 0 stage 0  F0 F1
     rank 0 stage 3        F2 B2---
     rank 0 copies      >0    <0
     rank 1 stage 1     F0 F1
 
-A replica's lane shows which copy of a stage runs what. An overlapped pair of two stages is in the
+A replica's lane shows what that copy of the stage runs. An overlapped pair of two stages is in the
 lanes of both.
 """
 
@@ -23,7 +23,7 @@ from schedir.simulator import Timeline
 
 
 class ComputeSpan(NamedTuple):
-    """A compute action and its time: lighter than a `Span`, and there may be millions.
+    """A compute action and its time. It is lighter than a `Span`, because there may be millions.
 
     `beside` is the other part of an overlapped pair.
     """
@@ -36,8 +36,8 @@ class ComputeSpan(NamedTuple):
 
 @attrs.frozen
 class Lane:
-    """A row of a drawing: what is drawn of a rank, of its replica of a `stage`, or of its `copies`
-    to the host and back, in list order; `turns` are those of the rank's stages."""
+    """A row of a drawing, in list order: the compute of a rank, of its replica of a `stage`, or its
+    `copies` to the host and back. `turns` numbers the rank's stages."""
 
     rank: int
     spans: Sequence[ComputeSpan]
@@ -57,17 +57,17 @@ def has_copies(schedule: Schedule) -> bool:
 
 
 def most_stages(schedule: Schedule) -> int:
-    """How many stages a rank has at most."""
+    """The most stages of any rank."""
     return max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
 
 
 def lanes_per_rank(schedule: Schedule) -> int:
-    """How many lanes of compute a rank has at most."""
+    """The most lanes of compute of any rank."""
     return most_stages(schedule) if has_replicas(schedule) else 1
 
 
 def labels_say_stages(timelines: Iterable[Timeline]) -> bool:
-    """Whether some lane is of several stages, so that labels have to say theirs."""
+    """Whether some lane has several stages, so that labels must name them."""
     schedules = [line.schedule for line in timelines]
     return any(most_stages(each) > 1 for each in schedules if not has_replicas(each))
 
@@ -81,7 +81,7 @@ def lanes_of(timeline: Timeline, ranks: Iterable[int]) -> list[Lane]:
     lanes = []
     for rank, spans, copies in both:
         turns = {stage: turn for turn, stage in enumerate(timeline.schedule.stages_of(rank))}
-        if not replicas or not turns:  # or it has nothing to do
+        if not replicas or not turns:  # or nothing, if the rank has nothing to do
             lanes.append(Lane(rank, spans, turns))
         for stage in turns if replicas else ():
             lanes.append(Lane(rank, list(_of_stage(spans, stage)), turns, stage))
@@ -93,7 +93,7 @@ def lanes_of(timeline: Timeline, ranks: Iterable[int]) -> list[Lane]:
 def _spans(
     timeline: Timeline, ranks: Iterable[int], kinds: Iterable[Kind]
 ) -> Iterator[list[ComputeSpan]]:
-    """What occupies each of the `ranks`, or its copy engine, where it is known when."""
+    """The actions with known times that occupy each of the `ranks`, or its copy engine."""
     columns = timeline.schedule.columns
     kept = np.flatnonzero(columns.is_kind(*kinds) & ~columns.joined & timeline.known)
     bounds = starts_of(columns.rank[kept], columns.ranks)
@@ -108,7 +108,7 @@ def _spans(
 
 
 def _of_stage(spans: Iterable[ComputeSpan], stage: int) -> Iterator[ComputeSpan]:
-    """The part of a rank's spans that is of one stage."""
+    """The spans of one stage of a rank."""
     for span in spans:
         beside = span.beside
         if span.action.stage == stage:

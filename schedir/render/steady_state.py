@@ -1,8 +1,8 @@
-"""Finds the steady state of a timeline: where all ranks do the same again and again.
+"""Finds the steady state of a timeline: the part in which all ranks repeat themselves.
 
-A pattern is a period of time and a number of microbatches: what runs at time t runs again, on the
-same rank and for as long, at t + period, for the microbatch so many later. A stretch of time in
-which that holds for everything on all ranks can be drawn once.
+A pattern is a period of time and a number of microbatches. An action at time t runs again at
+t + period, on the same rank and for the same duration, for the microbatch that many later. A
+stretch of time in which that holds for every action on all ranks can be drawn once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from schedir.ir import COMPUTE, KINDS, Kind
 from schedir.simulator import Timeline
 
 _MOST_MICROBATCHES = 64  # of a pattern
-_MOST_WORK = 3 * 10**7  # compared pairs of actions, about a second
+_MOST_WORK = 3 * 10**7  # pairs of actions to compare, about a second of work
 _FEWEST_TIMES = 3
 _TOLERANCE = 1e-9  # of the makespan
 
@@ -28,7 +28,7 @@ Floats: TypeAlias = NDArray[Any]
 
 @attrs.frozen
 class Repeat:
-    """From `start` on, all ranks do the same `times` times, each `microbatches` later."""
+    """From `start` on, all ranks do the same `times` times, each time `microbatches` later."""
 
     start: float
     period: float
@@ -37,12 +37,12 @@ class Repeat:
 
     @property
     def end(self) -> float:
-        """When the last one ends."""
+        """The end of the last repetition."""
         return self.start + self.period * self.times
 
 
 def repeats(timeline: Timeline) -> list[Repeat]:
-    """The longest stretches of a timeline in which all ranks repeat themselves, ascending."""
+    """The longest stretches of a timeline in which all ranks repeat themselves, by time."""
     if not timeline.makespan:
         return []
     runs = _Runs(timeline)
@@ -53,7 +53,7 @@ def repeats(timeline: Timeline) -> list[Repeat]:
         patterns += found
         lengths = [repeat.end - repeat.start for p in found if (repeat := runs.longest([p]))]
         work += runs.start.size
-        # Multiples of this pattern would tell no more.
+        # Multiples of this pattern add nothing.
         if max(lengths, default=0) > timeline.makespan / 2 or work > _MOST_WORK:
             break
     return list(_split(runs, patterns, 0.0, timeline.makespan))
@@ -70,8 +70,8 @@ def _split(runs: _Runs, patterns: list[_Pattern], since: float, until: float) ->
 
 @attrs.frozen(eq=False)
 class _Pattern:
-    """A period, and where it breaks: when actions start that have no image a period later, and
-    those that are no image of one a period before; both ascending."""
+    """A period, and where it breaks: the starts of actions without a repetition a period later, and
+    of actions that repeat nothing from a period before; both ascending."""
 
     period: float
     microbatches: int
@@ -80,7 +80,7 @@ class _Pattern:
 
 
 class _Runs:
-    """When the drawn actions run: a row for each stage and kind, a column for each microbatch."""
+    """The times of the drawn actions: rows are stages and kinds, columns are microbatches."""
 
     def __init__(self, timeline: Timeline) -> None:
         columns = timeline.schedule.columns
@@ -98,7 +98,7 @@ class _Runs:
         self.start[at] = timeline.starts[kept]
         self.length[at] = timeline.ends[kept] - timeline.starts[kept]
         self.rank[at] = columns.rank[kept]
-        # Steps have no microbatch: theirs are times alone, those of each stage and rank by itself.
+        # Steps have no microbatch: they have only times, by stage and rank.
         steps = columns.where(Kind.OPTIM_STEP)
         steps = steps[~np.isnan(timeline.starts[steps])]
         lane = columns.stage[steps].astype(np.int64) * columns.ranks + columns.rank[steps]
@@ -108,11 +108,11 @@ class _Runs:
 
     @cached_property
     def starts(self) -> Floats:
-        """When some action starts, ascending."""
+        """The starts of all actions, ascending."""
         return np.unique(self.start[~np.isnan(self.start)])
 
     def patterns(self, microbatches: int) -> Iterator[_Pattern]:
-        """The patterns so many microbatches apart, by the two most frequent periods."""
+        """The patterns of a number of microbatches, with the two most frequent periods."""
         apart = self.start[:, microbatches:] - self.start[:, :-microbatches]
         known = apart[apart > self.slack]  # NaN is not
         periods, many = np.unique(known.round(9), return_counts=True)
@@ -130,7 +130,7 @@ class _Runs:
             )
 
     def _unlike(self, same: NDArray[np.bool_], period: float) -> Floats:
-        """The starts of all actions that are not the `same`, and of such steps."""
+        """The starts of all actions and steps that are not the `same`."""
         others = self.start[~same]
         images = self.step_lane + self.step_start + period
         nearest = np.searchsorted(self.step_keys, images - self.slack)
@@ -141,7 +141,7 @@ class _Runs:
     def longest(
         self, patterns: list[_Pattern], since: float = 0.0, until: float | None = None
     ) -> Repeat | None:
-        """The longest repeat between two times, None where there is none worth the mention."""
+        """The longest repeat between two times, None if there is none of a useful length."""
         until = self.until if until is None else until
         starts = self.starts[(self.starts >= since - self.slack) & (self.starts < until)]
         best: Repeat | None = None
@@ -160,12 +160,12 @@ class _Runs:
         return best
 
     def _clear(self, starts: list[float], period: float) -> float:
-        """The first of the starts from which a period ends just before or within few actions."""
+        """The first start from which a period ends right before an action, or cuts few actions."""
         starts = [start for start in starts if start < starts[0] + period - self.slack]
         shortest = np.nanmin(self.length, initial=np.inf, where=self.length > self.slack)
 
         def begun(start: float) -> int:
-            """The actions whose beginning, and thus label, is cut."""
+            """The actions whose beginning is cut, and so their label."""
             age = start + period - self.start
             return int(((age > self.slack) & (age < shortest - self.slack)).sum())
 
@@ -173,5 +173,5 @@ class _Runs:
 
 
 def _first_from(times: Floats, since: Floats) -> Floats:
-    """For each time the first of `times` that is not before it."""
+    """The first of `times` that is not before each time."""
     return np.append(times, np.inf)[np.searchsorted(times, since)]

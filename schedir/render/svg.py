@@ -1,4 +1,4 @@
-"""A timeline as a picture, for papers and READMEs: SVG without scripts, fonts or anything else.
+"""A timeline as a picture for papers and READMEs: SVG without scripts and fonts.
 
           1f1b: 4 ranks, 4 stages, 8 microbatches
           ▆ F forward  ▆ B backward  ▏ update of the weights
@@ -9,8 +9,7 @@
           0    5    10
                  time (ms)
 
-The text is written by hand: a library that draws charts has no lanes, and one that writes elements
-saves nothing.
+The SVG is written as text, without a library: libraries for charts have no lanes.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ from schedir.simulator import Timeline
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 _MARGIN = 14.0
 _LINE = 18.0
-"""The height of a line of text, in pixels, as all lengths here."""
+"""The height of a line of text, in pixels like all lengths here."""
 _NARROWEST, _WIDEST = 420.0, 1100.0
-"""How wide the time axis is."""
+"""The width of the time axis."""
 _HIGHEST_LANE, _LOWEST_LANE, _REPLICAS_LANE = 24.0, 3.0, 18.0
 _ALL_LANES = 900.0
-"""Lanes get lower, as there are more of them than this holds."""
+"""The height of all lanes; with more ranks, each lane is lower."""
 _SHORTEST = 16
-"""What is as many times shorter than the longest cell gets no room for a label."""
+"""A cell that is this many times shorter than the longest one gets no room for a label."""
 _BETWEEN_TICKS = 56.0
 _TITLE_LETTER = 7.8
 
@@ -73,9 +72,9 @@ _TITLE_LETTER = 7.8
 class _Panel:
     """A timeline in the picture: `scale` pixels to its unit of time.
 
-    It is drawn from `since` to `until`, in that unit. Its lanes lie `pitch` apart from `top` on;
-    each is `lane` high. Below it is a lane of its copies of the height `engine`, and a curve of the
-    height `curve`, 0 for none.
+    It is drawn from `since` to `until`, in that unit. From `top` on, its lanes are `pitch` apart
+    and `lane` high. Below each are a lane of copies of height `engine`, and a curve of height
+    `curve`; 0 for none.
     """
 
     timeline: Timeline
@@ -96,25 +95,25 @@ class _Panel:
 
     @property
     def bottom(self) -> float:
-        """Where its last lane ends, or the curve below it."""
+        """The lower end of the last lane, or of the curve below it."""
         return self.lane_top(self.ranks[-1]) + self.lane + self.engine + self.curve
 
     @property
     def end(self) -> float:
-        """Where its makespan ends, from the left of its lanes."""
+        """The end of the makespan, from the left of the lanes."""
         return round(self.timeline.makespan * self.scale, 2)
 
     def lane_top(self, rank: int) -> float:
-        """Where a rank's lane begins."""
+        """The upper edge of a rank's lane."""
         return self.top + rank * self.pitch
 
 
 def svg_blocks(timeline: Timeline, page: Page) -> Iterator[Piece]:
-    """The picture, piece by piece; what it stands `against` is drawn below, on the same time axis.
+    """The picture, piece by piece. A timeline `against` is drawn below, on the same time axis.
 
-    Cells too thin to be seen are merged, and the description says how many. With `memory` there is
-    a curve under each lane, of the bytes that the rank holds, or of its live activations where
-    their sizes are not known. Raises ValueError where the sizes are those of other stages.
+    Cells too thin to be seen are merged, and the description counts them. With `memory` there is a
+    curve under each lane: the bytes that the rank holds, or its live activations if sizes are
+    unknown. Raises ValueError if the sizes do not fit the stages.
     """
     pieces = _pieces(timeline, page)
     return map(grey, pieces) if page.greyscale else pieces
@@ -176,8 +175,8 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
 
 
 def _within(line: Timeline, since: float, until: float) -> Timeline:
-    """What runs between two times, counted from the first."""
-    # What ends as the window begins lies outside, and what takes no time may lie on its edge.
+    """The cells between two times, counted from the first."""
+    # A cell that ends as the window begins is outside; one without duration may lie on its edge.
     seen = (np.maximum(line.starts, np.nextafter(line.ends, 0)) >= since) & (line.starts <= until)
     starts, ends = (
         np.where(seen, np.clip(times, since, until) - since, np.nan)
@@ -189,7 +188,7 @@ def _within(line: Timeline, since: float, until: float) -> Timeline:
 def _legend(
     timelines: Sequence[Timeline], width: float, kept: Kept | None, left: float, top: float
 ) -> tuple[list[Piece], int]:
-    """What the colours and marks mean, the first line standing on `top`; and how many lines."""
+    """The legend of colours and marks, with its first line on `top`; and its number of lines."""
     schedules = [line.schedule for line in timelines]
     shown = [*swatches(schedules), ([IDLE_FILL], "idle")]
     if kept is not None:
@@ -219,7 +218,7 @@ def _legend(
 
 
 def _heights(timelines: Sequence[Timeline], memory: bool) -> tuple[float, float, float, float]:
-    """The height of a rank's lane, those of its copies and of a curve below, and how far it is from
+    """The heights of a rank's lane, of its lane of copies and of its curve, and the distance from
     lane to lane."""
     schedules = [line.schedule for line in timelines]
     ranks, within = sum(each.ranks for each in schedules), max(map(lanes_per_rank, schedules))
@@ -235,7 +234,7 @@ def _heights(timelines: Sequence[Timeline], memory: bool) -> tuple[float, float,
 def _curves(
     kept: Kept, curves: Sequence[Curve], panel: _Panel, left: float, width: float
 ) -> Iterator[Piece]:
-    """The curves under the lanes, and beside them the most of each, as there is room."""
+    """The curves under the lanes, and the peak beside each, if there is room."""
     for rank, curve in enumerate(curves):
         top = panel.lane_top(rank) + panel.lane + panel.engine + 1
         yield Piece(f'<g transform="translate({px(left)} {px(top)})">\n')
@@ -246,7 +245,7 @@ def _curves(
 
 
 def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: float) -> float:
-    """Wide enough for the labels of all but the shortest cells, and no wider than a page bears."""
+    """A width with room for the labels of all but the shortest cells, within that of a page."""
     needs = [1.0]
     for line, factor in zip(timelines, factors, strict=True):
         columns = line.schedule.columns
@@ -262,10 +261,10 @@ def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: flo
 
 
 def _description(panels: Sequence[_Panel], lanes: Sequence[Sequence[Cells]]) -> str:
-    """What the picture shows, for those who don't see it."""
+    """A description of the picture, for readers who cannot see it."""
     text = "Time goes to the right; a lane for each rank shows what it computes"
     copies = any(panel.engine for panel in panels)
-    text += ", one below it what it copies to its host and back. " if copies else ". "
+    text += ", and one below it what it copies to its host and back. " if copies else ". "
     text += " ".join(f"{panel.caption[0].upper()}{panel.caption[1:]}." for panel in panels)
     drawn = [cells for ranks in lanes for cells in ranks]
     thin, every = sum(int(cells.thin.sum()) for cells in drawn), sum(len(c.left) for c in drawn)
@@ -278,7 +277,7 @@ def _description(panels: Sequence[_Panel], lanes: Sequence[Sequence[Cells]]) -> 
 
 
 def _ticks(start: float, end: float, per_unit: float) -> list[tuple[str, float]]:
-    """The times that the axis names, and where they stand."""
+    """The times on the axis, and their positions."""
     if not end:
         return [("0", 0)]
     ticks = _every(_BETWEEN_TICKS, start, end, per_unit)
@@ -287,7 +286,7 @@ def _ticks(start: float, end: float, per_unit: float) -> list[tuple[str, float]]
 
 
 def _every(least: float, start: float, end: float, per_unit: float) -> list[tuple[str, float]]:
-    """The ticks at a round step that takes at least so many pixels."""
+    """The ticks at a round step of at least `least` pixels."""
     step = round_step(least / per_unit)
     first, last = math.ceil(start / step * (1 - 1e-9)), math.floor(end / step * (1 + 1e-9))
     return [
@@ -297,7 +296,7 @@ def _every(least: float, start: float, end: float, per_unit: float) -> list[tupl
 
 
 def _tick_width(text: str) -> float:
-    """The room that the text of a tick needs."""
+    """The width of a tick's text."""
     return 7.5 * len(text) + 8
 
 

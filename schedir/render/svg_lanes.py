@@ -1,10 +1,10 @@
-"""A rank's lane in a picture: the cells of its compute, their labels, and the marks of its steps;
-and that of its copy engine.
+"""The lanes of a rank in a picture: its compute, with labels and the marks of its steps, and its
+copies.
 
-Cells are paths, one for each colour. What is thinner than a pixel is merged with what is thin
-beside it, four pixels at a time: the kinds hang below each other, each as high as it takes of the
-time, and what is left is idle. So a lane of millions is no longer than one of thousands, and its
-areas are true.
+Cells are paths, one for each colour. Neighbouring cells thinner than a pixel are merged into bars
+of four pixels. In a bar the kinds stand one below the other, each as high as its share of the time,
+and the rest of the height is idle. So a lane of millions of cells needs no more text than one of
+thousands, and its areas are exact.
 
     FFFFFFFFBBBBBBBBBBBBBBBB          FFFFFFFFFFFF  FF
     FFFFFFFFBBBBBBBBBBBBBBBB          BBBBBBBBBBBBFFFF
@@ -28,20 +28,20 @@ from schedir.simulator import Timeline
 
 THINNEST = 1.0
 _BAR, _LEVELS = 4.0, 50
-"""How wide a bar of merged cells is, and of how many different heights."""
+"""The width of a bar of merged cells, and the number of different heights."""
 _SEPARATED = 6.0
-"""In pixels, as all lengths here: cells at least this wide are set off by a line of paper."""
+"""In pixels like all lengths here: cells at least this wide have a white outline."""
 _STEP_WIDTH = 2.5
 _TALLER, _LONE_STEP = 0.08, 40.0
-"""A mark of a step juts out by this part of its lane; marks that stand as close are narrower."""
+"""The mark of a step extends its lane by this part; marks close together are narrower."""
 _TIGHT = 0.5
-"""By how much a cell may be too narrow for its label."""
+"""How much narrower than its label a cell may be."""
 _APART = 1.25
-"""How many times as wide as their labels blocks of cells are that stand side by side."""
+"""The width of a block of cells with one label, in widths of the label."""
 _LOWEST_LABEL = 10.0
-"""The lowest cell that has a label."""
+"""The least height of a cell with a label."""
 _ROOMY = 15.0
-"""A part of a lane that is as high has a label of full size."""
+"""The least height of a cell with a label of full size."""
 _SHADES = 4
 _STEP = KIND_INDEX[Kind.OPTIM_STEP]
 
@@ -51,8 +51,8 @@ class Cells:
     """The compute of one rank by time; all arrays have the shape [cells].
 
     `top` and `height` are parts of the lane's height: an overlapped pair is two cells, one above
-    the other, and each replica of a stage has a lane within its rank's. `colour` is that of the
-    kind and of the turn of the stage among the rank's.
+    the other, and each replica of a stage has a lane within its rank's. `colour` depends on the
+    kind and on the number of the stage among the rank's stages.
     """
 
     left: Lengths
@@ -63,24 +63,24 @@ class Cells:
     colour: Ints
 
     def where(self, chosen: Bools) -> Cells:
-        """Some of them."""
+        """A part of the cells."""
         return Cells(*(array[chosen] for array in attrs.astuple(self, recurse=False)))
 
     @property
     def steps(self) -> Bools:
-        """Which are OPTIM_STEPs."""
+        """Whether each cell is an OPTIM_STEP."""
         steps: Bools = self.colour // _SHADES == _STEP
         return steps
 
     @property
     def thin(self) -> Bools:
-        """Which are too thin to be drawn by themselves."""
+        """Whether each cell is too thin to be drawn alone."""
         thin: Bools = (self.right - self.left < THINNEST) & ~self.steps
         return thin
 
 
 def cells_of(timeline: Timeline, rank: int, scale: float, kinds: Iterable[Kind] = COMPUTE) -> Cells:
-    """What is known of a rank's compute, or of its copies, `scale` pixels to a unit of time."""
+    """The cells of a rank's compute, or of its copies, with `scale` pixels to a unit of time."""
     columns = timeline.schedule.columns
     first, end = columns.starts[rank : rank + 2].tolist()
     places = first + np.flatnonzero((columns.is_kind(*kinds) & timeline.known)[first:end])
@@ -104,14 +104,14 @@ def cells_of(timeline: Timeline, rank: int, scale: float, kinds: Iterable[Kind] 
 
 
 def stages_room(schedule: Schedule) -> float:
-    """The room that the names of stages need beside their lanes, where they have some."""
+    """The width of the names of stages beside their lanes; 0 if they have none."""
     if not has_replicas(schedule):
         return 0
     return 0.6 * SMALL_LABEL * len(f"stage {schedule.stages - 1}") + 6
 
 
 def stage_names(stages: Sequence[int], right: float, top: float, lane: float) -> Iterator[Piece]:
-    """The names of a rank's stages, each beside its lane, where there is room."""
+    """The names of a rank's stages, each beside its lane, if there is room."""
     high = lane / max(1, len(stages))
     for turn, stage in enumerate(stages if high >= SMALL_LABEL else ()):
         y = top + (turn + 0.5) * high + 0.36 * SMALL_LABEL
@@ -119,7 +119,7 @@ def stage_names(stages: Sequence[int], right: float, top: float, lane: float) ->
 
 
 def draw_lane(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
-    """The elements of a lane, whose upper left corner is the origin."""
+    """The elements of a lane, with its upper left corner at the origin."""
     steps, thin = cells.steps, cells.thin
     whole = cells.where(~thin & ~steps)
     yield from _boxes(whole, height)
@@ -151,13 +151,13 @@ def _fill(colour: int) -> Fill:
 
 
 def _merged(cells: Cells, thin: Ints, height: float) -> Iterator[str]:
-    """The thin ones of the cells, a few pixels at a time."""
+    """The thin cells, merged into bars."""
     left, right = cells.left[thin], cells.right[thin]
     apart = (thin[1:] > thin[:-1] + 1) | (left[1:] - right[:-1] >= THINNEST)
-    # A bar ends where what is thin does.
+    # A bar ends where the thin cells end.
     stretches = left[np.append(True, apart)], right[np.append(apart, True)]
     bars = np.union1d(np.concatenate(stretches), np.arange(0, right.max(), _BAR))
-    # How much of each colour there is up to every edge of a cell, and thus in every bar.
+    # The amount of each colour up to every edge of a cell, and so in every bar.
     edges = np.stack([left, right], axis=1).ravel()
     top = np.zeros(len(bars) - 1)
     for colour in np.unique(cells.colour[thin]).tolist():
@@ -174,7 +174,7 @@ def _merged(cells: Cells, thin: Ints, height: float) -> Iterator[str]:
 
 
 def _joined(left: Lengths, right: Lengths, upper: Lengths, lower: Lengths) -> str:
-    """Bars side by side as a path, those of one height as one."""
+    """Bars side by side as a path; neighbours of one height are one box."""
     some = lower > upper
     left, right, upper, lower = left[some], right[some], upper[some], lower[some]
     if not len(left):
@@ -185,10 +185,10 @@ def _joined(left: Lengths, right: Lengths, upper: Lengths, lower: Lengths) -> st
 
 
 def _labels(columns: Columns, cells: Cells, height: float) -> Generator[str, None, Bools]:
-    """The kind's letter and the microbatch, the microbatch alone, or nothing, as there is room;
-    returns which cells have one.
+    """Write labels: the kind's letter and the microbatch, the microbatch alone, or nothing, as
+    there is room. Returns whether each cell has a label.
 
-    Those of one width have the same, whatever number stands in them.
+    Cells of one width have the same form of label, whatever their numbers.
     """
     labelled = np.zeros(len(cells.left), np.bool_)
     digits = "0" * len(str(columns.microbatch.max(initial=0)))
@@ -212,8 +212,8 @@ def _labels(columns: Columns, cells: Cells, height: float) -> Generator[str, Non
 
 
 def _block_labels(columns: Columns, cells: Cells, height: float) -> Iterator[str]:
-    """One label for several cells in a row that are too narrow for their own: F3–B6, the first and
-    the last of them, each kind being of one stage."""
+    """One label for several neighbouring cells that are too narrow for labels: `F3–B6` names the
+    first and the last. Each kind in such a block is of one stage."""
     digits = "00" * len(str(columns.microbatch.max(initial=0)))
     room = text_width(f"F–F{digits}", SMALL_LABEL)
     for top, part in sorted(set(zip(cells.top.tolist(), cells.height.tolist(), strict=True))):
@@ -257,7 +257,7 @@ def _texts(
     for colour in np.unique(cells.colour).tolist():
         some = cells.where(cells.colour == colour)
         name = letter(KINDS[colour // _SHADES])
-        # Cells of one kind are labelled alike, though some may be a little shorter.
+        # Cells of one kind get one form of label, even if some are a little shorter.
         if np.median(some.right - some.left) + _TIGHT < text_width(name + digits, size):
             name = ""
         for x, y, microbatch in zip(
@@ -270,7 +270,7 @@ def _texts(
 
 
 def _steps(cells: Cells, among: Cells, height: float) -> str:
-    """A bar at each OPTIM_STEP, as long as it takes, and no wider than others leave to be seen."""
+    """A bar at each OPTIM_STEP, as long as the step takes, but narrow enough to show the others."""
     least = _STEP_WIDTH
     if np.diff(np.unique(cells.left)).min(initial=_LONE_STEP) < _LONE_STEP:
         least = min(least, max(0.3, float(np.median(among.right - among.left)) / 8))

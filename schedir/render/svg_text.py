@@ -1,4 +1,4 @@
-"""What a picture is written with: lengths as short as they can be, paths of boxes, and text."""
+"""The pieces of SVG: lengths in as few characters as possible, paths of boxes, and text."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from schedir.render.text import Piece
 Lengths: TypeAlias = NDArray[Any]
 
 LABEL, SMALL_LABEL = 11.0, 9.0
-"""The height of text in cells, in pixels, as all lengths here."""
+"""The height of text in cells, in pixels like all lengths here."""
 _WIDE, _NARROW, _OTHER = 0.95, 0.32, 0.6
-"""How wide a W, an I, and any other letter or digit is, as a part of its height: a little more than
-in Helvetica."""
+"""The widths of a W, an I, and any other letter or digit, as parts of the height: a little more
+than in Helvetica."""
 _ROOM = 3.0
 
 
 def px(length: float) -> str:
-    """A length to a hundredth of a pixel, without what says nothing: 0.50 is .5."""
+    """A length to a hundredth of a pixel, without superfluous zeros: 0.50 is .5."""
     text = f"{length:.2f}".rstrip("0").rstrip(".")
     return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
 
 
 def text_width(text: str, size: float) -> float:
-    """The room that a label needs in its cell."""
+    """The width of a label."""
     widths = {"W": _WIDE, "I": _NARROW}
     return size * sum(widths.get(letter, _OTHER) for letter in text) + _ROOM
 
@@ -58,7 +58,7 @@ def text_at(
     size: float = 0,
     weight: str = "",
 ) -> Piece:
-    """A line of text, whose letters stand on `y`."""
+    """A line of text on the baseline `y`."""
     more = f' text-anchor="{anchor}"' if anchor else ""
     more += f' font-size="{px(size)}"' if size else ""
     more += f' font-weight="{weight}"' if weight else ""

@@ -1,4 +1,4 @@
-"""Schedules compared, as a table or as JSON, and what `search` says of what it has found.
+"""A comparison of schedules as a table or JSON, and the lines that `search` prints.
 
 schedule                makespan  ratio  bubble  peak activations  delay
 interleaved-1f1b  best      28.5  1.000   15.8%          11 × 1/2      0
@@ -34,8 +34,8 @@ _LATEX = str.maketrans(
 
 
 class _Column(NamedTuple):
-    """A column's header and what it tells of a row, as text in a `form`, where it is not None; what
-    is `spare` goes first where room is short."""
+    """A column: its header, and a row's text in a `form`, or None. A `spare` column is left out
+    first if the table is too wide."""
 
     header: str
     value: Callable[[Row], Any]
@@ -45,10 +45,10 @@ class _Column(NamedTuple):
 
 
 def comparison_blocks(comparison: Comparison, width: int | None = None) -> Iterator[Block]:
-    """The table, and below it what its figures mean and what speaks against some schedules.
+    """The table, with notes on its figures and on the schedules that can't run.
 
-    Where it is wider than `width`, its headers are folded, and columns are left out that follow
-    from the others.
+    If the table is wider than `width`, headers are folded, and columns that follow from others are
+    left out.
     """
     columns = list(_columns(comparison))
     notes = _notes(comparison)
@@ -65,7 +65,7 @@ def comparison_blocks(comparison: Comparison, width: int | None = None) -> Itera
                 text = _folded(columns, comparison)
         yield Piece(text)
         if left_out:
-            notes.insert(0, f"Left out, as it is too wide here: {', '.join(left_out)}.")
+            notes.insert(0, f"Left out because the table is too wide: {', '.join(left_out)}.")
     for note in notes:
         yield Piece(f"\n{fill(note, width)}\n")
 
@@ -80,7 +80,7 @@ def _cells(columns: Sequence[_Column], comparison: Comparison) -> list[list[str]
 
 
 def _folded(columns: Sequence[_Column], comparison: Comparison) -> str:
-    """The table as text, each header in as many lines as it has words."""
+    """The table as text, with each word of a header on its own line."""
     header, *rows = _cells(columns, comparison)
     lines = zip_longest(*(reversed(name.split()) for name in header), fillvalue="")
     return table([*reversed(list(lines)), *rows], _align(columns))
@@ -91,7 +91,7 @@ def _align(columns: Sequence[_Column]) -> str:
 
 
 def comparison_markdown(comparison: Comparison) -> str:
-    """The whole table, as GitHub and notebooks read it, and what is to be said of it."""
+    """The whole table in Markdown, with its notes."""
     columns = list(_columns(comparison))
     rule = ["--:" if column.align == ">" else ":--" for column in columns]
     header, *rows = _escaped(_cells(columns, comparison), _MARKDOWN)
@@ -100,7 +100,7 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 
 def comparison_latex(comparison: Comparison) -> str:
-    """The whole table as a tabular, which needs no package; notes are comments."""
+    """The whole table as a LaTeX tabular that needs no package; notes are comments."""
     columns = list(_columns(comparison))
     ways = _align(columns).replace("<", "l").replace(">", "r")
     rows = _escaped(_cells(columns, comparison), _LATEX)
@@ -116,7 +116,7 @@ def _escaped(rows: Iterable[Sequence[str]], escapes: Mapping[int, str]) -> list[
 
 
 def comparison_csv(comparison: Comparison) -> str:
-    """The figures as they are, in the columns of `records`."""
+    """The figures, unrounded, in the columns of `records`."""
     header, *rows = records(comparison)
     text = io.StringIO()
     writer = csv.DictWriter(text, header, lineterminator="\n")
@@ -126,7 +126,7 @@ def comparison_csv(comparison: Comparison) -> str:
 
 
 def records(comparison: Comparison) -> list[dict[str, Any]]:
-    """A row for each schedule, of the figures of JSON: numbers and texts."""
+    """A row for each schedule, with the figures of the JSON."""
     several = []
     for row in comparison.rows:
         steady, problem = steady_figures(row.steady) or {}, row.problem
@@ -177,7 +177,7 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
         unit, scale = f" ({UNIT_NAMES[shown]})", factor(comparison.unit, shown)
 
     def time(value: float) -> str:
-        """In five digits: the sixth decides nothing."""
+        """A number in five digits: a sixth decides nothing."""
         value *= scale
         return f"{value:.5g}" if value < 10**5 and value != int(value) else f"{value:.0f}"
 
@@ -214,7 +214,7 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
 
 
 def _once_full(figure: Callable[[SteadyState], str]) -> Callable[[Row], str | None]:
-    """A figure of the steady state, a dash for a schedule that has none."""
+    """A figure of the steady state; a dash for a schedule without one."""
 
     def value(row: Row) -> str | None:
         if row.steady is not None:
@@ -230,7 +230,7 @@ def _activations(row: Row) -> str | None:
 
 
 def _remark(comparison: Comparison, row: Row) -> str:
-    """What decides over a row, in a word."""
+    """The mark of a row, such as `best` or `over`."""
     if row is comparison.best:
         return "best, derived" if row.unmeasured else "best"
     if row.problem is not None:
@@ -246,18 +246,18 @@ def _notes(comparison: Comparison) -> list[str]:
 
 def _said(comparison: Comparison) -> Iterator[str]:
     if comparison.per_microbatch:
-        yield "The numbers of microbatches, M, differ, so that time per microbatch is compared."
+        yield "The numbers of microbatches, M, differ, so the time per microbatch is compared."
     if any(row.steady is not None for row in comparison.rows):
         yield (
-            "Once full: what a schedule costs that goes on after its updates, so that its pipeline "
-            "can be kept full. All else is of one call of M microbatches, filled and drained; "
-            "those with a dash drain at every update, or show no steady state."
+            "Once full: the figures of an asynchronous schedule while its pipeline stays full. The "
+            "other columns are of one call of M microbatches, which fills and drains the pipeline. "
+            "A schedule with a dash drains at every update, or shows no steady state."
         )
     shares = {share for row in comparison.rows if (share := row.share) != 1}
     if shares:
         yield (
-            "All train the same model. One that cuts it into more stages than there are ranks has "
-            "smaller ones, whose activations count as "
+            "All schedules train the same model. A schedule with more stages than ranks has "
+            "smaller stages: an activation counts as "
             f"{' or '.join(map(str, sorted(shares)))} of one."
         )
     if comparison.memory_limit is not None:
@@ -271,30 +271,38 @@ def _said(comparison: Comparison) -> Iterator[str]:
     yield from _derived(comparison)
     yield from _objections(comparison)
     if comparison.best is None:
-        yield "None of them runs and is within the limits."
+        yield "No schedule runs within the limits."
 
 
 def _derived(comparison: Comparison) -> Iterator[str]:
-    """Which times rest on costs that no run has shown, and what that means for the best one."""
+    """The schedules with costs that no run has shown, and what that means for the best one."""
     several: dict[tuple[str, ...], dict[str, None]] = {}
     for row in comparison.rows:
         if row.unmeasured:
             several.setdefault(row.unmeasured, {})[row.target] = None
     for costs, names in several.items():
-        # A forward is measured wherever its stage is.
-        why = "its stages are parts of those measured" if "forward" in costs else how_derived(costs)
+        # Only a stage that was never measured lacks the cost of its forward.
+        why = (
+            "its stages are parts of the measured ones"
+            if "forward" in costs
+            else how_derived(costs)
+        )
         yield f"Derived, not measured, for {', '.join(names)}: {why}."
     best, measured = comparison.best, comparison.measured
     if best is not None and best.unmeasured:
-        other = "" if measured is None else f"; of those measured, {measured.target} is the best"
+        other = (
+            ""
+            if measured is None
+            else f"; of the measured schedules, {measured.target} is the best"
+        )
         yield (
-            f"{best.target} is the best only if what was derived is right: measure a run of it, "
+            f"{best.target} is the best only if its derived costs are right: measure a run of it, "
             f"and fit that too{other}."
         )
 
 
 def _objections(comparison: Comparison) -> Iterator[str]:
-    """Why schedules can't be chosen: for each target and code the first reason."""
+    """Why schedules can't be chosen: the first reason for each target and code."""
     several: dict[tuple[str, str | None], list[str]] = {}
     for row in comparison.rows:
         why = row.problem
@@ -306,12 +314,12 @@ def _objections(comparison: Comparison) -> Iterator[str]:
             reason = f"{row.target} does not run{where}: error[{why.code}]: {why.message}"
         several.setdefault((row.target, why.code), []).append(reason)
     for first, *others in several.values():
-        yield first + (f" (and so for {count(len(others), 'other shape')})" if others else "")
+        yield first + (f" (also for {count(len(others), 'other shape')})" if others else "")
 
 
 def found_text(found: Found) -> str:
-    """The figures of what `search` has found, how far it is above the lower bound, and what was
-    chosen; a few lines."""
+    """The figures of the schedule that `search` found, how far they are above the lower bound, and
+    what the search chose."""
     line = found.timeline
     span = max(rank.span for rank in line.ranks)
     unit = f" {line.unit}" if line.unit else ""
@@ -325,7 +333,7 @@ def found_text(found: Found) -> str:
     chosen = [f"placement {found.placement}"] if found.schedule.stages > 1 else []
     chosen.append(f"{found.split} of {pairs} backwards split")
     if found.recomputed:
-        chosen.append(f"{found.recomputed} forwards run again")
+        chosen.append(f"{found.recomputed} forwards recomputed")
     chosen.append(f"as {found.origin}" if found.origin else "its own order")
     return (
         f"makespan {line.makespan:.10g}{unit}, longest span {span:.10g}{unit}, bubble "

@@ -1,4 +1,4 @@
-"""How blocks are written to a terminal, a pipe or a file: as wide as it is, with colours or not."""
+"""Writes blocks to a terminal, a pipe or a file: in its width, and in colour if it takes colour."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from schedir.render.text import Block, coloured, plain
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """True where a person looks at a stream, False for a file or a pipe."""
+    """Whether a stream is a terminal; False for a file or a pipe."""
     return stream is not None and stream.isatty()
 
 
 def width_of(stream: TextIO | None) -> int | None:
-    """How many columns a stream has: those of a terminal, or of a pipe where COLUMNS says so."""
+    """The columns of a terminal, or of a pipe if COLUMNS is set; None if there is no limit."""
     if not is_terminal(stream) and not os.environ.get("COLUMNS", "").strip("0").isdecimal():
         return None
     return shutil.get_terminal_size().columns
 
 
 def page_for(stream: TextIO | None, subject: str = "") -> Page:
-    """What a writer has to know of the stream that it writes to."""
+    """The options of a writer for the stream that it writes to."""
     width = width_of(stream)
     if stream is None or width is None:
         return Page(subject)
@@ -34,7 +34,7 @@ def page_for(stream: TextIO | None, subject: str = "") -> Page:
 
 
 def _widened(stream: TextIO) -> int:
-    """How many columns a line may gain where the stream's encoding makes `...` of `…`."""
+    """The columns that a line may gain if the stream's encoding turns `…` into `...`."""
     try:
         "…".encode(stream.encoding)
     except UnicodeError:
@@ -43,12 +43,14 @@ def _widened(stream: TextIO) -> int:
 
 
 def write(blocks: Iterable[Block], stream: TextIO | None) -> None:
-    """Write blocks: as wide as the stream is; where it has no width plain and uncropped."""
+    """Write blocks in the width of the stream; if it has none, nothing is folded or cut."""
     if stream is None:
         return
     width = width_of(stream)
     if width is not None:
-        from schedir.render.text import write_to_terminal  # with rich: a pipe needs none of it
+        from schedir.render.text import (
+            write_to_terminal,
+        )  # it imports rich, which a pipe does not need
 
         write_to_terminal(blocks, stream, width, has_colour(stream))
     else:

@@ -1,4 +1,5 @@
-"""The whole timeline: rows = ranks, time to the right, a cell as wide as its action is long.
+"""The whole timeline as text: rows are ranks, time goes to the right, a cell is as wide as its
+action is long.
 
         0              5              10             15             20
 rank 0  F0 F1 F2 F3                   B0---    B1---    B2---    B3---*
@@ -24,8 +25,8 @@ _STATISTICS = ("rank", "busy", "idle", "span", "peak_activations", "weight_versi
 
 
 def timeline_json(timeline: Timeline, steady: SteadyState | None = None) -> str:
-    """The numbers of a timeline, and of its schedule's steady state where that is asked for: the
-    keys are a contract."""
+    """The figures of a timeline as JSON, and those of its steady state if there is one. The keys
+    are a contract."""
     summary: dict[str, Any] = {
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
@@ -37,12 +38,12 @@ def timeline_json(timeline: Timeline, steady: SteadyState | None = None) -> str:
 
 
 def timeline_text(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
-    """The timeline drawn in text, its legend, and a summary of what it costs.
+    """The timeline drawn in text, with its legend and its figures.
 
-    With a `width` in columns it is split into pages by time, each with all ranks; without one,
-    each rank is one line, however long. Where a step or a link takes so long that nearly all of
-    that would be blank, it is drawn in letters, in the `width` or 10,000 columns. `colour` adds
-    ANSI escapes and changes no character.
+    With a `width` in columns it is split into pages by time, each with all ranks. Without one,
+    each rank is one line, however long. If a step or a link takes so long that nearly everything
+    would be blank, it is drawn in letters, in `width` or 10,000 columns. `colour` adds ANSI escapes
+    and changes no character.
     """
     write = coloured if colour else plain
     return write(timeline_blocks(timeline, width))
@@ -55,10 +56,10 @@ def timeline_blocks(
     fit: bool = False,
     window: tuple[float, float] | None = None,
 ) -> Iterator[Block]:
-    """The same as blocks, for whatever writes them; a second timeline is drawn below the first.
+    """The timeline as blocks; a second timeline is drawn below the first.
 
-    With `fit` the `width` has room for the whole drawing, its cells being letters where labels
-    would take more. Of a `window` what runs between its two times is drawn.
+    With `fit` the whole drawing fits into `width`, with letters if labels would need more. With a
+    `window` only the part between its two times is drawn.
     """
     lines = [timeline] if against is None else [timeline, against]
     drawing = drawing_of(*lines, width=width, fit=fit, window=window)
@@ -85,8 +86,8 @@ def drawing_of(
 ) -> Drawing:
     """All ranks with all their actions, one timeline below the other on one axis.
 
-    They are in letters that take at most `width` columns where labels would `fit` into no fewer
-    than these, or into too many for anyone.
+    The drawing is in letters, in at most `width` columns, if it has to `fit` and labels need more,
+    or if labels need more columns than anybody reads.
     """
     sketch = sketch_of(*timelines)
     room = MOST_COLUMNS if width is None else max(width - len(sketch.corner), 1)
@@ -99,7 +100,7 @@ def drawing_of(
 
 
 def sketch_of(*timelines: Timeline) -> Sketch:
-    """All ranks of all timelines, to be drawn in as much detail as there is room for."""
+    """A sketch of all ranks of all timelines, which draws as much detail as there is room for."""
     several = [lanes_of(line, range(line.schedule.ranks)) for line in timelines]
     lanes = [lane for own in several for lane in own]
     ranks = len(str(max(lane.rank for lane in lanes)))
@@ -117,7 +118,7 @@ def sketch_of(*timelines: Timeline) -> Sketch:
 
 
 def statistics(timeline: Timeline) -> Table:
-    """What each rank does with its time and memory."""
+    """The table of each rank's busy time, idle time, span and peaks."""
     rows = [[number(getattr(rank, name)) for name in _STATISTICS] for rank in timeline.ranks]
     header = [name.replace("_", " ") for name in _STATISTICS]
     return Table([header, *rows], ">" * len(header), header=True)

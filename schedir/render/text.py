@@ -1,5 +1,5 @@
-"""What renderers make, blocks of text with styles, and how they are written: as text alone, with
-ANSI colours, or by rich to a terminal. Streams that lack a character get one that they have."""
+"""Blocks of styled text, which renderers make, and how they are written: as plain text, with ANSI
+colours, or by rich to a terminal. A character that a stream cannot encode is replaced."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PREFIXES = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 
 
 def as_json(content: object) -> str:
-    """Data for a program."""
-    import json  # other forms start without it
+    """Data as indented JSON."""
+    import json  # other forms do not need it
 
     return json.dumps(content, indent=2, default=str) + "\n"
 
 
 class Piece(NamedTuple):
-    """Text, line breaks included, and its style (see `palette`)."""
+    """Text with line breaks, and its style (see `palette`)."""
 
     text: str
     style: str = ""
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 @attrs.frozen
 class Table:
-    """Rows of text, the first of which may be the `header`; `align` is `<` or `>` per column."""
+    """Rows of text; the first may be the `header`. `align` has `<` or `>` for each column."""
 
     rows: Sequence[Sequence[str]]
     align: str = ""
@@ -43,7 +43,7 @@ class Table:
 
     @property
     def width(self) -> int:
-        """The columns that it takes where nothing is folded, three between two of them."""
+        """The width of the table without folding, with three blanks between columns."""
         widths = _widths(self.rows)
         return sum(widths) + 3 * (len(widths) - 1)
 
@@ -57,11 +57,11 @@ class Panel:
 
 
 Block: TypeAlias = Piece | Table | Panel
-"""Blocks follow each other without anything between them: line breaks are in the pieces."""
+"""A part of the output. Nothing stands between two blocks: pieces hold their line breaks."""
 
 
 def plain(blocks: Iterable[Block]) -> str:
-    """The blocks as text alone: as wide as it must be."""
+    """The blocks as plain text, as wide as they need."""
     return "".join(map(_plain, blocks))
 
 
@@ -74,8 +74,8 @@ def _plain(block: Block) -> str:
 
 
 def coloured(blocks: Iterable[Block]) -> str:
-    """The same characters as `plain`, with ANSI escapes for 256 colours between them."""
-    from rich.color import ColorSystem  # only where there is colour: a pipe starts without it
+    """The characters of `plain`, with ANSI escapes for 256 colours between them."""
+    from rich.color import ColorSystem  # imported only for colour, because a pipe needs none
     from rich.style import Style
 
     return "".join(
@@ -87,15 +87,15 @@ def coloured(blocks: Iterable[Block]) -> str:
 
 
 def write_to_terminal(blocks: Iterable[Block], stream: TextIO, width: int, colour: bool) -> None:
-    """Write the blocks to a terminal of `width` columns; without `colour` no escapes at all.
+    """Write the blocks to a terminal of `width` columns; without `colour` there are no escapes.
 
-    Lines of pieces are left to the terminal to wrap, so that what is copied is what was written.
+    The terminal wraps the lines of pieces, so that copied text has no extra line breaks.
     """
     from rich.console import Console
     from rich.text import Text
 
     class Own(Console):
-        def on_broken_pipe(self) -> None:  # which rich would end the process for
+        def on_broken_pipe(self) -> None:  # rich would end the process for it
             raise
 
     console = Own(
@@ -124,7 +124,7 @@ def rich_of(blocks: Iterable[Block]) -> Iterator[RenderableType]:
 
 
 def _rich(block: Panel | Table) -> RenderableType:
-    """A frame, or a table that folds where the terminal is too narrow."""
+    """A frame, or a table that folds if the terminal is too narrow."""
     from rich import box
     from rich.panel import Panel as RichPanel
     from rich.table import Table as RichTable
@@ -144,12 +144,12 @@ def _rich(block: Panel | Table) -> RenderableType:
 
 
 def number(value: float) -> str:
-    """A number in as few digits as a person needs: 21.0 is 21, 0.1 + 0.2 is 0.3."""
+    """A number in few digits: 21.0 is 21, 0.1 + 0.2 is 0.3."""
     return str(int(value)) if value == int(value) else f"{value:.6g}"
 
 
 def count(many: int, what: str, plural: str = "s") -> str:
-    """A number of things: `1 rank`, `4 ranks`."""
+    """A number with its noun: `1 rank`, `4 ranks`."""
     return f"{many} {what}{'' if many == 1 else plural}"
 
 
@@ -163,12 +163,12 @@ def size(many: float) -> str:
 
 
 def fill(text: str, width: int | None) -> str:
-    """The text in lines of at most `width` columns; as it is without one."""
+    """The text in lines of at most `width` columns; unchanged if `width` is None."""
     return text if width is None else textwrap.fill(text, width)
 
 
 def table(rows: Sequence[Sequence[str]], align: str = "") -> str:
-    """The rows in aligned columns; `align` holds `>` for each column that goes to the right."""
+    """The rows in aligned columns; `align` has `>` for each column that is aligned right."""
     widths = _widths(rows)
     ways = align.ljust(len(widths), "<")
     forms = [f"{way}{wide}" for way, wide in zip(ways, widths, strict=True)]
@@ -181,10 +181,10 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def legible(stream: TextIO | None) -> None:
-    """Have a stream write, in place of what its encoding lacks, something that a person can read.
+    """Make a stream replace characters that its encoding lacks, instead of failing.
 
-    What schedir draws with falls back to ASCII; any other character becomes its escape, such as
-    `\\xe9`, and none is an error.
+    The characters that schedir draws with become ASCII; any other becomes an escape, such as
+    `\\xe9`.
     """
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="schedir.legible")

@@ -4,7 +4,7 @@ rank  idle        warm-up    drain    nothing left to do
    0  9 (27.3%)   6 (18.2%)  3 (9.1%)
    1  9 (27.3%)   5 (15.2%)  2 (6.1%)  2 (6.1%)
 
-The critical path is told in stretches that go on alike:
+The critical path is printed in stretches of one form each:
 
 0..4     ranks 0 to 3: 0F0 → 1F0 → 2F0 → 3F0       one microbatch, from stage to stage
 4..27    rank 3: 3B0 3F1 3B1 … 3F7 3B7             one rank, entry after entry
@@ -31,11 +31,11 @@ from schedir.simulator.values import Numbers
 
 _MEANS = {
     Cause.WARMUP: "the pipeline fills, until the rank's first backward",
-    Cause.SLOWER: "what it needs is held up by a stage that has more to compute",
-    Cause.DATA: "another rank still computes what it needs",
-    Cause.COMMUNICATION: "what it needs is under way",
-    Cause.COLLECTIVE: "replicas add up their gradients",
-    Cause.OVERHEAD: "it has all that it needs, and does not start yet",
+    Cause.SLOWER: "a stage with more work delays what the rank needs",
+    Cause.DATA: "another rank still computes what the rank needs",
+    Cause.COMMUNICATION: "what the rank needs is still being sent",
+    Cause.COLLECTIVE: "replicas sum their gradients",
+    Cause.OVERHEAD: "the rank has all that it needs, and has not started yet",
     Cause.DRAIN: "the pipeline empties, after the rank's last forward",
 }
 _PARTS = {
@@ -44,14 +44,14 @@ _PARTS = {
     "copies": COPIES,
     "sums of gradients": GROUPS,
 }
-_NOTHING = 1e-9  # of the makespan: sums of floats leave such rests
+_NOTHING = 1e-9  # of the makespan: rounding errors of sums are smaller
 _MOST_WAITS = 5
 _MOST_STAGES = 12
 _MOST_STRETCHES = 20
 
 
 def why_blocks(timeline: Timeline, width: int | None, against: Timeline | None) -> Iterator[Block]:
-    """Why the ranks of a timeline are idle, and of a second one after it."""
+    """Why the ranks of one or two timelines are idle."""
     several = [timeline] if against is None else [timeline, against]
     for turn, (line, name) in enumerate(zip(several, names(several), strict=True)):
         yield Piece("\n" if turn else "")
@@ -64,12 +64,12 @@ def why_blocks(timeline: Timeline, width: int | None, against: Timeline | None) 
 
 
 def _number(timeline: Timeline, time: float) -> str:
-    """A time, to about a ten thousandth of the makespan."""
+    """A time, rounded to about a ten thousandth of the makespan."""
     return number(round(time, 4 - math.ceil(math.log10(timeline.makespan))))
 
 
 def _of(timeline: Timeline, time: float, whole: float) -> str:
-    """A time and its share of a whole; nothing where that is none."""
+    """A time and its share of a whole; empty if the share is nothing."""
     share = f"{time / whole:.1%}"
     return "" if share == "0.0%" else f"{_number(timeline, time)} ({share})"
 
@@ -84,7 +84,7 @@ def _in_unit(what: str, timeline: Timeline) -> str:
 
 
 def _causes(timeline: Timeline, width: int | None) -> Iterator[Block]:
-    """The idle time of each rank by cause, and which stages are to blame as slower ones."""
+    """The idle time of each rank by cause, and the slower stages that cause some of it."""
     by_cause, makespan = timeline.idle_columns.by_cause(), timeline.makespan
     shown = [
         cause
@@ -116,7 +116,7 @@ def _causes(timeline: Timeline, width: int | None) -> Iterator[Block]:
 
 
 def _slower(timeline: Timeline) -> Iterator[Block]:
-    """Which ranks have more to compute than those that wait for them, and what that costs."""
+    """The ranks that have more to compute than the ranks that wait for them, and the cost."""
     idle, schedule = timeline.idle_columns, timeline.schedule
     held_up = idle.root >= 0
     slow = schedule.columns.rank[idle.root[held_up]]
@@ -131,7 +131,7 @@ def _slower(timeline: Timeline) -> Iterator[Block]:
 
 
 def _waits(timeline: Timeline) -> Iterator[Block]:
-    """The longest single waits, with what they are for."""
+    """The longest waits, each with what it waits for."""
     idle = timeline.idle_columns
     for_nothing = [CAUSES.index(cause) for cause in (Cause.DONE, Cause.UNKNOWN)]
     lengths = np.where(np.isin(idle.cause, for_nothing), 0, idle.end - idle.start)
@@ -152,13 +152,13 @@ def _span(timeline: Timeline, start: float, end: float) -> str:
 
 
 def _named(columns: Columns, place: int) -> str:
-    """The entry whose first action is at a place."""
+    """The token of the entry whose first action is at a place."""
     actions = [str(columns.action(part)) for part in range(place, int(columns.last[place]) + 1)]
     return actions[0] if len(actions) == 1 else f"({';'.join(actions)})"
 
 
 def _why(timeline: Timeline, idle: Idle) -> str:
-    """What a stretch of idle time is for, in words."""
+    """The reason of a stretch of idle time, in words."""
     columns = timeline.schedule.columns
 
     def placed(place: int) -> str:
@@ -184,8 +184,9 @@ def _why(timeline: Timeline, idle: Idle) -> str:
 
 @attrs.frozen
 class Stretch:
-    """Part of the path, from `start` to `end`: compute at `places`, which takes `compute`, and what
-    follows each; `along` where it goes with a microbatch from rank to rank, else all is on one."""
+    """A part of the critical path, from `start` to `end`: the actions at `places`, which compute
+    for `compute`, and the gaps after them. `along` is true if the path follows a microbatch from
+    rank to rank; otherwise the stretch is on one rank."""
 
     start: float
     end: float
@@ -196,8 +197,8 @@ class Stretch:
 
 @attrs.frozen(eq=False)
 class CriticalPath:
-    """The path with its times: what stands at `places[n]` begins at `begins[n]`, is over at
-    `ends[n]`, and the next begins at `begins[n + 1]`, where the makespan is the last."""
+    """The critical path with its times. The action at `places[n]` begins at `begins[n]` and ends at
+    `ends[n]`. The last of `begins` is the makespan."""
 
     columns: Columns
     places: Ints
@@ -206,8 +207,8 @@ class CriticalPath:
 
     @classmethod
     def of(cls, timeline: Timeline) -> CriticalPath:
-        """That of a timeline. Compute of which one time is not known counts as nothing; a transfer
-        takes what is between its neighbours."""
+        """The critical path of a timeline. Compute with an unknown time counts as zero; a transfer
+        takes the time between its neighbours."""
         places, columns = np.array(timeline.critical_path, np.int64), timeline.schedule.columns
         starts, ends = timeline.starts[places], timeline.ends[places]
         computes = columns.is_kind(*COMPUTE)[places]
@@ -215,24 +216,23 @@ class CriticalPath:
         starts = np.where(np.isnan(starts) & computes, ends, starts)
         before = np.append(0, np.where(np.isnan(ends), starts, ends))[:-1]
         begins = np.append(np.where(np.isnan(starts), before, starts), timeline.makespan)
-        begins = np.fmax.accumulate(begins)  # clocks may be a little wrong
+        begins = np.fmax.accumulate(begins)  # the clocks of two ranks may differ a little
         over = np.clip(np.where(np.isnan(ends), begins[1:], ends), begins[:-1], begins[1:])
         return cls(columns, places, begins, over)
 
     def by_kind(self) -> dict[str, float]:
-        """How much of the makespan is of what."""
+        """The time of each kind of action on the path."""
         takes = self.ends - self.begins[:-1]
         found = {
             what: float(takes[self.columns.is_kind(*kinds)[self.places]].sum())
             for what, kinds in _PARTS.items()
         }
-        # What no entry explains: a measured run alone has it.
+        # Time that no entry explains; only measured runs have it.
         between = float((self.begins[1:] - self.ends).sum() + self.begins[0])
         return {**found, "between entries": between}
 
     def by_stage(self) -> list[tuple[int, int, float, float]]:
-        """For each stage and rank on the path, how long it computes there, and how long its
-        payloads travel."""
+        """For each stage and rank on the path: the time of its compute and of its transfers."""
         compute: dict[tuple[int, int], float] = defaultdict(float)
         travel: dict[tuple[int, int], float] = defaultdict(float)
         last = None
@@ -247,11 +247,11 @@ class CriticalPath:
         return [(*key, time, travel[key]) for key, time in compute.items()]
 
     def stretches(self) -> list[Stretch]:
-        """The compute on the path in as long stretches as go on alike."""
+        """The compute on the path, cut into the longest stretches of one form."""
         columns = self.columns
         turns = np.flatnonzero(columns.is_kind(*COMPUTE)[self.places])
         places, takes = self.places[turns], (self.ends - self.begins[:-1])[turns]
-        # It ends where the next one begins: transfers are of what comes before them.
+        # A stretch ends where the next one begins: a transfer belongs to what comes before it.
         bounds = np.append(self.begins[turns], self.begins[-1])
         kind, microbatch, rank = (
             np.diff(column[places]) == 0
@@ -260,7 +260,7 @@ class CriticalPath:
         found: list[Stretch] = []
         at = 0
         while at < len(places):
-            # How far it goes on: as the same microbatch, or on the same rank.
+            # How far the path follows the same microbatch, and how far it stays on the same rank.
             along, stays = (
                 at + 1 + int(np.append(alike[at:], False).argmin())
                 for alike in (kind & microbatch & ~rank, rank)
@@ -274,7 +274,7 @@ class CriticalPath:
 
 
 def _path(timeline: Timeline) -> Iterator[Block]:
-    """What the makespan consists of, by stage, and the path from beginning to end."""
+    """What the makespan consists of, by kind and by stage, and the path itself."""
     path, makespan = CriticalPath.of(timeline), timeline.makespan
     if not makespan:
         return
@@ -296,7 +296,7 @@ def _path(timeline: Timeline) -> Iterator[Block]:
 
 
 def _stretches(timeline: Timeline, path: CriticalPath) -> Iterator[list[str]]:
-    """The rows of the path, those in the middle left out where they are many."""
+    """The rows of the path. If there are many, those in the middle are left out."""
     yield ["time", "long", "compute", "critical path"]
     least = _NOTHING * timeline.makespan
     stretches = [one for one in path.stretches() if one.end - one.start > least]
@@ -311,7 +311,7 @@ def _stretches(timeline: Timeline, path: CriticalPath) -> Iterator[list[str]]:
 
 
 def _said(timeline: Timeline, stretch: Stretch) -> str:
-    """A stretch of the path in words: through which ranks, and what runs there."""
+    """A stretch of the path in words: its ranks, and their entries."""
     columns = timeline.schedule.columns
     compute = [_named(columns, place) for place in stretch.places]
     rank, last = (columns.rank[place] for place in (stretch.places[0], stretch.places[-1]))

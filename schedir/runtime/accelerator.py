@@ -1,8 +1,7 @@
-"""The device that the stages are on: its streams, its events, and where the host waits for it.
+"""The device of the stages: its streams, its events, and the host's waits for it.
 
-All that the runtime has to do with streams goes through an `Accelerator`, so that any device of
-torch's will do, the CPU among them, and a test can put one in its place that keeps count of what
-happens before what.
+The runtime uses streams only through an `Accelerator`. So any device of torch works, the CPU too,
+and a test can replace it by one that tracks what happens before what.
 
     rank 0's stream     0F0 ──mark──┐
     rank 1's stream                 └─wait── copy ── 1F0        the host waits for neither
@@ -26,16 +25,16 @@ T = TypeVar("T")
 
 
 class Mark(Protocol):
-    """A point on a stream, with all that was queued there before it."""
+    """A point on a stream, after everything that was queued there before."""
 
     def wait(self) -> None:
-        """Have the current stream wait for it; the host does not."""
+        """Make the current stream wait for it; the host does not wait."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Whether the device has reached it."""
 
     def synchronize(self) -> None:
-        """Have the host wait for it."""
+        """Make the host wait for it."""
 
     def elapsed_time(self, end: Any) -> float:
         """The milliseconds from here to a later one; both were made with `timed`."""
@@ -44,7 +43,7 @@ class Mark(Protocol):
 class Accelerator:
     """A device whose work is queued on streams, while the host goes on.
 
-    `queues` says whether it is one; the CPU, a `Host`, works at once.
+    `queues` says whether it queues; the CPU, a `Host`, works at once.
     """
 
     queues = True
@@ -52,7 +51,7 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
-        # Who waits for one on CUDA would else keep a core busy.
+        # Without it, a wait for an event on CUDA keeps a core busy.
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
         self._timed: list[Any] = []  # events that keep time, to be recorded again
 
@@ -66,11 +65,11 @@ class Accelerator:
         return self._module.Stream(self.device)
 
     def accumulate_on(self, stream: Any, parameters: Iterable[Tensor]) -> Sequence[object]:
-        """Have gradients of parameters be added to on a stream, as long as what this returns lives.
+        """Make autograd add to gradients of parameters on a stream, as long as the result lives.
 
-        Else autograd adds on the stream of the first forward whose graph is alive, and other
-        streams' backwards and forwards wait for each other there. Its warning of backwards on other
-        streams than that is turned off.
+        Otherwise autograd adds on the stream of the first forward whose graph is alive, and other
+        streams' backwards and forwards wait for each other there. Its warning about backwards on
+        other streams is turned off.
         """
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         with self.on(stream):
@@ -94,22 +93,22 @@ class Accelerator:
         return mark
 
     def use_again(self, marks: Iterable[Mark], after: object) -> None:
-        """Make others of these timed marks after the end of `after`, the last that asks for them:
-        a step has two for each of its actions, and to make one costs what a send does."""
+        """Reuse these timed marks once `after`, their last user, is freed. A step has two for each
+        of its actions, and making one costs as much as a send."""
         unlike = {id(mark): mark for mark in marks}
         weakref.finalize(after, self._timed.extend, [*unlike.values()]).atexit = False
 
     def makes(self, tensor: Tensor) -> bool:
-        """Whether the host would have to wait for its value."""
+        """Whether the host would have to wait for a tensor's value."""
         return self.queues and tensor.device.type == self.device.type
 
     def used(self, tensor: Tensor) -> None:
-        """The current stream uses a tensor that another one has made: its memory is not given out
-        again before that is done."""
+        """Note that the current stream uses a tensor of another stream, so that its memory is not
+        reused before that use is done."""
         tensor.record_stream(self._module.current_stream(self.device))
 
     def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Copy a tensor to the host, which does not wait for it; returns how to get the copy."""
+        """Copy a tensor to the host, which does not wait; returns a function that gets the copy."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         done = self.mark()
@@ -121,11 +120,11 @@ class Accelerator:
         return fetched
 
     def host_memory(self, size: int) -> Tensor:
-        """So many bytes of the host's, for copies that it does not wait for."""
+        """Host memory of `size` bytes, for copies that the host does not wait for."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def read(self, scalars: Sequence[Tensor]) -> list[float]:
-        """Have the host wait for the values of scalars that the current stream makes."""
+        """Make the host wait for the values of scalars that the current stream makes."""
         if not scalars:
             return []
         values: list[float] = self.to_host(
@@ -134,13 +133,13 @@ class Accelerator:
         return values
 
     def synchronize(self) -> None:
-        """Have the host wait for all that is queued."""
+        """Make the host wait for everything that is queued."""
         self._module.synchronize(self.device)
 
     @property
     def name(self) -> str:
-        """What no other device is called, and the host that it is in."""
-        # A part of a GPU (MIG) has a uuid of its own. Other accelerators have none to tell.
+        """A name that no other device has, with its host; empty if the device has none."""
+        # A part of a GPU (MIG) has its own uuid. Other accelerators may have none.
         uuid = getattr(self._module.get_device_properties(self.device), "uuid", None)
         return "" if uuid is None else f"{uuid} of {gethostname()}"
 
@@ -156,7 +155,7 @@ class Accelerator:
 
 
 class _Moment:
-    """A mark on the CPU, which has done by then what it was told before."""
+    """A mark on the CPU, which has always finished its earlier work."""
 
     def __init__(self) -> None:
         self._seconds = perf_counter()
@@ -175,16 +174,16 @@ class _Moment:
 
 
 class Host(Accelerator):
-    """The CPU: what it is told is done by the time the call is back."""
+    """The CPU: work is done when the call returns."""
 
     queues = False
 
     def chosen(self) -> AbstractContextManager[object]:
-        """There is one."""
+        """Do nothing: there is only one CPU."""
         return nullcontext()
 
     def stream(self) -> Any:
-        """It has none."""
+        """None: the CPU has no streams."""
         return None
 
     def mark(self, timed: bool = False) -> Mark:
@@ -192,35 +191,35 @@ class Host(Accelerator):
         return _Moment()
 
     def used(self, tensor: Tensor) -> None:
-        """Memory is given back once nobody refers to it."""
+        """Do nothing: memory is freed when nothing refers to it."""
 
     def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """It is there."""
+        """The tensor itself: it is on the host."""
         return lambda: tensor
 
     def host_memory(self, size: int) -> Tensor:
-        """So many bytes."""
+        """Host memory of `size` bytes."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def read(self, scalars: Sequence[Tensor]) -> list[float]:
-        """They are there."""
+        """Return the values of scalars."""
         return [float(scalar.item()) for scalar in scalars]
 
     def synchronize(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: nothing is queued."""
 
     @property
     def name(self) -> str:
-        """Processes may share it."""
+        """Empty: processes may share the CPU."""
         return ""
 
     @property
     def processors(self) -> int:
-        """It runs what it is told."""
+        """1: calls run one after the other."""
         return 1
 
     def generators(self) -> Iterable[torch.Generator]:
-        """None but its own."""
+        """No generators besides the CPU's."""
         return ()
 
 
@@ -235,7 +234,8 @@ class Streams:
         self._made: dict[tuple[str, int], Any] = {}
 
     def of(self, what: str, number: int) -> Any:
-        """The one of a rank or stage that `what` is done on; None on a device without streams."""
+        """The stream of a rank or stage for the purpose `what`; None on a device without
+        streams."""
         key = what, number
         if key not in self._made:
             self._made[key] = self._accelerator.stream()
@@ -243,10 +243,10 @@ class Streams:
 
 
 class Late(Generic[T]):
-    """What `made` makes of a tensor that the device makes, and the host reads after the step.
+    """A value that `made` computes from a tensor on the device; the host reads it after the step.
 
-    To wait for it within a step would let the device run out of work. So it is copied to the host
-    behind what makes it, and read when somebody asks for it, or once it is there.
+    Waiting for it within a step would let the device run out of work. So the tensor is copied to
+    the host behind the work that makes it, and read on request, or once it is there.
     """
 
     def __init__(
@@ -256,16 +256,16 @@ class Late(Generic[T]):
         self._fetch = accelerator.to_host(tensor)
         self._copied = accelerator.mark()
         self._made = made
-        self._found: list[T] = []  # once it has been read
+        self._found: list[T] = []  # the value, once it has been read
 
     def is_there(self) -> bool:
-        """Whether to read it waits for nothing."""
+        """Whether it can be read without a wait."""
         return bool(self._found) or self._copied.query()
 
     def __call__(self) -> T:
         """Read it; the host waits for the device until it is there."""
         if not self._found:
-            with self._accelerator.chosen():  # for a thread that has chosen none
+            with self._accelerator.chosen():  # a thread may not have chosen the device
                 copied = self._fetch()
             self._found.append(self._made(copied))
         return self._found[0]
@@ -273,8 +273,8 @@ class Late(Generic[T]):
 
 @attrs.frozen(eq=False)
 class Unread:
-    """What a call leaves to be looked at though nobody may ask for it: a warning may come of it,
-    or an error."""
+    """Values that a call leaves to be checked later, though nobody may ask for them: a check may
+    warn, or raise an error."""
 
     _unread: list[Late[Any]] = attrs.field(factory=list)
 
@@ -283,21 +283,21 @@ class Unread:
         self._unread.append(late)
 
     def look(self, wait: bool = False) -> None:
-        """Look at what is there, or wait for all."""
+        """Read the values that are there; with `wait`, all of them."""
         while self._unread and (wait or self._unread[0].is_there()):
             self._unread.pop(0)()
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """What stands for a device."""
+    """The accelerator of a device."""
     return (Host if device.type == "cpu" else Accelerator)(device)
 
 
 def current_accelerator() -> Accelerator:
-    """What stands for the current device; for the CPU as long as no other is in use."""
+    """The accelerator of the current device; the CPU's as long as no other device is in use."""
     found = torch.accelerator.current_accelerator()
     if found is not None:
-        # Not every accelerator's module can tell; no stage is on one that can't, as mps.
+        # Some accelerators' modules can't tell, such as mps; no stage is on one of those.
         in_use = getattr(torch.get_device_module(found), "is_initialized", bool)
         if in_use():
             return Accelerator(torch.device(found.type, torch.accelerator.current_device_index()))

@@ -43,6 +43,7 @@ class Executor:
     >>> import torch
     >>> from torch import nn
     >>> from schedir import build
+    >>> from schedir.runtime import Executor
     >>> schedule = build("1f1b", ranks=2, microbatches=4)
     >>> stages = {0: nn.Linear(8, 8), 1: nn.Linear(8, 2)}
     >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
@@ -306,6 +307,7 @@ class Executor:
         >>> import torch
         >>> from torch import nn
         >>> from schedir import build
+        >>> from schedir.runtime import Executor
         >>> schedule = build("1f1b", ranks=2, microbatches=2)
         >>> stages = {0: nn.Linear(4, 4), 1: nn.Linear(4, 1)}
         >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)
@@ -347,6 +349,7 @@ class Executor:
         >>> import torch
         >>> from torch import nn
         >>> from schedir import build
+        >>> from schedir.runtime import Executor
         >>> schedule = build("pipedream", ranks=2, microbatches=2)
         >>> stages = {0: nn.Linear(4, 4), 1: nn.Linear(4, 1)}
         >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.01)
@@ -397,6 +400,7 @@ class Executor:
         >>> import torch
         >>> from torch import nn
         >>> from schedir import build
+        >>> from schedir.runtime import Executor
         >>> schedule = build("1f1b", ranks=2, microbatches=2)
         >>> stages = {0: nn.Flatten(), 1: nn.Identity()}
         >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)
@@ -421,6 +425,7 @@ class Executor:
         >>> import torch
         >>> from torch import nn
         >>> from schedir import build
+        >>> from schedir.runtime import Executor
         >>> schedule = build("1f1b", ranks=2, microbatches=2)
         >>> stages = {0: nn.Flatten(), 1: nn.ReLU()}
         >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)
@@ -465,6 +470,7 @@ class Executor:
         >>> import torch
         >>> from torch import nn
         >>> from schedir import build
+        >>> from schedir.runtime import Executor
         >>> schedule = build("1f1b", ranks=2, microbatches=2)
         >>> stages = {0: nn.Linear(4, 4), 1: nn.Linear(4, 1)}
         >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True, trace=True)

@@ -1,8 +1,7 @@
-"""Takes the time of every entry of a step, and makes a timeline of what all ranks have taken.
+"""Records the times of every entry of a step, and makes a timeline of the times of all ranks.
 
-The recorder is an observer, in the place of the clock of compute.
-
-What is taken of each instruction, as the columns of a row of its own:
+The recorder is an observer that replaces the clock of compute. Each instruction has a row of
+stamps:
 
     0F0            BEGAN ─ run ─ ENDED
     1F0            WAITED ─ receives ─ FOUND = BEGAN ─ run ─ ENDED
@@ -10,15 +9,15 @@ What is taken of each instruction, as the columns of a row of its own:
     0OFFLOAD0      BEGAN ─ run ─ ENDED                             on the CPU; else as a post
     0REDUCE_GRAD   BEGAN ─ run … WAITED ─ sum ─ FOUND              before its OPTIM_STEP
 
-Each time costs a look at the clock, and its place in a list. Of these times the timeline makes:
+A stamp costs a look at the clock and a place in a list. The timeline is made from the stamps:
 
     rank 0   0F0 ┊ 0SEND_ACT0                        posted at a
     rank 1   1RECV_ACT0 ┊ waits ────────┐ 1F0        posted at b, waited for from c to d
 
-The transfer starts at max(a, b): over gloo as over NCCL nothing moves before both ends are posted.
-It ends at d, if the rank has waited for it. Where it was there already, nobody has seen when it
-came: its end is NaN. So is all of what was not carried out: of an OPTIM_STEP that the caller sees
-to, say.
+The transfer starts at max(a, b): over gloo and over NCCL nothing moves before both ends are posted.
+It ends at d, if the rank has waited for it. If the data was there already, nobody has seen when it
+came, and its end is NaN. Entries that did not run are NaN too, such as an OPTIM_STEP if the caller
+steps.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ COLUMNS = 4
 
 @attrs.frozen(eq=False)
 class Anchor:
-    """A moment on the host's clock, in nanoseconds and within `error`, and on the device's."""
+    """A moment on the host's clock, in nanoseconds and within `error`, with the device's mark."""
 
     at: int
     error: float
@@ -56,7 +55,7 @@ class Anchor:
 
 @attrs.frozen(eq=False)
 class Taken:
-    """The stamps of a step, which began at a mark: an array on the host, marks on a device."""
+    """The stamps of a step that began at a mark: an array on the CPU, marks on a GPU."""
 
     began: Mark
     stamps: Any
@@ -65,8 +64,8 @@ class Taken:
 class Recorder(BusyClock):
     """The times of all instructions that it observes, until they are taken.
 
-    A row belongs to an action at an index of a rank's list, in whatever program that stands. Of
-    `most` actions over all ranks the times may be kept.
+    A row belongs to an action at an index of a rank's list, in any program. It keeps the times of
+    at most `most` actions over all ranks.
     """
 
     most: ClassVar[int] = 1 << 18  # of 32 bytes each
@@ -77,12 +76,12 @@ class Recorder(BusyClock):
         self._rows: dict[tuple[int, int, Action], int] = {}
         self._computes: list[int] = []
         self._sums: dict[Reduction, int] = {}
-        # Always this list: what is put around instructions holds it.
+        # Never replaced by another list: the wrapped instructions hold it.
         self._stamps: list[Any] = []
         self.latest: Any = None
 
     def _clock(self) -> Callable[[], Any]:
-        """What a stamp is made by; where there is none, 0 stands."""
+        """The function that makes a stamp; 0 means no stamp."""
         return clocks.now
 
     def __call__(self, instruction: Instruction) -> Instruction:
@@ -94,7 +93,7 @@ class Recorder(BusyClock):
             wait = self._around_wait(instruction, wait, row)
         if not instruction.listed:
             return attrs.evolve(instruction, wait=wait)
-        # A device's copies go on beside its compute, and nobody sees when they end.
+        # A GPU copies beside its compute, and nobody sees when a copy ends.
         copies = instruction.action.kind in COPIES and not self._accelerator.queues
         if not (instruction.computes or copies):
             return attrs.evolve(instruction, run=self._before_run(run, row, instruction.sums))
@@ -102,7 +101,7 @@ class Recorder(BusyClock):
         return attrs.evolve(instruction, wait=wait, run=run)
 
     def _row(self, instruction: Instruction) -> int:
-        """Where the row of an instruction begins."""
+        """The start of an instruction's row."""
         key = instruction.rank, instruction.index, instruction.action
         if key not in self._rows:
             self._rows[key] = len(self._stamps)
@@ -124,8 +123,8 @@ class Recorder(BusyClock):
         return timed
 
     def _around_wait(self, instruction: Instruction, wait: Bound, row: int) -> Bound:
-        """What has waited begins then, but for a pair's second part, which waits before the first:
-        a look at the clock saved, which on a device is an event."""
+        """Stamp a wait. Its end is also the begin of the instruction, which saves a look at the
+        clock, on a GPU an event; except for a pair's second part, which waits before the first."""
         stamps, now = self._stamps, self._clock()
         receives = instruction.receives
         waited, found = row + WAITED, row + FOUND
@@ -135,12 +134,12 @@ class Recorder(BusyClock):
             stamps[waited] = now()
             wait_for(receives)
             stamps[found] = stamps[begin] = now()
-            wait()  # for the sends that have arrived by then, whose memory is given back
+            wait()  # for the sends that have arrived by then, to free their memory
 
         return timed
 
     def _before_run(self, run: Bound, row: int, posted: Sequence[Reduction]) -> Bound:
-        """What is posted begins then; of sums their order is noted, and the rows that they have."""
+        """Stamp the begin of what is posted; note the order of sums, and their rows."""
         stamps, now, sums = self._stamps, self._clock(), self._sums
 
         def timed() -> None:
@@ -153,8 +152,8 @@ class Recorder(BusyClock):
         return timed
 
     def _after_sums(self, reductions: Sequence[Reduction], run: Bound) -> Bound:
-        """Wait for one sum after the other, so that each is seen to end: what is made of them, and
-        done at barriers, takes time of its own."""
+        """Wait for one sum after the other, to see the end of each: work on the sums, and barriers,
+        take time too."""
         stamps, now, posted = self._stamps, self._clock(), self._sums
 
         def timed() -> None:
@@ -168,7 +167,7 @@ class Recorder(BusyClock):
         return timed
 
     def take(self) -> Callable[[], float]:
-        """How to get the seconds in compute since this was asked for last; `latest` has all."""
+        """Take the stamps as `latest`; returns a function that gets the seconds in compute."""
         taken = self.latest = np.array(self._stamps, np.int64)
         self._stamps[:] = [0] * len(taken)
 
@@ -180,8 +179,8 @@ class Recorder(BusyClock):
         return seconds
 
     def of_list(self, schedule: Schedule, rank: int) -> Ints:
-        """Where the rows of a rank's actions begin, in the order of its list; -1 for what does
-        nothing here."""
+        """The starts of the rows of a rank's actions, in the order of its list; -1 for an action
+        that does nothing here."""
         rows = (
             self._rows.get((rank, index, action), -1)
             for index, entry in enumerate(schedule.actions[rank])
@@ -190,7 +189,7 @@ class Recorder(BusyClock):
         return np.fromiter(rows, np.int64, len(schedule.flat[rank]))
 
     def anchor(self) -> Anchor:
-        """This moment."""
+        """An anchor at the current time."""
         return Anchor(clocks.now(), 0.0, self._accelerator.mark())
 
     def read(
@@ -206,21 +205,21 @@ class _Marks(list[Any]):
 
 
 class QueuedRecorder(Recorder):
-    """On a device that queues its work: it leaves marks, which are read after the step.
+    """The recorder for a GPU: it leaves marks, which are read after the step.
 
-    The device has a clock of its own. Its times are placed between two anchors, over which it is
-    taken to be fast or slow by the same amount; those of a step count from its beginning, as a
-    device gives few digits.
+    A GPU has its own clock. Its times are placed between two anchors, with an even drift in
+    between. The times of a step count from its beginning, because a GPU's times have few digits.
     """
 
-    most: ClassVar[int] = 1 << 15  # a device's events take more
+    most: ClassVar[int] = 1 << 15  # a GPU's events take more memory
 
     def _clock(self) -> Callable[[], Any]:
         mark = self._accelerator.mark
         return lambda: mark(timed=True)
 
     def take(self) -> Callable[[], float]:
-        """How to get the seconds; the host waits for the device then."""
+        """Take the stamps as `latest`; returns a function that waits for the device and gets the
+        seconds in compute."""
         taken = self.latest = _Marks(self._stamps)
         self._stamps[:] = [0] * len(taken)
         self._accelerator.use_again(filter(None, taken), after=taken)
@@ -236,7 +235,7 @@ class QueuedRecorder(Recorder):
         return seconds
 
     def anchor(self) -> Anchor:
-        """Now, when the device has done all that it was told, as the host takes it."""
+        """An anchor at the current time, after the device has finished its queued work."""
         self._accelerator.synchronize()
         return min((self._attempt() for _ in range(8)), key=lambda anchor: anchor.error)
 
@@ -269,8 +268,8 @@ class QueuedRecorder(Recorder):
 
 
 def _lost(milliseconds: float) -> float:
-    """By how many nanoseconds a device's time may be rounded, which it tells as a short float: of
-    an hour by an eighth of a millisecond."""
+    """The rounding error of a device's time, in nanoseconds. The device returns a float of 32 bits:
+    an hour is rounded by an eighth of a millisecond."""
     return 1e6 * float(np.spacing(np.float32(milliseconds))) / 2
 
 
@@ -280,20 +279,20 @@ def recorder(accelerator: Accelerator) -> Recorder:
 
 
 _AT_ONCE = 50_000
-"""Nanoseconds that it takes at most to find what is there; who waits for longer has to be woken."""
+"""The most nanoseconds that a wait takes if the data is there already; a longer one had to wait."""
 
 
 def timeline(
     schedule: Schedule, stamps: Nanoseconds, sizes: Sizes | None, measured: Measured
 ) -> Timeline:
     """The timeline of a step from the stamps of all places, by one clock; shape [places, 4], 0 for
-    none."""
+    no stamp."""
     starts, ends = stamps[:, BEGAN].copy(), stamps[:, ENDED].copy()
-    # The parts of an overlapped pair run one after the other, and take the time of both.
+    # The parts of an overlapped pair run one after the other; each gets the time of both.
     for second in np.flatnonzero(schedule.columns.joined & (ends > 0)).tolist():
         first = second - 1
         starts[second], ends[first] = starts[first], ends[second]
-    # Where an entry had to wait for what it consumes.
+    # The entries that had to wait for their input.
     waited = stamps[:, FOUND] - stamps[:, WAITED] > _AT_ONCE
     _transfer(schedule, stamps, waited, starts, ends)
     _reduce(schedule, stamps, waited, starts, ends)
@@ -332,8 +331,8 @@ def _transfer(
 def _reduce(
     schedule: Schedule, stamps: Nanoseconds, waited: Bools, starts: Nanoseconds, ends: Nanoseconds
 ) -> None:
-    """Sums start once all ranks have posted them, and end when the first rank that has to wait for
-    them, before its OPTIM_STEPs, finds them there."""
+    """Place the sums. They start once all ranks have posted them, and end when the first rank that
+    had to wait, before its OPTIM_STEPs, finds them there."""
     posted, found = stamps[:, BEGAN], stamps[:, FOUND]
     for turn in graph_of(schedule).collectives:
         places = np.array(turn)

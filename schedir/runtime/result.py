@@ -73,7 +73,7 @@ class StepResult(Displayed):
     @cached_property
     def _found(self) -> CallLosses:
         if self._losses is None:
-            raise ExecutionError("infer computes no loss; call evaluate with a target")
+            raise ExecutionError("inference has no loss")
         return self._read(self._losses, "loss")
 
     @property

@@ -1,11 +1,11 @@
-"""What a process records of its steps, and what rank 0 makes of what all have.
+"""Records the steps of a process; rank 0 makes timelines from the records of all ranks.
 
-Of a step's sizes a `Gauge` tells: an observer of the first step of each input shape. A forward
-leaves to its backward what autograd saves, which tells of it (`saved_tensors_hooks`), and the
-stage's input. Of that an I leaves to its W what nodes of the graph still have, and gradients that
-came to them; hooks would have it do more (`split_backward`), so it is another microbatch that this
-is seen of. Memory that several tensors share counts once; that of weights, and of what the user has
-given, does not.
+A `Gauge` measures a step's sizes: it observes one step of each input shape. A forward leaves to its
+backward the tensors that autograd saves, reported by `saved_tensors_hooks`, and the stage's input.
+An I leaves to its W the tensors that the nodes of the graph still hold, and the gradients that came
+to them. With hooks an I would do more work (`split_backward`), so that is measured on another
+microbatch. Memory that several tensors share counts once. Weights and the user's tensors do not
+count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from schedir.runtime.stage.stage import Stage
 from schedir.simulator import Measured, Sizes, Timeline
 
 _FEWEST_STEPS = 8
-"""Are kept, however many actions they have."""
+"""The steps that are kept at least, however many actions they have."""
 
 _MOST_SHAPES = 64
 _MEASURED = "boundary", "input", "activation", "deferred", "gradient"
@@ -45,8 +45,8 @@ _MEASURED = "boundary", "input", "activation", "deferred", "gradient"
 
 @attrs.frozen(eq=False)
 class _Step:
-    """A step that was made: its number, the list that was carried out, what it kept, and its
-    stamps; `updates` where OPTIM_STEPs were carried out."""
+    """A recorded step: its number, the list that has run, its sizes and its stamps; `updates` if
+    its OPTIM_STEPs have run."""
 
     number: int
     schedule: Schedule
@@ -57,10 +57,10 @@ class _Step:
 
 @attrs.frozen(eq=False)
 class _Report:
-    """What a process has recorded, for rank 0.
+    """The record of a process, for rank 0.
 
-    For each step the stamps of its ranks' places, by rank 0's clock within `error` nanoseconds; and
-    what its stages keep, in bytes, as fields of `Sizes` by stage.
+    For each step it has the stamps of its ranks' places, by rank 0's clock within `error`
+    nanoseconds, and the bytes that its stages keep, as fields of `Sizes` by stage.
     """
 
     error: float
@@ -86,8 +86,8 @@ class Trace:
         self._clocks = self._read_clocks()
 
     def observers(self, signature: int, first: bool) -> Iterable[Observer]:
-        """Who watches a call that begins now, of another input signature than the one before. The
-        first one of a signature holds copies that later ones do not: the second one is measured."""
+        """The observers of a call with another input signature than the one before. The first call
+        of a signature holds copies that later ones do not, so the second call is measured."""
         self._gauge = self._gauges.setdefault(signature, Gauge())
         self._measures = not first
         if len(self._gauges) > _MOST_SHAPES:
@@ -95,7 +95,7 @@ class Trace:
         return () if first or self._gauge.finished else (self._gauge,)
 
     def keep(self, call: Call, schedule: Schedule, began: Mark, cells: Cells) -> None:
-        """A step has been made, which began at a mark."""
+        """Keep a step that began at a mark."""
         if self._measures and not self._gauge.finished:
             self._gauge.finish(self._stages, cells)
         taken = Taken(began, self.recorder.latest)
@@ -105,8 +105,8 @@ class Trace:
             self._actions -= len(self._steps.popleft().schedule.columns)
 
     def timelines(self) -> list[Timeline]:
-        """Those of the steps since this was asked last, on rank 0; none elsewhere. All ranks ask,
-        and the device has come to the end of all steps."""
+        """The timelines of the steps since the last call, on rank 0; none on other ranks. All ranks
+        call it, after the device has finished all steps."""
         steps = list(self._steps)
         report = self._report(steps)
         self._steps.clear()
@@ -145,7 +145,7 @@ class Trace:
         return self._control.read_clocks(), self.recorder.anchor()
 
     def _rows(self, schedule: Schedule) -> Ints:
-        """Where the rows of the places of the ranks here begin."""
+        """The starts of the rows of the places of the ranks here."""
         lists = [self.recorder.of_list(schedule, rank) for rank in self._plan.local_ranks]
         return np.concatenate(lists)
 
@@ -161,7 +161,7 @@ class Trace:
         return stamps
 
     def _kept(self, gauge: Gauge) -> dict[str, dict[int, int]] | None:
-        """What the stages here keep; None where no call was measured yet."""
+        """The bytes that the stages here keep; None if no call was measured yet."""
         if not gauge.finished:
             return None
         weight, optimizer = {}, {}
@@ -173,7 +173,7 @@ class Trace:
 
 
 def _sizes(found: Sequence[Mapping[str, Mapping[int, int]] | None], stages: int) -> Sizes | None:
-    """Those of all stages; of a stage's replicas the largest. None where they are not known."""
+    """The sizes of all stages, with the largest of a stage's replicas; None if some are unknown."""
     known = [sizes for sizes in found if sizes is not None]
     if len(known) < len(found):
         return None
@@ -194,16 +194,16 @@ def _sizes(found: Sequence[Mapping[str, Mapping[int, int]] | None], stages: int)
 
 
 _Saved: TypeAlias = tuple[Tensor, int]
-"""What autograd has saved, and its version then."""
+"""A tensor that autograd has saved, with its version at that time."""
 
 
 class Gauge:
-    """Measures what the stages here keep, in bytes by stage, while a call is made.
+    """Measures the bytes that the stages here keep, by stage, during a call.
 
-    `kept` has fields of `Sizes`: `boundary` is what one microbatch sends to the next stage, `input`
-    what it needs to be run again, `activation` all that its forward leaves to its backward, with
-    its input, and `deferred` what of it is left between I and W. `gradient` is what has been
-    accumulated before an OPTIM_STEP, or when the call ends.
+    `kept` has fields of `Sizes`, for one microbatch: `boundary` is what it sends to the next stage,
+    `input` what it needs to be run again, `activation` all that its forward leaves to its backward,
+    with its input, and `deferred` what remains of that between I and W. `gradient` is what is
+    accumulated before an OPTIM_STEP, or at the end of the call.
     """
 
     def __init__(self) -> None:
@@ -231,8 +231,8 @@ class Gauge:
         return attrs.evolve(instruction, run=run)
 
     def _weighed(self, kind: Kind, stage: Stage, cell: Cell, run: Bound) -> Bound:
-        """Around the first forward of a stage, and the first that is run again: no microbatch has
-        more rows."""
+        """Measure the first forward of a stage, and its first recomputation: no later microbatch
+        has more rows."""
         key = stage.index, kind
 
         def weighed() -> None:
@@ -293,12 +293,12 @@ class Gauge:
         self.kept["gradient"].setdefault(stage.index, _size(grads))
 
     def _note(self, name: str, stage: int, size: int) -> None:
-        """Keep the largest of what is measured."""
+        """Keep the largest measurement."""
         kept = self.kept[name]
         kept[stage] = max(kept.get(stage, 0), size)
 
     def finish(self, stages: Mapping[int, Stage], cells: Cells) -> None:
-        """The call has ended."""
+        """Finish the measurement at the end of the call."""
         self.finished = True
         for stage in stages.values():
             self._gradients_of(stage)
@@ -307,19 +307,19 @@ class Gauge:
 
 
 def _not_counted(stage: Stage, cell: Cell) -> dict[int, int]:
-    """The memory of the weights, and of what the user has given."""
+    """The memory of the weights, and of the user's tensors."""
     beside = (cell.batch, cell.extra, cell.target, cell.loss_keywords)
     return _memory([*_held(stage.modules), *tree_leaves(beside)])
 
 
 def _still_saved(roots: Iterable[Node]) -> Iterator[Tensor]:
-    """What the nodes of a graph have saved, and not freed."""
+    """The tensors that the nodes of a graph have saved, and not freed."""
     nodes, seen = list(roots), set(roots)
     while nodes:
         node = nodes.pop()
         for name in dir(node):
             if name.startswith("_saved_") or name == "saved_tensors":
-                with suppress(RuntimeError):  # it is freed
+                with suppress(RuntimeError):  # it is freed already
                     found = getattr(node, name)
                     yield from found if isinstance(found, tuple) else (found,)
         below = {child for child, _ in node.next_functions if child is not None} - seen
@@ -336,7 +336,7 @@ def _as_it_was(saved: _Saved) -> Tensor:
 
 
 def _memory(values: Iterable[Any]) -> dict[int, int]:
-    """The memory of the tensors among these: its bytes, each piece of it once."""
+    """The memory of the tensors among these values: the bytes of each storage, once."""
     tensors = (value for value in values if isinstance(value, Tensor))
     storages = (part.untyped_storage() for tensor in tensors for part in _strided(tensor.detach()))
     return {storage._cdata: storage.nbytes() for storage in storages}
@@ -347,8 +347,8 @@ def _size(values: Iterable[Any]) -> int:
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """What a tensor consists of that has memory of its own: itself, but where it is sparse, or a
-    subclass that wraps others. Of other layouts nobody can tell."""
+    """The parts of a tensor that have memory: the tensor itself, or the tensors inside a sparse one
+    or a wrapper subclass. Other layouts are unknown, and count as nothing."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         for name in flatten()[0]:

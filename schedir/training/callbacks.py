@@ -24,7 +24,7 @@ from schedir.training.history import History
 class Callback:
     """A Trainer calls its methods on every rank; override the ones that you need.
 
-    >>> from schedir.training import History, Record
+    >>> from schedir.training import Callback, History, Record
     >>> class Best(Callback):
     ...     def after_record(self, history):
     ...         print("best so far:", history.best.epoch)
@@ -70,7 +70,7 @@ class Callback:
 class Logger(Callback):
     """A callback on the first process only, whose `after_log` gets the history's entries too.
 
-    >>> from schedir.training import History, Record
+    >>> from schedir.training import History, Logger, Record
     >>> class Printed(Logger):
     ...     def after_log(self, step, figures):
     ...         print(step, figures)

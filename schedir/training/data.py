@@ -42,6 +42,8 @@ _32_BITS = (1 << 32) - 1
 class Batches:
     """Yields pairs (inputs, target) for `Executor.step`, the same on every rank.
 
+    >>> import torch
+    >>> from schedir.training import Batches
     >>> batches = Batches([{"input_ids": torch.ones(2, 8), "labels": torch.zeros(2, 8)}])
     >>> for inputs, target in batches:
     ...     print([*inputs], target.shape)

@@ -34,7 +34,8 @@ def evaluate(
     >>> import torch
     >>> from torch import nn
     >>> from schedir import build
-    >>> from schedir.training import accuracy
+    >>> from schedir.runtime import Executor
+    >>> from schedir.training import accuracy, evaluate
     >>> schedule = build("1f1b", ranks=2, microbatches=2)
     >>> stages = {0: nn.Flatten(), 1: nn.Identity()}
     >>> executor = Executor(schedule, stages, nn.CrossEntropyLoss(), in_process=True)
@@ -101,6 +102,7 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """A metric: the share of targets whose class has the largest output.
 
     >>> import torch
+    >>> from schedir.training import accuracy
     >>> right, counted = accuracy(torch.eye(3), torch.tensor([0, 2, -100]))
     >>> int(right), int(counted)
     (1, 2)
@@ -121,6 +123,7 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def perplexity(loss: float) -> float:
     """The exponential of a mean cross-entropy in nats; infinity if a float can't hold it.
 
+    >>> from schedir.training import perplexity
     >>> perplexity(0.0), round(perplexity(2.0), 2)
     (1.0, 7.39)
     """
@@ -134,6 +137,7 @@ def causal_lm_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean cross-entropy, in nats, of logits that predict the next token.
 
     >>> import torch
+    >>> from schedir.training import causal_lm_loss
     >>> labels = torch.tensor([[1, 2, -100]])
     >>> round(causal_lm_loss(torch.zeros(1, 3, 4), labels).item(), 4)  # the log of 4
     1.3863
@@ -155,6 +159,7 @@ def causal_lm_tokens(labels: Tensor) -> Tensor:
     """The number of tokens that `causal_lm_loss` is the mean over: the executor's `count=`.
 
     >>> import torch
+    >>> from schedir.training import causal_lm_tokens
     >>> int(causal_lm_tokens(torch.tensor([[1, 2, -100]])))
     1
     """

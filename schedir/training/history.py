@@ -16,6 +16,7 @@ Mode: TypeAlias = Literal["min", "max"]
 class Evaluation:
     """The mean loss over a data set's samples, and metrics by name.
 
+    >>> from schedir.training import Evaluation
     >>> found = Evaluation(loss=0.25, metrics={"accuracy": 0.9})
     >>> found.metrics["accuracy"]
     0.9
@@ -29,6 +30,7 @@ class Evaluation:
 class Record:
     """An entry of the history, at an epoch's end or at a step; the same on every rank.
 
+    >>> from schedir.training import Record
     >>> print(Record(epoch=2, step=200, loss=0.5, lr=0.01, evaluation_loss=0.625))
     epoch 2  loss 0.5000  evaluation 0.6250  lr 0.01
 
@@ -67,6 +69,7 @@ class Record:
 class History(Sequence[Record]):
     """The entries of a training, in order. Printed, it is a line for each.
 
+    >>> from schedir.training import History, Record
     >>> history = History((Record(1, 100, 0.9, 0.1, 0.7), Record(2, 200, 0.8, 0.1, 0.9)))
     >>> history.best.epoch, history.stale
     (1, 1)

@@ -60,6 +60,7 @@ class JSONLines(_File):
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
+    >>> from schedir.training import JSONLines
     >>> with TemporaryDirectory() as folder:
     ...     log = JSONLines(Path(folder, "log.jsonl"))
     ...     log.after_log(10, {"loss": 0.5})
@@ -82,6 +83,7 @@ class CSV(_File):
 
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
+    >>> from schedir.training import CSV
     >>> with TemporaryDirectory() as folder:
     ...     log = CSV(Path(folder, "log.csv"))
     ...     log.after_log(10, {"loss": 0.5})
@@ -116,6 +118,7 @@ class CSV(_File):
 class TensorBoard(Logger):
     """Writes each log as scalars for TensorBoard into a folder.
 
+    >>> from schedir.training import TensorBoard
     >>> log = TensorBoard("runs/digits")  # Trainer(…, log_every=10, callbacks=[log])
 
     If the folder has scalars of later steps, TensorBoard drops them (`purge_step`). Raises
@@ -148,6 +151,7 @@ class TensorBoard(Logger):
 class WandB(Logger):
     """Logs to Weights & Biases. Its arguments are those of `wandb.init`: `project` and so on.
 
+    >>> from schedir.training import WandB
     >>> log = WandB(project="digits", mode="offline")  # Trainer(…, log_every=10, callbacks=[log])
 
     With `mode="offline"` the run is a folder, which you sync later. A resumed training is a new
@@ -182,6 +186,7 @@ class Monitor(Callback):
     >>> from torch import nn
     >>> from schedir import build
     >>> from schedir.runtime import Executor
+    >>> from schedir.training import Monitor
     >>> schedule = build("1f1b", ranks=1, microbatches=1)
     >>> executor = Executor(schedule, {0: nn.Linear(4, 1)}, nn.MSELoss())
     >>> [*Monitor(executor).figures()]

@@ -15,6 +15,7 @@ def warmup_cosine(optimizer: Optimizer, *, warmup: int, steps: int, floor: float
     """Make a scheduler that raises the learning rate linearly, then lowers it along half a cosine.
 
     >>> import torch
+    >>> from schedir.training import warmup_cosine
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     >>> scheduler = warmup_cosine(optimizer, warmup=1, steps=3)
     >>> for _ in range(4):

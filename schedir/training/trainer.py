@@ -32,8 +32,11 @@ _PROGRESS = "progress"
 class Trainer:
     """Trains for some epochs or steps. Every rank makes one with the same arguments.
 
+    >>> import torch
     >>> from torch import nn
     >>> from schedir import build
+    >>> from schedir.runtime import Executor
+    >>> from schedir.training import Batches, Trainer
     >>> schedule = build("1f1b", ranks=2, microbatches=2)
     >>> stages = {0: nn.Linear(4, 4), 1: nn.Linear(4, 1)}
     >>> adam = lambda parameters: torch.optim.Adam(parameters, lr=0.01)
@@ -209,8 +212,11 @@ class Trainer:
     def fit(self) -> History:
         """Train to the end, or until patience ends, and return the history.
 
+        >>> import torch
         >>> from torch import nn
         >>> from schedir import build
+        >>> from schedir.runtime import Executor
+        >>> from schedir.training import Batches, Trainer
         >>> schedule = build("1f1b", ranks=1, microbatches=1)
         >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.5)
         >>> layer = nn.Linear(1, 1, bias=False)

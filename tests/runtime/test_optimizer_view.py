@@ -229,7 +229,7 @@ def test_what_has_no_meaning_is_refused() -> None:
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         with pytest.raises(ExecutionError, match=r"each of executor\.optimizers"):
             optimizer.register_step_post_hook(lambda *_: None)
-        with pytest.raises(ExecutionError, match="of several stages"):
+        with pytest.raises(ExecutionError, match="belong to several stages"):
             optimizer.param_groups[0]["params"] = []
         executor.optimizers[2].param_groups[0]["lr"] = 0.3
         with pytest.raises(ExecutionError, match=r"lr is 0\.1 .* stage 0, 0\.3 in that of stage 2"):
@@ -240,12 +240,12 @@ def test_optimizers_that_do_not_go_together_are_refused() -> None:
     bare = numbered([nn.Linear(4, 4), nn.Linear(4, 4, bias=False)])
     with (
         executor_of(without_empty_groups, bare) as executor,
-        pytest.raises(ExecutionError, match="stage 0 has 2 param groups, that of stage 1 1; make"),
+        pytest.raises(ExecutionError, match="stage 0 has 2 param groups, that of stage 1 1; give"),
     ):
         _ = executor.optimizer
     with (
         executor_of(None, bare) as executor,
-        pytest.raises(ExecutionError, match="the caller steps"),
+        pytest.raises(ExecutionError, match="because you step yourself"),
     ):
         _ = executor.optimizer
     frozen = numbered([nn.Tanh(), nn.ReLU()])

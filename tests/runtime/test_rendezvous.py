@@ -11,7 +11,7 @@ import torch.distributed as dist
 from schedir.errors import ExecutionError
 from schedir.runtime.processes import groups
 
-SET = "on each host set GLOO_SOCKET_IFNAME to the name of one of its network interfaces"
+SET = "on each host set GLOO_SOCKET_IFNAME to the name of a network interface"
 
 
 @pytest.fixture(autouse=True)

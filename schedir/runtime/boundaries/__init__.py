@@ -1,1 +1,1 @@
-"""What travels between stages, learned by the first call of each input signature."""
+"""The boundaries between stages, which the first call of each input signature learns."""

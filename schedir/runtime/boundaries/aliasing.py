@@ -1,11 +1,11 @@
-"""Which tensors share memory, and how those that are added to in place get memory of their own.
+"""Finds tensors that share memory, and copies those that would be changed in place.
 
-Autograd gives two leaves views of one buffer where both are summands of the same shape: an input of
-a stage and a parameter, say. The next backward adds to the parameter's `.grad` in place, while the
-other gradient may still wait to be sent, or to be used by the neighbouring stage.
+Autograd may give two leaves views of one buffer: an input of a stage and a parameter, say, if both
+are summands of the same shape. The next backward adds to the parameter's `.grad` in place, while
+the other gradient may still wait to be sent, or to be used by the neighbouring stage.
 
-After a boundary every tensor has memory of its own. A stage that changes one in place would, in
-one piece with the stages before, change what shares memory with it there.
+After a boundary every tensor has its own memory. In one piece with the stages before, a stage that
+changes a tensor in place would also change the tensors that share its memory there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 @attrs.frozen
 class Aliases:
-    """What the tensors of a boundary are aliases of, so that to change them in place would show.
+    """The tensors of a boundary that are aliases, so that changing them in place has effects.
 
-    `kept` are the numbers of those whose memory is that of a module before the boundary: a buffer,
-    or a hidden state. `pairs` share memory with each other.
+    `kept` are the numbers of tensors in the memory of a module before the boundary: a buffer, or a
+    hidden state. `pairs` are tensors that share memory with each other.
     """
 
     kept: frozenset[int] = frozenset()
@@ -53,10 +53,10 @@ NO_ALIASES = Aliases()
 
 @attrs.frozen
 class Sharing:
-    """Whose memory the outputs of a stage are, by their numbers.
+    """The owners of the memory of a stage's outputs, by the outputs' numbers.
 
-    `kept` is the module's own, `lent` the user's; `passed` pairs outputs with the inputs whose
-    memory they have, `pairs` outputs with each other.
+    `kept` are in the module's memory, `lent` in the user's. `passed` pairs outputs with inputs that
+    they share memory with, `pairs` outputs with each other.
     """
 
     kept: frozenset[int] = frozenset()
@@ -66,11 +66,11 @@ class Sharing:
 
     @property
     def changeable(self) -> frozenset[int]:
-        """Those that somebody may change before the next stage has used them."""
+        """The outputs that may be changed before the next stage has used them."""
         return self.kept | self.lent
 
     def aliases_after(self, before: Aliases) -> Aliases:
-        """What the outputs are aliases of, where the inputs are those of `before`."""
+        """The aliases among the outputs, if those among the inputs are `before`."""
         return Aliases(
             self.kept | {output for output, given in self.passed if given in before.kept},
             self.pairs
@@ -150,7 +150,7 @@ def any_shared(tensors: Iterable[Tensor]) -> bool:
 
 
 def keep_apart(parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None]) -> None:
-    """Copy each parameter's gradient that shares memory with others, or with another's."""
+    """Copy each parameter's gradient that shares memory with another tensor or gradient."""
     seen, number = set(), 0
     try:  # nearly always each has a storage of its own: a look at every step
         for parameter in parameters:

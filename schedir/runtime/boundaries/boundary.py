@@ -1,4 +1,4 @@
-"""What crosses the boundary between two stages: tensors, in whatever structure a stage returns."""
+"""The boundary between two stages: the tensors that cross it, and the structure around them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.Size)
 
 @attrs.frozen
 class TensorMeta:
-    """What is known of a tensor that crosses a boundary before it does.
+    """The description of a tensor that crosses a boundary, known before it is sent.
 
-    `stride` is the layout that it arrives in: the sender's own where that is dense (channels last,
-    say, or transposed), since kernels round differently for another one, and else the nearest.
+    `stride` is the layout in which it arrives. That is the sender's, if it is dense (channels last,
+    say, or transposed), because kernels round differently for another layout; otherwise the nearest
+    dense one.
     """
 
     shape: tuple[int, ...]
@@ -50,13 +51,13 @@ class TensorMeta:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def lies_as(self, stride: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape and that stride lies in memory as this one does."""
+        """Whether a tensor of this shape with that stride has the same layout in memory."""
         # Along a dimension of one element nobody takes a step.
         steps = zip(self.shape, stride, self.stride, strict=True)
         return all(n == 1 or one == other for n, one, other in steps) or 0 in self.shape
 
     def describes(self, tensor: Tensor, with_graph: bool = True) -> bool:
-        """Whether it is this tensor's metadata. At every boundary of every microbatch, so quick."""
+        """Whether it describes this tensor. Fast: it runs at every boundary of every microbatch."""
         return (
             tensor.shape == self.shape
             and tensor.dtype is self.dtype
@@ -72,16 +73,16 @@ class TensorMeta:
 
 
 Grads: TypeAlias = tuple[TensorMeta | None, ...]
-"""What is known of the gradients of some tensors: None where there is none."""
+"""The descriptions of the gradients of some tensors; None for no gradient."""
 
 
 @attrs.frozen(repr=False)
 class Boundary:
-    """What one microbatch sends across one boundary: any pytree of tensors and constants.
+    """The data that one microbatch sends across one boundary: any pytree of tensors and constants.
 
-    Only tensors travel. Numbers, strings and None are agreed with the structure, once. Of one that
-    the user has `declared` only the run can tell which tensors require grad; until then all do that
-    can.
+    Only tensors travel. Numbers, strings and None are agreed once, with the structure. If the user
+    has `declared` the boundary, only the run shows which tensors require grad; until then all do
+    that can.
     """
 
     leaves: tuple[object, ...]  # a TensorMeta where a tensor stands, else the constant
@@ -100,7 +101,7 @@ class Boundary:
 
     @property
     def tree(self) -> Any:
-        """Its structure, with metadata where tensors stand."""
+        """Its structure, with metadata in place of the tensors."""
         return pytree.tree_unflatten(list(self.leaves), self.spec)
 
     @property
@@ -109,10 +110,10 @@ class Boundary:
         return sum(meta.nbytes for meta in self.metas)
 
     def tensors(self, output: Any, with_graph: bool = True) -> tuple[Tensor, ...]:
-        """The tensors of a stage's output, which must be what was agreed.
+        """The tensors of a stage's output, which must match this boundary.
 
-        `with_graph` is False where gradients are off, or come later, by recomputation. Raises
-        ExecutionError, with what came and what was agreed; no payload has moved then.
+        `with_graph` is False if gradients are off, or come later, by recomputation. Raises
+        ExecutionError, with the output and the boundary, before any payload is sent.
         """
         if self.single and isinstance(output, Tensor):
             found: tuple[Tensor, ...] = (output,)
@@ -145,7 +146,7 @@ class Boundary:
         return found
 
     def structure(self, tensors: Sequence[Tensor]) -> Any:
-        """The tensors where they belong, with the constants."""
+        """The structure of tensors and constants."""
         if self.single:
             return tensors[0]
         coming = iter(tensors)
@@ -166,7 +167,7 @@ def _of_tree(tree: Any, declared: bool) -> Boundary:
 
 
 def boundary_of(output: Any) -> Boundary:
-    """What a stage's output is: raises ExecutionError for what can't be sent."""
+    """The boundary of a stage's output. Raises ExecutionError for a value that can't be sent."""
     leaves, spec = pytree.tree_flatten(output)
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_CONSTANTS)):
@@ -180,7 +181,8 @@ def boundary_of(output: Any) -> Boundary:
 
 
 def declared(output: Declared, trained: bool) -> Boundary:
-    """A boundary that the user declared by example; if `trained`, what can requires grad."""
+    """The boundary that the user declared by example; if `trained`, all tensors require grad that
+    can."""
     found = boundary_of(output)
     return Boundary(
         tuple(
@@ -208,7 +210,7 @@ def meta_of(tensor: Tensor) -> TensorMeta:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The tensor, or one that is laid out as it is but without gaps."""
+    """The tensor, or a copy with the same layout but without gaps."""
     return tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
 
 
@@ -218,9 +220,9 @@ def empty(meta: TensorMeta, device: torch.device) -> Tensor:
 
 
 def payload(tensor: Tensor, meta: TensorMeta) -> Tensor:
-    """The tensor's elements as they lie in memory in the agreed layout, contiguous.
+    """The tensor's elements in memory order in the agreed layout, contiguous.
 
-    Of a buffer made by `empty` it is the buffer or a view; a tensor in another layout is copied.
+    For a buffer from `empty` that is the buffer or a view; a tensor in another layout is copied.
     """
     if tensor.is_conj() or tensor.is_neg():  # the bytes are not yet the values
         tensor = tensor.resolve_conj().resolve_neg()

@@ -1,8 +1,8 @@
-"""How a stage's input goes into its module's forward.
+"""Passes a stage's input to its module's forward.
 
-A tuple's entries go in as positional arguments and a dict's as keywords, where forward takes them
-so; else the whole goes in as one argument, as in `nn.Sequential`. What the stage is given beside
-that (`stage_inputs`) follows: a tuple or a single tensor by position, a dict by keyword.
+A tuple's entries become positional arguments and a dict's keywords, if forward takes them so.
+Otherwise the input is one argument, as in `nn.Sequential`. The stage's `stage_inputs` follow: a
+tuple or a single tensor by position, a dict by keyword.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 @attrs.frozen
 class CallingConvention:
-    """How one stage's module is called; `spread` where its input's entries go in one by one."""
+    """How to call one stage's module; with `spread` its input's entries are separate arguments."""
 
     spread: bool = False
 
@@ -30,7 +30,7 @@ class CallingConvention:
 
 
 def convention_of(module: Callable[..., Any], given: Any, extra: Any) -> CallingConvention:
-    """How a module, or a function, takes its input: as its forward's signature says."""
+    """How a module, or a function, takes its input, by its forward's signature."""
     if not isinstance(given, (tuple, list, Mapping)):
         return CallingConvention()
     if isinstance(given, Mapping) and not all(isinstance(key, str) for key in given):

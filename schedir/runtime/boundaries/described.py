@@ -1,13 +1,13 @@
-"""Payloads that travel with their description: how the first call of an input signature sends.
+"""Payloads with a description, by which the first call of an input signature sends.
 
-    sender      SEND      posts the description and the bytes behind it; nobody waits for that
+    sender      SEND      posts the description and the bytes behind it; nobody waits for the send
                           before the call has ended
-    receiver    RECV      nothing
-                compute   takes what it consumes when its turn comes, and keeps for later what came
-                          before that from the same rank
+    receiver    RECV      does nothing
+                compute   takes its input when its turn comes, and keeps messages that came before
+                          from the same rank for later
 
-So the first call waits for nothing but the maker of each input, whatever the list. Messages go
-beside the pipeline's traffic, from host to host.
+So in the first call an action waits only for the rank that makes its input, in any list. Messages
+go beside the pipeline's traffic, from host to host.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from schedir.runtime.transports.transport import Poster, Work
 
 @attrs.frozen(eq=False)
 class Message:
-    """A payload with its description: the tensors that `metas` describe, and whatever else the
-    receiver has to know of them in `beside`."""
+    """A payload with its description: the tensors, their `metas`, and in `beside` whatever else the
+    receiver has to know."""
 
     beside: Any
     metas: Sequence[TensorMeta]
@@ -36,7 +36,7 @@ class Message:
 
 
 class Messenger(Protocol):
-    """Sends and takes the messages of one rank. Each is asked for by its key, once."""
+    """Sends and takes the messages of one rank. Each message is taken once, by its key."""
 
     def send(self, key: Hashable, message: Message, peer: int) -> list[Work]:
         """Post a message; its tensors may be changed afterwards."""
@@ -49,9 +49,9 @@ class Messenger(Protocol):
 
 
 class Posted:
-    """Between processes: a length, then the description and the bytes in one.
+    """The messenger between processes: it sends a length, then the description and the bytes.
 
-    Raises RuntimeError where a message can't come any more.
+    Raises RuntimeError if a message can't come any more.
     """
 
     def __init__(self, poster: Poster, device: torch.device) -> None:
@@ -92,14 +92,14 @@ class Posted:
 
 @attrs.frozen(eq=False)
 class Sent:
-    """What a rank of this process has sent, and when its stream had come to it."""
+    """A message of a rank of this process, with a mark on the stream that made it."""
 
     message: Message
     ready: Mark
 
 
 class Within:
-    """Between the ranks of this process: a copy waits until it is taken."""
+    """The messenger between the ranks of this process: a copy waits until it is taken."""
 
     def __init__(
         self, rank: int, sent: dict[tuple[int, int, Hashable], Sent], accelerator: Accelerator

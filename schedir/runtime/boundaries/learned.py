@@ -1,8 +1,8 @@
-"""What the first call of an input signature finds out about each (stage, microbatch).
+"""The facts that the first call of an input signature learns about each (stage, microbatch).
 
-Nothing is run to find it out but what the list says. Until it is known a call takes the safe side:
-payloads travel with their description, inputs and targets are copied, and the layout of every
-input's gradient is recorded. What happened in place is told by version counters afterwards.
+The first call runs only the list. Until the facts are known it takes the safe side: payloads travel
+with their description, inputs and targets are copied, and the layout of every input's gradient is
+recorded. Afterwards version counters show what was changed in place.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ EVERY: Collection[int] = range(sys.maxsize)
 
 @attrs.define(eq=False)
 class Learned:
-    """The boundaries of one (stage, microbatch), where gradients flow, and what its module changes.
+    """The boundaries of one (stage, microbatch), its gradients, and what its module changes.
 
     `before` describes the stage's input and `after` its output; `before` is empty for the first
     stage, `after` for the last. `aliases` and `aliases_after` say what their tensors share memory
     with. `convention` says how the module takes its input.
 
-    `grads_in` describes for each tensor of `after` the gradient that comes back, `grads_out` for
-    each of `before` the one that is sent; None for no gradient. Where they are masked, which of
-    these there are may differ from call to call, and a mask travels with them.
+    `grads_in` describes the gradient that comes back for each tensor of `after`, `grads_out` the
+    gradient that is sent for each tensor of `before`; None for no gradient. If they are masked,
+    different calls may have different gradients, and a mask travels with them.
 
-    `changes_inputs` says which inputs the module changes in place, in the first stage one flag for
-    the whole microbatch; `changes_extra` and `changes_target` whether it, or the loss, does that to
-    any of the other arguments. `copied` are the numbers of the outputs that somebody may change
-    before the next stage has used them. `other_layout` are those of the inputs whose gradients may
-    lie otherwise in memory than they do: autograd would lay these out anew, and kernels round
-    differently then.
+    `changes_inputs` says which inputs the module changes in place; in the first stage it is one
+    flag for the whole microbatch. `changes_extra` and `changes_target` say whether the module, or
+    the loss, changes any of the other arguments. `copied` are the numbers of the outputs that may
+    be changed before the next stage has used them. `other_layout` are the numbers of the inputs
+    whose gradients may have another layout than the input: autograd would copy them to the input's
+    layout, and kernels would round differently.
     """
 
     before: Boundary = NOTHING
@@ -61,7 +61,7 @@ class Learned:
     other_layout: Collection[int] = ()
 
     def comes(self, before: Boundary, aliases: Aliases) -> None:
-        """This is what the stage gets; what its module does with it is not known yet."""
+        """Note the stage's input; what its module does with it is not known yet."""
         self.before, self.aliases = before, aliases
         self.changes_inputs = (True,) * len(before.metas)
         self.other_layout = [n for n, meta in enumerate(before.metas) if meta.requires_grad]
@@ -87,9 +87,10 @@ Lessons: TypeAlias = Mapping[tuple[int, int], Learned]
 
 
 def mask_gradients(lessons: Lessons, schedule: Schedule, ranks: Iterable[int]) -> None:
-    """Have masks travel with gradients that only some microbatches have.
+    """Send masks with gradients that only some microbatches have.
 
-    That is judged by boundary and channel, of which both ends have seen the same microbatches.
+    It is decided by boundary and channel, because both ends of these have seen the same
+    microbatches.
     """
     sent: dict[tuple[int, int | None, int], list[Learned]] = {}
     received: dict[tuple[int, int | None, int], list[Learned]] = {}
@@ -120,7 +121,7 @@ def _differ(grads: Iterable[Grads]) -> bool:
 
 
 def _possible(grads: Grads, boundary: Boundary) -> Grads:
-    """With the gradients that may come as well, laid out as what they are of."""
+    """All gradients that may come, in the layout of the tensors that they belong to."""
     return tuple(
         meta if grad is None and meta.requires_grad else grad
         for grad, meta in zip(grads, boundary.metas, strict=True)
@@ -132,7 +133,7 @@ INTERNAL = frozenset(vars(nn.Module()))
 
 
 def held_by(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """The tensors that modules hold: parameters, buffers, and those among their own attributes."""
+    """The tensors that modules hold: parameters, buffers, and tensors in plain attributes."""
     for module in modules:
         for part in module.modules():
             for name, value in vars(part).items():
@@ -146,9 +147,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 class Watched:
-    """Tensors that may be changed in place from here on.
+    """Watches tensors for changes in place, from here on.
 
-    Those made in inference mode count no changes, and are taken to be.
+    Tensors made in inference mode do not count changes; they are taken to be changed.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

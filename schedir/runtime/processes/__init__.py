@@ -1,1 +1,1 @@
-"""Which process runs which rank, and the messages between them beside the payloads."""
+"""The processes: which runs which rank, their groups, their control messages, their failures."""

@@ -3,11 +3,11 @@
     process 0              ┌─▶ arrived ─ left ─┐            by its clock all go
     process 1     asked ───┘                   └──▶ heard    has one of its own
 
-What is sent arrives later, so 0's clock is ahead of 1's by at most arrived − asked, and by at least
-left − heard. Each round gives such an interval, and the offset is in all of them: their
-intersection goes by the quickest message of each direction (Cristian, Probabilistic clock
-synchronization, 1989; NTP's four stamps, RFC 5905, section 8). From two readings some time apart
-comes the drift between them.
+A message arrives after it is sent. So 0's clock is ahead of 1's by at most arrived − asked, and by
+at least left − heard. Each round gives such an interval, and the offset lies in all of them: the
+quickest message of each direction bounds their intersection (Cristian, Probabilistic clock
+synchronization, 1989; NTP's four stamps, RFC 5905, section 8). Two readings some time apart give
+the drift.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _FASTEST_DRIFT = 1000e-6  # of two clocks: an operating system corrects each by 
 
 @attrs.frozen
 class Round:
-    """One question and its answer: `asked` and `heard` by the clock of who asks, `arrived` and
-    `left` by the other one, in nanoseconds."""
+    """One question and its answer: `asked` and `heard` by the asking process's clock, `arrived` and
+    `left` by the other's, in nanoseconds."""
 
     asked: int
     arrived: int
@@ -46,8 +46,8 @@ class Round:
 
 @attrs.frozen
 class Reading:
-    """How far process 0's clock was ahead when this one showed `at`: by `offset`, within `error`;
-    in nanoseconds."""
+    """The `offset` by which process 0's clock was ahead when this clock showed `at`, within
+    `error`; all in nanoseconds."""
 
     at: int
     offset: float = 0.0
@@ -55,7 +55,7 @@ class Reading:
 
 
 def reading_of(rounds: Sequence[Round]) -> Reading:
-    """What some rounds tell together, at the time of the quickest."""
+    """The reading of several rounds, at the time of the quickest."""
     best = min(rounds, key=lambda r: (r.heard - r.asked) - (r.left - r.arrived))
     at = (best.asked + best.heard) // 2
     most = min(r.arrived - r.asked + _FASTEST_DRIFT * abs(r.asked - at) for r in rounds)
@@ -65,8 +65,8 @@ def reading_of(rounds: Sequence[Round]) -> Reading:
 
 @attrs.frozen
 class Alignment:
-    """From a clock to process 0's, between two readings, from one of which to the other it has
-    drifted evenly."""
+    """Converts times of a clock to process 0's, between two readings; the drift between these is
+    taken to be even."""
 
     first: Reading
     last: Reading
@@ -88,8 +88,8 @@ class Alignment:
 
 
 def ask(group: Group, number: int, tag: int) -> Reading:
-    """Read the clock of another process, a `number` in the group, beside one's own; that has to
-    answer."""
+    """Compare this clock with that of another process, `number` in the group, which must call
+    `answer`."""
     rounds = []
     for _ in range(_ROUNDS):
         # Posted before it can come, and so found at once.

@@ -1,13 +1,13 @@
-"""Makes all communicators of NCCL that the processes of an executor have asked for, in rounds.
+"""Makes all NCCL communicators that the processes of an executor have asked for, in rounds.
 
-To make one, all of its processes have to come, and none goes on before that. In an order of all
-communicators, ranks of a pipeline would make theirs one after the other; in rounds, each of which
-has at most one of any process, as many as there are ranks are made at the same time:
+All processes of a communicator must come to make it, and none goes on before. One after the other,
+the communicators of a pipeline would take long. In a round each process makes at most one, so many
+are made at the same time:
 
     ring of 4 ranks    round 0   0─1   2─3
                        round 1   1─2   3─0     as many rounds as a rank has groups, or some more
 
-Just before, those that make one meet over gloo, which has a timeout; NCCL has none there.
+The processes of a communicator meet over gloo first, which has a timeout; NCCL has none there.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from schedir.runtime.processes.nccl import shares
 
 
 def connect(groups: Groups, control: Control, processors: int) -> None:
-    """Make what was asked for, so that the kernels of all fit on a GPU at once.
+    """Make the communicators, so that the kernels of all of them fit on a GPU at once.
 
-    `processors` are the multiprocessors of the smallest GPU: both ends of a transfer must take as
-    many. Raises WaitError where the other processes don't come in time.
+    `processors` are the multiprocessors of the smallest GPU: both ends of a transfer must use the
+    same number. Raises WaitError if the other processes don't come in time.
     """
     own = {group.asked: group for group in groups.asked}
     every = [*dict.fromkeys(chain.from_iterable(control.gather([*own])))]
@@ -44,11 +44,12 @@ def _most(every: Iterable[Asked], sums: bool) -> int:
 
 
 def rounds(groups: Sequence[Collection[int]]) -> list[list[int]]:
-    """The numbers of the groups, of which each is given by its members, round by round.
+    """The numbers of the groups by round; a group is given by its members.
 
-    Each goes to the first round in which none of its members has another one, so all processes that
-    list the groups alike find the same. Of two members each, with at most n a process, they take
-    fewer than 2 n rounds (an edge colouring); neighbours that are listed in turn take about n.
+    Each group goes to the first round in which none of its members has another group, so processes
+    that list the groups in the same order get the same rounds. Groups of two members, with at most
+    n groups a process, take fewer than 2 n rounds (an edge colouring); neighbours that are listed
+    in turn take about n.
     """
     found: list[list[int]] = []
     taken: dict[int, set[int]] = {}  # by member, the rounds in which it has a group

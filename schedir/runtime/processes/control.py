@@ -57,15 +57,15 @@ def packed(value: object) -> Tensor:
 
 
 def unpacked(content: Tensor) -> Any:
-    """What `packed` has made the bytes of, in a process of the same job."""
+    """The object of bytes from `packed`, in a process of the same job."""
     return pickle.loads(content.numpy().tobytes())
 
 
 class Control:
-    """The messages of the processes of one executor, in a group of their own.
+    """The control messages between the processes of one executor, in their own group.
 
-    Ranks are those of the schedule, in this process's own pipeline; *numbers* are the group's, over
-    all pipelines.
+    *Ranks* are those of the schedule, in this process's pipeline; *numbers* are those of the group,
+    over all pipelines.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -103,8 +103,8 @@ class Control:
         return [value, *map(self._receive, range(1, len(self._everyone)))]
 
     def meet(self, processes: Sequence[int]) -> None:
-        """Wait until all of some processes, of which this is one, have come to this. Raises
-        WaitError where they don't in time."""
+        """Wait until all of these processes, this one among them, have called this. Raises
+        WaitError if they don't in time."""
         first, *others = map(self._everyone.index, processes)
         here = torch.zeros(1, dtype=torch.int64, device="cpu")
         peers = others if self._own == first else [first]
@@ -121,11 +121,11 @@ class Control:
             go()
 
     def beside(self) -> Beside:
-        """How ranks send each other what their hosts know, where payloads are on a device."""
+        """Transfers from host to host between ranks whose payloads are on a device."""
         return Beside(self._group, self._numbers, _BESIDE_TAG)
 
     def described(self, trains: bool) -> Beside:
-        """How ranks send each other payloads with their description."""
+        """Transfers of payloads with their description."""
         return Beside(self._group, self._numbers, _DESCRIBED_TAGS[trains])
 
     def relay(self, members: Sequence[int], size: int, tag: int) -> Relay:
@@ -169,7 +169,7 @@ class Control:
     def expect(self, sizes: Mapping[int, int], tag: int, late: bool = False) -> Exchange:
         """Post receives of vectors of float64, from these numbers and of these sizes.
 
-        What comes `late`, from a device, the courier waits for, and no call after this one.
+        Vectors that come `late`, from a device, are waited for by the courier, not by later calls.
         """
         receives = {
             n: self._group.expect(size, n, tag, f"{_WORDS[tag]} of", torch.float64)
@@ -192,7 +192,7 @@ class Control:
                     self._posted.append(message)
 
     def settle(self) -> None:
-        """Wait for what the steps before this one have posted, so that nothing piles up."""
+        """Wait for the messages of earlier steps, so that they do not pile up."""
         for message in self._earlier:
             message.wait()
         with self._posting:
@@ -210,7 +210,7 @@ class Control:
 
 @attrs.define(eq=False)
 class Exchange:
-    """Vectors that processes give each other; the receives are posted."""
+    """An exchange of vectors between processes; the receives are posted."""
 
     _control: Control
     _tag: int
@@ -224,14 +224,14 @@ class Exchange:
         return self
 
     def result(self) -> list[Tensor]:
-        """Wait for all that is expected, and give it in that order, one's own among it."""
+        """Wait for all expected vectors; returns them in that order, with this process's own."""
         found = (self._own if message is None else message.wait() for message in self._receives)
         return [vector for vector in found if vector is not None]
 
 
 @attrs.frozen(eq=False)
 class Beside:
-    """Transfers of tensors of the CPU between the ranks of a pipeline, in order on each channel."""
+    """Transfers of CPU tensors between the ranks of a pipeline, in order on each channel."""
 
     _group: Group
     _numbers: Sequence[int]
@@ -247,10 +247,10 @@ class Beside:
 
 
 class Relay:
-    """A broadcast: a vector of integers from the first of some processes to all, once a call.
+    """A broadcast of a vector of integers, from the first of some processes to all, once a call.
 
-    It goes over a binomial tree: member i receives from i without its lowest bit. Its receive is
-    always posted one call ahead, so what is sent arrives whether the receiver calls or not.
+    It goes over a binomial tree: member i receives from i without its lowest bit. A receive is
+    always posted one call ahead, so a vector arrives even if the receiver makes no call.
     """
 
     def __init__(self, group: Group, members: Sequence[int], own: int, size: int, tag: int) -> None:
@@ -302,16 +302,17 @@ _Errands: TypeAlias = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 @attrs.define(eq=False)
 class Courier:
-    """Runs what waits for the device, and then goes to other processes, in turn on a thread of its
-    own, which ends with the process.
+    """Runs errands that wait for the device and then talk to other processes, one after the other
+    on a separate thread, which ends with the process.
 
         rank 1, which has the loss      step ─ next call: waits for rank 0's announcement …
                  its courier                      └─ waits for the device, sends the loss ──┐
         rank 0                          step ─ reads the loss: waits ◀──────────────────────┘  …
 
-    Were rank 1 itself to send it, before its next call, its device would run out of work there;
-    after rank 0's announcement, both would wait for ever. The courier receives what others send as
-    well: all couriers have the same errands in the same order, so none waits for another in vain.
+    If rank 1 itself sent the loss before its next call, its device would run out of work; if it
+    sent it after rank 0's announcement, both would wait for ever. The courier also receives the
+    messages of others. All couriers have the same errands in the same order, so none waits for
+    another in vain.
     """
 
     _errands: _Errands = attrs.field(factory=SimpleQueue)
@@ -319,7 +320,7 @@ class Courier:
     _last: Future[Any] | None = None
 
     def send(self, errand: Callable[[], T]) -> Future[T]:
-        """Run it in its turn; gives what it will have returned."""
+        """Run an errand in its turn; returns a future of its result."""
         if not self._started:
             # Not one that Python waits for at its end: the device may have failed.
             Thread(target=_run, args=(self._errands,), name="schedir courier", daemon=True).start()

@@ -1,13 +1,13 @@
-"""How a failure of one rank ends the waits of all, and what each of them says of it.
+"""Ends the waits of all ranks when one fails, and says on each of them why.
 
-The rank that fails has a traceback of its own, every other rank one line:
+The rank that fails shows a traceback, every other rank one line:
 
     rank 1   its module raises ──▶ writes the reason down, lets its connections go
     rank 0   its wait ends ──▶ reads the reason, says where it stands and what it waited for
 
-A wait for a connection ends with the connection; what a device does ends never, if what it waits
-for never comes. So there the host looks (`Patience`), until it is done, or out of time, or another
-process has failed.
+A wait for a connection ends with the connection. Work on a device never ends if its input never
+comes. So there the host polls (`Patience`), until the work is done, time is out, or another process
+has failed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType |
 
 
 class WaitError(Exception):
-    """A wait for other processes has ended without what it was for.
+    """A wait for other processes has failed.
 
-    `what` says what that was, in words; empty where the action at which the rank stands says it.
-    `advice` is what may help where nothing came in time.
+    `what` says in words what was waited for; empty if the rank's current action says it. `advice`
+    says what may help if nothing came in time.
     """
 
     def __init__(self, cause: BaseException, what: str = "", advice: str = "") -> None:
@@ -54,7 +54,7 @@ class WaitError(Exception):
         self.action: Action | None = None
 
     def forget_frames(self) -> None:
-        """Let go of what the frames hold that it came through: a work, and so a connection."""
+        """Drop the traceback, whose frames hold a work, and so a connection."""
         self.__traceback__ = self.cause.__traceback__ = None
 
     def at(self, rank: int, index: int, action: Action) -> None:
@@ -63,17 +63,17 @@ class WaitError(Exception):
 
     @property
     def timed_out(self) -> bool:
-        """Whether nothing came in time, rather than the other side went away."""
+        """Whether time ran out, as opposed to a lost connection."""
         return _timed_out(self.cause)
 
 
 class OneLineError(ExecutionError):
-    """One that the line says all of: a traceback would only hide it."""
+    """An error whose message says everything: a traceback would only hide it."""
 
 
 @contextmanager
 def waiting(what: str = "", advice: str = "") -> Iterator[None]:
-    """What fails inside is a wait for other processes. Raises WaitError for it."""
+    """Inside, a RuntimeError means a failed wait for other processes: it becomes a WaitError."""
     try:
         yield
     except RuntimeError as error:
@@ -82,8 +82,8 @@ def waiting(what: str = "", advice: str = "") -> Iterator[None]:
 
 @contextmanager
 def joining() -> Iterator[None]:
-    """What fails inside is the rendezvous of all processes: there is no way yet to tell each other
-    why. Raises ExecutionError for it, in one line."""
+    """Inside, a RuntimeError means that the rendezvous of the processes has failed, before they can
+    tell each other why. It becomes an ExecutionError of one line."""
     try:
         yield
     except RuntimeError as error:
@@ -96,14 +96,14 @@ def joining() -> Iterator[None]:
 
 
 def interface_advice() -> str:
-    """What to set where gloo may have taken an address that other hosts cannot reach; empty where
-    torchrun has started all processes on this host."""
+    """Advice for gloo addresses that other hosts may not reach; empty if torchrun has started all
+    processes on this host."""
     if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):
         return ""
     return (
-        "gloo takes the address that its host's name stands for, which other hosts cannot reach "
-        "where that is 127.0.0.1: on each host set GLOO_SOCKET_IFNAME to the name of one of its "
-        "network interfaces that they can"
+        "gloo uses the address of its host's name, and other hosts cannot reach it if that is "
+        "127.0.0.1: on each host set GLOO_SOCKET_IFNAME to the name of a network interface that "
+        "the other hosts can reach"
     )
 
 
@@ -119,7 +119,7 @@ class Patience:
     _others_failed: Callable[[], bool]
 
     def until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait until it is done. Raises WaitError, with `what` in words, where that is in vain."""
+        """Wait until it is done. Raises WaitError, with `what` in words, if that fails."""
         if done():
             return
         begun = asked = monotonic()
@@ -136,13 +136,12 @@ class Patience:
 
 @attrs.frozen
 class Board:
-    """Where the first process that fails writes down why, for all others to read; and where those
-    that close write down that they have."""
+    """Notes for all processes: the reason of the first failure, and which processes have closed."""
 
     _store: Store
 
     def write(self, reason: str) -> bool:
-        """Write the reason, if nobody has yet; says whether it is this one."""
+        """Write the reason, if there is none yet; returns whether this one was written."""
         with suppress(RuntimeError):  # the store may be gone already
             return self._store.compare_set(_ROOT, "", reason).decode() == reason
         return True
@@ -154,20 +153,20 @@ class Board:
         return True  # the store is gone, and with it the process that holds it
 
     def leave(self, number: int, calls: int) -> None:
-        """Write down that a process makes no other call, after so many."""
+        """Note that a process makes no more calls, after `calls` of them."""
         with suppress(RuntimeError):
             self._store.set(f"{_CLOSED}/{number}", str(calls))
 
     def reason(self) -> str | None:
-        """What the first to fail has written down; None for nothing."""
+        """The reason that the first failing process has written, or None."""
         with suppress(RuntimeError):
             if self._store.check([_ROOT]):
                 return self._store.get(_ROOT).decode()
         return None
 
     def fewest_calls(self, everyone: Sequence[int]) -> tuple[int, int] | None:
-        """The fewest calls that a process has made, and which one, of those that make no other one;
-        None where all still may."""
+        """Among the processes that make no more calls, the one with the fewest: (calls, process).
+        None if all still may call."""
         with suppress(RuntimeError):
             keys = [f"{_CLOSED}/{number}" for number in range(len(everyone))]
             left = [n for n, key in enumerate(keys) if self._store.check([key])]
@@ -176,7 +175,7 @@ class Board:
 
 
 def record(error: BaseException) -> None:
-    """Fill torchrun's error file, from which it tells the root of a failure."""
+    """Fill torchrun's error file, from which torchrun reports the root of a failure."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
     if not isinstance(error, OneLineError):

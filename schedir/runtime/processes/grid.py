@@ -1,10 +1,10 @@
-"""Which process runs which rank of the schedule: one pipeline, or several that train alike.
+"""The process that runs each rank of the schedule, in one pipeline or in several parallel ones.
 
     mesh dims      pp ──▶                    pipeline 0     rank 0   rank 1
       dp     process 0   process 1           pipeline 1     rank 0   rank 1
        ▼     process 2   process 3
 
-Every pipeline runs the whole schedule on data of its own; REDUCE_GRAD sums over the pipelines.
+Every pipeline runs the whole schedule on its own data; REDUCE_GRAD sums over the pipelines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from schedir.errors import ExecutionError
 
 @attrs.frozen
 class Grid:
-    """This process's place among those that train.
+    """This process's place among the processes that train.
 
     `processes[pipeline][rank]` is the process's rank in the default process group; one process may
     run all ranks.
@@ -38,7 +38,7 @@ class Grid:
 
     @property
     def ranks(self) -> int:
-        """How many ranks each of them has."""
+        """How many ranks each pipeline has."""
         return len(self.processes[0])
 
     @property
@@ -57,7 +57,7 @@ class Grid:
         return self.everyone.index(row[rank])
 
     def name(self, rank: int, pipeline: int) -> str:
-        """What to call a rank in messages."""
+        """The name of a rank in messages."""
         return f"rank {rank}" + (f" of pipeline {pipeline}" if self.pipelines > 1 else "")
 
     def holders(self, ranks: Iterable[int]) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class Grid:
 def grid(ranks: int, mesh: DeviceMesh | None) -> Grid:
     """The grid of a mesh, or of one pipeline over all processes.
 
-    Raises ExecutionError where the processes are not as many as the schedule's `ranks`.
+    Raises ExecutionError if the number of processes is not the schedule's number of `ranks`.
     """
     if mesh is not None:
         return _of_mesh(ranks, mesh)
@@ -101,7 +101,7 @@ def _of_mesh(ranks: int, mesh: DeviceMesh) -> Grid:
     if not names or not set(names) <= {"dp", "pp"}:
         raise ExecutionError(
             f"mesh: its dimensions must be named dp and pp, not {names or 'left without a name'}; "
-            'take those of a larger mesh with mesh["dp", "pp"]'
+            'of a larger mesh, pass mesh["dp", "pp"]'
         )
     layout = mesh.mesh
     if "dp" not in names:
@@ -112,13 +112,14 @@ def _of_mesh(ranks: int, mesh: DeviceMesh) -> Grid:
         layout = layout.t()
     if layout.shape[1] != ranks:
         raise ExecutionError(
-            f"the schedule has {ranks} ranks, but the mesh {layout.shape[1]} in its dimension pp"
+            f"the schedule has {ranks} ranks, but the mesh {layout.shape[1]} in its dimension pp; "
+            f"make the mesh with {ranks}, or build the schedule for {layout.shape[1]} ranks"
         )
-    # By its place: get_local_rank is that in a group, which torch sorts whatever the mesh says.
+    # By the place in the mesh: get_local_rank is the rank in a group, which torch sorts.
     places = (layout == dist.get_rank()).nonzero().tolist()
     if not places:
         raise ExecutionError(
-            f"process {dist.get_rank()} is not in the mesh {layout.tolist()}; make executors on "
-            "its processes alone"
+            f"process {dist.get_rank()} is not in the mesh {layout.tolist()}; make executors only "
+            "on the mesh's processes"
         )
     return Grid(tuple(map(tuple, layout.tolist())), *places[0])

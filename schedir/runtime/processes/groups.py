@@ -1,7 +1,7 @@
-"""Process groups of one's own: each of some processes alone, for one purpose, on its own keys.
+"""schedir's own process groups: each has some of the processes, one purpose, and its own keys.
 
-Those between hosts, of gloo, are there once they are made. Those of NCCL are asked for, one after
-the other, and made together (`connecting`): how much of a GPU each may take depends on all.
+Groups of gloo, between hosts, are made at once. Groups of NCCL are first asked for, one after the
+other, and then made together (`connecting`): how much of a GPU each may take depends on all.
 """
 
 from __future__ import annotations
@@ -53,10 +53,9 @@ class Post:
 
 @attrs.define(eq=False)
 class Message:
-    """A vector that is being sent or received; gloo lets a work be waited for once only.
+    """A vector that is being sent or received; with gloo a work can be waited for only once.
 
-    `what` says in words what it is, which way it goes and between whom, for the error if it never
-    arrives.
+    `what` names the vector, its direction and the other process, for the error if it never arrives.
     """
 
     _value: Tensor
@@ -65,7 +64,7 @@ class Message:
     _dropped: bool = False
 
     def wait(self) -> Tensor:
-        """The vector, once it has arrived. Raises WaitError where it can't any more."""
+        """Wait for the vector. Raises WaitError if it can't arrive any more."""
         if self._dropped:
             raise WaitError(RuntimeError("the executor has failed since"), self._what)
         if self._work is not None:
@@ -77,23 +76,23 @@ class Message:
         return self._value
 
     def drop(self) -> None:
-        """Let its connection go; whoever has not waited yet waits in vain."""
+        """Release its connection. A later `wait` fails."""
         self._dropped = self._work is not None
         self._work = None
 
 
 class Group:
-    """A process group for one purpose; ranks are positions in its processes.
+    """A process group of gloo for one purpose; ranks are positions in its processes.
 
-    Of gloo, which connects them when it is made. Once closed its connections end, as soon as
-    nothing under way holds them any more.
+    gloo connects the processes when the group is made. Once the group is closed, its connections
+    end when no work under way holds them.
     """
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Post a send. Raises WaitError where the other side is gone."""
+        """Post a send. Raises WaitError if the other side is gone."""
         try:
             work: dist.Work = _unseen(self.backend.send)(tensors, rank, tag)
         except RuntimeError as error:
@@ -101,7 +100,7 @@ class Group:
         return work
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
-        """Post a receive. Raises WaitError where the other side is gone."""
+        """Post a receive. Raises WaitError if the other side is gone."""
         try:
             work: dist.Work = _unseen(self.backend.recv)(tensors, rank, tag)
         except RuntimeError as error:
@@ -114,13 +113,13 @@ class Group:
         return work
 
     def tell(self, vector: Tensor, rank: int, tag: int, what: str) -> Message:
-        """Send a vector; `what` says what it is."""
+        """Send a vector; `what` names it in messages."""
         return self._message(self.send, vector, rank, tag, f"{what} to reach")
 
     def expect(
         self, size: int, rank: int, tag: int, what: str, dtype: torch.dtype = torch.int64
     ) -> Message:
-        """Post the receive of a vector; `what` says what it is, and of whom."""
+        """Post the receive of a vector; `what` names it, and its sender, in messages."""
         buffer = torch.empty(size, dtype=dtype, device="cpu")
         return self._message(self.recv, buffer, rank, tag, what)
 
@@ -136,8 +135,8 @@ class Group:
 
 @attrs.frozen
 class Asked:
-    """What a communicator of NCCL is asked for by, alike in all of its processes: it `sums`, or it
-    moves tensors between two ends."""
+    """A request for a communicator of NCCL, equal on all of its processes. It `sums`, or it moves
+    tensors between two ends."""
 
     purpose: str
     processes: tuple[int, ...]
@@ -145,10 +144,10 @@ class Asked:
 
 
 class NcclGroup(Group):
-    """A process group of NCCL: what it is `asked` for, and the communicator once that is made.
+    """A process group of NCCL: the request for it, `asked`, and the communicator once it is made.
 
-    `warm_up` posts what makes it, in all of its processes at once. What is posted is noted in
-    `posted`, as waiting for it has the device wait, and not the host.
+    `warm_up` posts the work that makes it, on all of its processes at once. Posted works are noted
+    in `posted`, because waiting for one makes the device wait, and not the host.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class NcclGroup(Group):
         self._posted = posted
 
     def together(self, posts: Iterable[Post]) -> dist.Work:
-        """Post several as one, which no order among them can block."""
+        """Post several as one, so that no order among them can block."""
 
         def post_all() -> None:
             for post in posts:
@@ -171,12 +170,12 @@ class NcclGroup(Group):
         return self._as_one(post_all)
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work:
-        """Post a sum over all of the group, as one as well: a work of its own would keep its
-        tensors, and so the gradients of a step, for as long as it is noted."""
+        """Post a sum over all of the group, coalesced too: a plain work would keep its tensors, and
+        so the gradients of a step, as long as it is noted."""
         return self._as_one(partial(super().allreduce, tensors))
 
     def _as_one(self, post: Callable[[], object]) -> dist.Work:
-        """Post what this posts as one."""
+        """Post everything that `post` posts as one."""
         self.backend._start_coalescing()
         try:
             post()
@@ -187,17 +186,17 @@ class NcclGroup(Group):
 
 
 def wait_for_sum(works: Iterable[dist.Work], whose: str) -> None:
-    """Wait for sums over processes. Raises WaitError where they can't end any more."""
+    """Wait for sums over processes. Raises WaitError if they can't complete any more."""
     with waiting(f"the sum of {whose}"):
         for work in works:
             work.wait()
 
 
 def _unseen(post: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that posts, hidden from a profiler that runs.
+    """A posting call, hidden from a running profiler.
 
-    Work that one has seen posted tells it when it ends, and if that is after the profile, as for
-    receives posted ahead, writes into memory that was freed.
+    A work that the profiler has seen reports its end to it. If that comes after the profile, as for
+    receives posted ahead, it writes into freed memory.
     """
     if not torch.autograd.profiler._is_profiler_enabled:
         return post
@@ -213,17 +212,18 @@ def _unseen(post: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Groups:
-    """Makes the process groups of one executor, each of some processes alone, for one purpose.
+    """Makes the process groups of one executor, each of some of the processes, for one purpose.
 
-    Not by torch's new_group: that has all processes make all groups, or names a group by how many
-    its process has made, which hangs where the members have made different numbers.
+    It does not use torch's new_group: with that, either all processes make all groups, or a group
+    is named by how many groups its process has made, and hangs if the members have made different
+    numbers.
     """
 
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
     _told_rank: ClassVar[bool] = False
 
     def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
-        # All members have made as many executors together, so they find the same keys.
+        # All members have made the same number of executors together, so they use the same keys.
         self._name = f"schedir/{_attempt()}/{everyone}/{Groups._made[everyone]}"
         Groups._made[everyone] += 1
         alone = len(everyone) == 1
@@ -238,9 +238,9 @@ class Groups:
     def make(
         self, purpose: str, processes: Sequence[int], device: torch.device | None = None
     ) -> Group:
-        """A group for a purpose that no other one has, between hosts, or for sums on a device.
+        """Make a group for a new purpose, between hosts, or for sums on a device.
 
-        That of one process alone is never used. Raises WaitError where the other processes don't
+        A group of a single process is never used. Raises WaitError if the other processes don't
         make it in time.
         """
         if len(processes) == 1:
@@ -257,8 +257,8 @@ class Groups:
         return self._groups[-1]
 
     def for_numbers(self, processes: Sequence[int], device: torch.device) -> Group:
-        """The group in which some processes sum a call's numbers on a device: its samples, its
-        scales, the norms of its gradients. In that order all post them, so one serves all."""
+        """The group in which some processes sum a call's numbers on a device: samples, scales, and
+        norms of gradients. All processes post them in that order, so one group serves all."""
         key = tuple(sorted(processes))
         if key not in self._for_numbers:
             purpose = f"numbers/{','.join(map(str, key))}"
@@ -266,15 +266,15 @@ class Groups:
         return self._for_numbers[key]
 
     def ask(self, asked: Asked, warm_up: Callable[[NcclGroup], Iterable[dist.Work]]) -> NcclGroup:
-        """Ask for a group of NCCL, which `warm_up` has post what it is for."""
+        """Ask for a group of NCCL; `warm_up` posts its first work."""
         self.asked.append(NcclGroup(asked, warm_up, self.posted))
         return self.asked[-1]
 
     def make_asked(self, group: NcclGroup, share: Shares) -> None:
-        """Make one that was asked for, as its other processes do at the same time."""
+        """Make a group that was asked for; its other processes make it at the same time."""
         if not Groups._told_rank:
-            # The first one of a process gives it the rank that its flight recorder's file is named
-            # by. So it is one of all processes; it is never used, and no communicator is made.
+            # The first group of a process determines the rank in the name of its flight recorder's
+            # file. So it is a group of all processes; it is never used, and makes no communicator.
             Groups._told_rank = True
             everyone = Asked("everyone", tuple(range(dist.get_world_size())), sums=True)
             self._make_backend(NcclGroup(everyone, group.warm_up, self.posted), 1)
@@ -282,7 +282,7 @@ class Groups:
         self.settle(group.warm_up(group))
 
     def settle(self, works: Iterable[dist.Work]) -> None:
-        """Wait for works that warm a group up, host and device."""
+        """Wait, on host and device, for works that warm a group up."""
         for work in works:
             self.patience.until(work.is_completed, lambda: _MAKING)
             with waiting(_MAKING):
@@ -300,18 +300,18 @@ class Groups:
         return PrefixStore(purpose, self.store), processes.index(dist.get_rank())
 
     def close(self, abort: bool = False) -> None:
-        """Let all groups go; the latest first, as all processes do."""
+        """Release all groups, the latest first, as on all processes."""
         groups, self._groups = self._groups[::-1], []
         backends = [group.backend for group in groups if isinstance(group, NcclGroup)]
-        # First those of gloo: an abort may wait for the other ranks to abort too, and these may
-        # wait for this one's connections to end.
+        # Those of gloo first: an abort may wait for the other ranks to abort too, and they may wait
+        # for this rank's connections to end.
         for group in groups:
             group.backend = None
         end(backends, abort)
 
 
 def goes_over_nccl(device: torch.device | None) -> bool:
-    """Whether what lies on a device is sent by NCCL; all else is by gloo."""
+    """Whether NCCL sends the tensors of a device; otherwise gloo does."""
     return device is not None and device.type == "cuda"
 
 

@@ -1,4 +1,4 @@
-"""All that is said to torch's ProcessGroupNCCL.
+"""The one module that talks to torch's ProcessGroupNCCL.
 
 What it does is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, of which schedir builds on:
 
@@ -45,21 +45,21 @@ ABORT = 20.0
 
 @attrs.frozen
 class Shares:
-    """How many of a GPU's multiprocessors a communicator may take, one of transfers or of sums."""
+    """The multiprocessors of a GPU that a communicator may take, for transfers and for sums."""
 
     transfer: int
     sum: int
 
 
 def shares(processors: int, transfers: int, sums: int) -> Shares:
-    """The shares where a process has so many communicators of either kind.
+    """The shares of a process with these numbers of communicators for transfers and for sums.
 
-    The kernels of all of them run at once, for a receive is a kernel that runs until its data has
-    come; half of the GPU is left to compute, which they wait for. NCCL rounds the number of blocks
-    of a transfer up to a power of two (`ncclTopoComputeP2pChannels`; nccl, issue 1598), so a
-    transfer's share is one. Sums take what transfers leave. Of 132 multiprocessors, four
-    communicators for transfers may take 8 each, and three for sums 11 each. Where a GPU has too few
-    for that, each takes one.
+    The kernels of all communicators run at the same time, because a receive is a kernel that runs
+    until its data has come. Half of the GPU is left for compute, which the receives wait for. NCCL
+    rounds the number of blocks of a transfer up to a power of two (`ncclTopoComputeP2pChannels`;
+    nccl, issue 1598), so a transfer's share is a power of two. Sums take what transfers leave. On
+    132 multiprocessors, four communicators for transfers may take 8 each, and three for sums 11
+    each. If a GPU has too few for that, each takes one.
     """
     half = processors // 2
     for_transfers = half // 2 if sums else half
@@ -80,12 +80,12 @@ def nccl_backend(
 
     A kernel of its communicator takes at most `max_ctas` of a GPU's multiprocessors; see `shares`.
     """
-    # Of high priority: what has been computed goes on its way before more is computed.
+    # High priority: results are sent before more is computed.
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # The watchdog counts from the post, which may be a call ahead of the device, and ends the
-    # process without a word of where it stands: it is there for a host that hangs.
+    # process without saying where it stands. It is only for a host that hangs.
     options._timeout = max(2 * timeout, _WATCHDOG)
-    # By these the flight recorder names what is in its files.
+    # The flight recorder uses these names in its files.
     options.group_name = name
     options.global_ranks_in_group = list(processes)
     if max_ctas is not None and hasattr(options, "config"):  # of NCCL 2.17
@@ -94,11 +94,11 @@ def nccl_backend(
 
 
 def end(backends: Sequence[Any], abort: bool) -> None:
-    """Let communicators go, which would outlive their groups: once what is under way is done, or
-    at once.
+    """Destroy communicators, which would outlive their groups: after the work under way or, with
+    `abort`, at once.
 
-    Aborts that have not ended after 20 seconds are left to their threads, which hold what they
-    abort and end with the process.
+    Aborts that have not ended after 20 seconds are left to their threads, which end with the
+    process.
     """
     if not abort:
         for backend in backends:

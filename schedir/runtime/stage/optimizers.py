@@ -1,4 +1,4 @@
-"""The optimisers of this process's stages as one: what a learning-rate scheduler works on."""
+"""The optimisers of this process's stages as one, for learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from schedir.errors import ExecutionError
 from schedir.runtime.arguments import OptimizerFactory, optimizer_of
 
 _MEMBERS = ("params", "param_names")
-"""What a group holds of each of its parameters; all else holds for the group."""
+"""The entries of a group that have one value for each parameter; others have one for the group."""
 
 
 class StageOptimizers(Optimizer):
-    """A view of the optimisers of several stages: its i-th param group is the i-th of each.
+    """A view of the optimisers of several stages: its i-th param group stands for the i-th of each.
 
-    So the number of groups, and what a scheduler keeps of them, don't depend on the cut. What is
-    read of a group is the same in all; what is written goes to all. The stages step by the
-    schedule's OPTIM_STEPs, never through this.
+    So the number of groups, and a scheduler's state, don't depend on the cut. A value that is read
+    must be equal in all groups; a value that is written goes to all. The schedule's OPTIM_STEPs
+    step the stages, never this view.
 
-    Raises ExecutionError where the optimisers have unlike numbers of groups.
+    Raises ExecutionError if the optimisers have different numbers of groups.
     """
 
-    _opt_called = True  # else schedulers complain that nobody calls `step` before theirs
+    _opt_called = True  # otherwise schedulers warn that `step` was not called before theirs
 
     def __init__(self, optimizers: Mapping[int, Optimizer]) -> None:
         self._optimizers = dict(optimizers)
@@ -36,27 +36,26 @@ class StageOptimizers(Optimizer):
             if len(other.param_groups) != len(one.param_groups):
                 raise ExecutionError(
                     f"the optimizer of stage {first} has {len(one.param_groups)} param groups, "
-                    f"that of stage {stage} {len(other.param_groups)}; make as many for every "
-                    "stage, though one may be empty, or use executor.optimizers[stage]"
+                    f"that of stage {stage} {len(other.param_groups)}; give every stage the same "
+                    "number of groups (a group may be empty), or use executor.optimizers[stage]"
                 )
-        # Without parameters to begin with, as one that is unpickled: those of the stages count.
+        # Initialised as an unpickled optimiser is, without parameters: the stages have them.
         super().__setstate__({"defaults": dict(getattr(one, "defaults", {}))})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """One group for all stages' groups of the same number; those who read it want a dict's
-        methods alone."""
-        # Looked up anew, since an optimiser that loads its state makes new groups.
+        """One group for all stages' groups of the same number; it has the methods of a dict."""
+        # Looked up each time, because an optimiser that loads its state makes new groups.
         groups = zip(*(one.param_groups for one in self._optimizers.values()), strict=True)
         return [cast(dict[str, Any], _Group(self._optimizers, held)) for held in groups]
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """What the optimisers keep of each parameter, at present."""
+        """The current state of each parameter in the optimisers."""
         return dict(chain.from_iterable(one.state.items() for one in self._optimizers.values()))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `load_state_dict` has found to fit: to each stage its own."""
+        """Give each stage its part of a state that `load_state_dict` has checked."""
         for number, optimizer in enumerate(self._optimizers.values()):
             own = [
                 {**new, **{name: old[name] for name in _MEMBERS if name in old}}
@@ -64,7 +63,7 @@ class StageOptimizers(Optimizer):
             ]
             held = {parameter for group in own for parameter in group["params"]}
             kept = {key: value for key, value in state["state"].items() if key in held}
-            if number == 0:  # what is of no parameter
+            if number == 0:  # state that belongs to no parameter
                 kept |= {k: v for k, v in state["state"].items() if not isinstance(k, Tensor)}
             optimizer.state.clear()
             optimizer.state.update(kept)
@@ -78,16 +77,16 @@ class StageOptimizers(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refused: a parameter is of one stage."""
+        """Refused: a parameter belongs to one stage."""
         raise ExecutionError(
-            "a parameter is of one stage: add its group to executor.optimizers[stage], and as many "
-            "groups to those of the other stages"
+            "a parameter belongs to one stage: add its group to executor.optimizers[stage], and an "
+            "empty group to the optimizers of the other stages"
         )
 
     def register_step_pre_hook(self, hook: Any) -> NoReturn:
         """Refused: nobody calls `step` here."""
         raise ExecutionError(
-            "each stage steps by its own optimizer: register the hook with each of "
+            "each stage has its own optimizer: register the hook with each of "
             "executor.optimizers.values()"
         )
 
@@ -95,7 +94,7 @@ class StageOptimizers(Optimizer):
 
 
 class _Group(MutableMapping[str, Any]):
-    """The param groups of one number, of each stage's optimiser."""
+    """The param groups of one number in all stages' optimisers."""
 
     def __init__(
         self, optimizers: Mapping[int, Optimizer], groups: Sequence[dict[str, Any]]
@@ -110,8 +109,8 @@ class _Group(MutableMapping[str, Any]):
             if not _same(values[0], value):
                 raise ExecutionError(
                     f"{key} is {values[0]} in the optimizer of stage {self._stages[0]}, {value} in "
-                    f"that of stage {stage}; give all stages the same in this param group, or use "
-                    "executor.optimizers[stage]"
+                    f"that of stage {stage}; set one value for all stages in this param group, or "
+                    "use executor.optimizers[stage]"
                 )
         if isinstance(values[0], Tensor):  # it may be filled in place, for all
             for group in self._groups:
@@ -121,7 +120,7 @@ class _Group(MutableMapping[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key in _MEMBERS:
             raise ExecutionError(
-                f"{key} of a group are of several stages; set those of executor.optimizers[stage]"
+                f"{key} of a group belong to several stages; set them in executor.optimizers[stage]"
             )
         for group in self._groups:
             group[key] = value
@@ -151,14 +150,14 @@ def as_one(
 ) -> StageOptimizers:
     """The optimisers of this process's stages as one, for schedulers.
 
-    Where no stage here has parameters, `make` makes one of an empty stand-in for those of `stage`:
-    a scheduler runs on every rank. Raises ExecutionError where there is no optimiser, or they don't
-    go together.
+    If no stage here has parameters, `make` makes one of an empty parameter in place of those of
+    `stage`, because a scheduler runs on every rank. Raises ExecutionError if there is no optimiser,
+    or if the stages' optimisers don't fit together.
     """
     if make is None:
         raise ExecutionError(
-            "this executor has no optimizer, as the caller steps: give your own one to the "
-            "scheduler, or make the Executor with optimizer="
+            "this executor has no optimizer, because you step yourself: pass your own optimizer to "
+            "the scheduler, or make the Executor with optimizer="
         )
     if optimizers:
         return StageOptimizers(optimizers)
@@ -167,8 +166,9 @@ def as_one(
         alone = cast(Optimizer, made)
     except Exception as error:
         raise ExecutionError(
-            "no stage of this rank has parameters, and optimizer can't make one of an empty "
-            f"parameter in their place, which a scheduler needs: {type(error).__name__}: {error}",
+            "no stage of this rank has parameters, and optimizer= can't make one of an empty "
+            "parameter in their place, which a scheduler needs: "
+            f"{type(error).__name__}: {error}",
             cause=error,
         ) from error
     for group in alone.param_groups:

@@ -19,6 +19,7 @@ def rng(seed: int, step: int, stage: int, microbatch: int) -> SavedRng:
     """Seed torch's default generators as the executor does before that stage's forward.
 
     >>> import torch
+    >>> from schedir.runtime import rng
     >>> with rng(seed=0, step=3, stage=1, microbatch=2):
     ...     first = torch.rand(4)
     >>> with rng(seed=0, step=3, stage=1, microbatch=2):

@@ -1,1 +1,1 @@
-"""How tensors get from rank to rank: one module for each way."""
+"""Moves tensors from rank to rank: over gloo, over NCCL, or within one process."""

@@ -1,20 +1,20 @@
-"""What is sent from and received into, on a device that queues: buffers that are used again.
+"""Buffers for sends and receives on a GPU, which are used again.
 
-There a transport has streams of its own. The memory of what it has used goes to nobody, once freed,
-before the host has seen its stream come past; and the host may be a whole step ahead of the device,
-with all that is sent and received in a step. A buffer that is used again is free as soon as its
-last use is *queued*: what is posted waits on the device for what the rank's stream holds by then.
+On a GPU a transport has its own streams. Memory that it has used is given out again only when the
+host has seen that stream pass, but the host may be a whole step ahead of the GPU, with all that is
+sent and received in a step. A buffer of the pool is free as soon as its last use is *queued*: what
+is posted next waits on the GPU for everything on the rank's stream by then.
 
     host          RECV0 → a   F0   B0   RECV1 → a   F1        a is free once B0 has been queued
     rank's stream             F0   B0 ──┐
     transport's   RECV0 → a             └── RECV1 → a         and is filled after it
 
 A buffer is free when nothing refers to its memory: no cell, no graph, no send under way, and not
-the module, which may keep what it was given, or a view of it. So what it keeps is never filled
-again; what it does with it on streams of its own, it has to wait for itself.
+the module, which may keep its input, or a view of it. So a tensor that the module keeps is never
+overwritten. If the module uses it on its own streams, the module has to wait for these.
 
-What is sent is copied into a buffer first: the output itself goes when nobody needs it, which its
-own memory could not before the host had seen the send.
+A tensor to send is copied into a buffer first. So the output itself can be freed at once; otherwise
+its memory would be held until the host has seen the send.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def _users(buffer: Tensor) -> tuple[int, int]:
-    """How many refer to its memory: tensors, and Python."""
+    """The number of references to a tensor's memory: from tensors, and from Python."""
     storage = buffer.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
@@ -45,7 +45,7 @@ _NOBODY = _users(torch.empty(1))
 class Pool:
     """The buffers of one rank, whose stream is the one that uses them.
 
-    There come to be as many of each layout as are in use at once.
+    It keeps as many of each layout as are in use at the same time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Pool:
     def empty(
         self, shape: tuple[int, ...], stride: tuple[int, ...], *, dtype: torch.dtype
     ) -> Tensor:
-        """A buffer for a tensor to come; it is given back by forgetting it."""
+        """A buffer to receive a tensor into. Drop all references to give it back."""
         return self._take((shape, stride, dtype))
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ class Pool:
         return _alias(buffers[-1])
 
     def trim(self) -> None:
-        """Let go of what somebody has kept, and of layouts that were not asked for: a call is
-        over, and what it has sent has arrived."""
+        """After a call whose sends have arrived, drop buffers that somebody has kept, and layouts
+        that were not used."""
         taken, self._taken = self._taken, set()
         self._buffers = {
             layout: _unused(buffers) for layout, buffers in self._buffers.items() if layout in taken
@@ -84,7 +84,7 @@ class Pool:
 
 
 def _alias(buffer: Tensor) -> Tensor:
-    """The same memory, as a tensor that nothing has been done to."""
+    """A fresh tensor on the same memory."""
     return buffer.data
 
 
@@ -94,7 +94,7 @@ def _unused(buffers: Sequence[Tensor]) -> list[Tensor]:
 
 @attrs.frozen(eq=False)
 class _UnderWay:
-    """A transfer, which keeps its buffer until it is waited for and forgotten: a work need not."""
+    """A transfer that keeps its buffer until it is waited for; a plain work might not."""
 
     work: Work
     buffer: Tensor
@@ -110,7 +110,7 @@ class _UnderWay:
 
 @attrs.frozen(eq=False)
 class FromBuffers:
-    """Posts sends from buffers of a pool; what is on the host goes as it is."""
+    """Posts sends from buffers of a pool; tensors on the host are sent as they are."""
 
     poster: BatchPoster
     pool: Pool

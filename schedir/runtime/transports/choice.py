@@ -1,4 +1,4 @@
-"""Which transport an executor uses, and which channel model its list is proved under for it."""
+"""Chooses the transport of an executor, and the channel model under which its list is proved."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ Choice: TypeAlias = type[Endpoint] | type[GlooTransport] | type[NcclTransport]
 
 
 def transport_for(alone: bool, device: torch.device) -> Choice:
-    """That of a process that runs all ranks `alone`, or of one among others with its stages on
-    `device`."""
+    """The transport of a process that runs all ranks `alone`, or of one among several, with its
+    stages on `device`."""
     if alone:
         return Endpoint
     return GlooTransport if device.type == "cpu" else NcclTransport
 
 
 def channel_for(transport: Choice, wanted: str | None, warns: bool) -> str:
-    """The channel model to prove lists under: the transport's own, or the one that the user wants.
+    """The channel model to prove lists under: the transport's, or the one that the user wants.
 
-    A stricter one is always right. One that is laxer goes by what the transport does at its best:
-    one process `warns` of that. Raises ExecutionError for one that is laxer still.
+    A stricter one is always right. A less strict one relies on the best behaviour of the transport,
+    and one process `warns` of that. Raises ExecutionError for a model that is less strict than the
+    transport's laxest.
     """
     if wanted is None:
         return transport.channel
@@ -57,10 +58,10 @@ def channel_for(transport: Choice, wanted: str | None, warns: bool) -> str:
 
 
 def check_streams(schedule: Schedule, transport: Choice, channel: str) -> None:
-    """Raise ExecutionError where the model takes streams apart that the transport has in one.
+    """Raise ExecutionError if the model assumes separate streams for channels that share one.
 
-    Channels that go together in a batch share a communicator of NCCL, and so a stream. Under `rank`
-    that adds nothing; under `pair` it does from the third rank on.
+    Channels in one batch share a communicator of NCCL, and so a stream. Under `rank` that makes no
+    difference; under `pair` it does if a batch has three ranks or more.
     """
     if transport is not NcclTransport or channel not in ("pair", "edge"):
         return

@@ -1,8 +1,8 @@
-"""Which channels share a communicator of NCCL.
+"""Finds the channels that share a communicator of NCCL.
 
-What is posted as one goes over one communicator, and a channel over the same one at both of its
-ends. So channels that go together somewhere, in a batch, have one over all of their ranks; each of
-the others has one of its own, and so a stream that nothing else holds up.
+Transfers that are posted as one need one communicator, and a channel needs the same one at both of
+its ends. So channels that are in one batch anywhere share a communicator over all of their ranks.
+Each other channel has its own, and so a stream that nothing else holds up.
 
     together (0→1, 1→0)            ranks 0, 1      0→1  1→0
     together (1→2)                 ranks 1, 2      1→2
@@ -35,7 +35,7 @@ def batched(schedule: Schedule) -> set[frozenset[Channel]]:
 
 
 def communicators_of(schedule: Schedule) -> list[tuple[Channel, ...]]:
-    """The channels of each communicator that carries out a schedule."""
+    """The channels of each communicator that a schedule needs."""
     transfers = graph_of(schedule).transfers
     channels = zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
     return communicators(channels, batched(schedule))
@@ -44,9 +44,10 @@ def communicators_of(schedule: Schedule) -> list[tuple[Channel, ...]]:
 def communicators(
     channels: Iterable[Channel], together: Iterable[Collection[Channel]]
 ) -> list[tuple[Channel, ...]]:
-    """The channels of each communicator; `together` are those that are posted as one somewhere.
+    """The channels of each communicator; `together` are the sets that are posted as one.
 
-    In an order that all processes find. Both directions between two ranks are next to each other.
+    The order is the same on all processes. Both directions between two ranks are next to each
+    other.
     """
     first: dict[Channel, Channel] = {channel: channel for channel in channels}
 

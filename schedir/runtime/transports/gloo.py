@@ -14,14 +14,14 @@ from schedir.runtime.transports.transport import Work, one_by_one
 
 
 class GlooTransport:
-    """Between the processes of a pipeline, of which `processes[rank]` runs a rank.
+    """Transfers between the processes of a pipeline; `processes[rank]` runs a rank.
 
-    What goes to higher ranks and what goes to lower ones has a group each, and so a connection.
-    Over one for both, a payload often comes in while its receiver is posting one of its own: gloo's
-    thread finds the connection locked, tries again at once, and keeps the core from the very thread
-    that holds the lock, for up to a timer tick of 4 ms. Collectives have other groups.
+    Traffic to higher ranks and traffic to lower ranks each have a group, and so a connection. With
+    one connection, a payload often comes in while its receiver is posting a send: gloo's thread
+    finds the connection locked, tries again at once, and keeps the core from the thread that holds
+    the lock, for up to a timer tick of 4 ms. Collectives have other groups.
 
-    Only what has the same tag meets.
+    A send meets only a receive with the same tag.
     """
 
     channel: ClassVar[str] = "async"

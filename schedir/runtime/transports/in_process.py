@@ -1,4 +1,4 @@
-"""Transfers within one process, where the ranks take turns."""
+"""Transfers within one process, whose ranks take turns."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from schedir.runtime.transports.transport import Transport, Work, one_by_one
 class End:
     """One end of a transfer within a process: its tensor, and whether both ends have met.
 
-    On a device that queues, `ready` is when its rank's stream had come to it, and `copied` when the
-    copy is done.
+    On a GPU `ready` is a mark on its rank's stream, and `copied` a mark after the copy.
     """
 
     tensor: Tensor
@@ -42,7 +41,7 @@ class End:
 
 
 class InProcessTransport:
-    """Between the ranks of one process: what is sent waits in a queue until it is received."""
+    """Transfers between the ranks of one process: sends wait in a queue for their receives."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -54,7 +53,7 @@ class InProcessTransport:
         return Endpoint(self, rank)
 
     def clear(self) -> None:
-        """Forget what has met no other end: a step has failed."""
+        """After a step that failed, drop the ends that have met no other end."""
         self._sent.clear()
         self._posted.clear()
 

@@ -1,9 +1,9 @@
 """Moves tensors between GPUs: one communicator and one stream for each directed pair of ranks.
 
-NCCL has no tags and matches what two ranks post in order; both directions of a pair on one
-communicator would deadlock past an undefined size, unless they are posted as one. A transfer waits
-on the GPU for the compute that was queued before it, and compute waits for it by an event: the host
-never does.
+NCCL has no tags, and matches the transfers of two ranks in order. Both directions of a pair on one
+communicator would deadlock above some undefined size, unless they are posted as one. A transfer
+waits on the GPU for the compute that was queued before it, and compute waits for the transfer by an
+event. The host never waits.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _TAKEN = frozenset(
 
 
 class NcclTransport:
-    """Between the processes of a pipeline, of which `processes[rank]` runs a rank.
+    """Transfers between the processes of a pipeline; `processes[rank]` runs a rank.
 
-    `communicators` has the channels of each communicator: all in which ranks send to each other.
-    They are asked for of `groups`, and there once that has connected.
-    What is alone is posted as a batch of one: other ranks may post their end of it in a batch, and
-    the work of a batch keeps no tensor alive, for as long as somebody looks whether it is done.
+    `communicators` has the channels of each communicator, all channels of the schedule. `groups` is
+    asked for them, and has them once it has connected. A single transfer is posted as a batch of
+    one: other ranks may post their end of it in a batch, and the work of a batch keeps no tensor
+    alive while somebody watches it.
     """
 
     channel: ClassVar[str] = "rank"  # CUDA promises no two streams progress of their own
@@ -125,5 +125,5 @@ def _warm_up(
 
 
 def _carried(tensor: Tensor) -> Tensor:
-    """The tensor as NCCL takes it: the same memory, as bytes where it does not know the type."""
+    """The tensor as NCCL takes it: the same memory, as bytes if NCCL does not know the type."""
     return tensor if tensor.dtype in _TAKEN else tensor.reshape(-1).view(torch.uint8)

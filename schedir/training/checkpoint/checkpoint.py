@@ -42,6 +42,9 @@ class Checkpoint:
     """Saves in a folder all that a training needs to go on as if it had never stopped.
 
     >>> from tempfile import TemporaryDirectory
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir.training import Checkpoint
     >>> model = nn.Linear(4, 1)
     >>> with TemporaryDirectory() as folder:
     ...     Checkpoint(model).save(folder)
@@ -144,6 +147,9 @@ class Checkpoint:
         """Save to a folder, which is made if needed. Every rank calls it, between two steps.
 
         >>> from tempfile import TemporaryDirectory
+        >>> import torch
+        >>> from torch import nn
+        >>> from schedir.training import Checkpoint
         >>> model = nn.Linear(4, 1)
         >>> with TemporaryDirectory() as folder:
         ...     Checkpoint(model, torch.optim.AdamW(model.parameters())).save(folder)
@@ -187,6 +193,8 @@ class Checkpoint:
         """Load from a folder, in place. Every rank calls it, and reads only what it needs.
 
         >>> from tempfile import TemporaryDirectory
+        >>> from torch import nn
+        >>> from schedir.training import Checkpoint
         >>> whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         >>> with TemporaryDirectory() as folder:
         ...     saved = Checkpoint(whole)

@@ -166,8 +166,10 @@ def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) 
 def gathered_state(executor: Executor) -> dict[str, Any] | None:
     """Collect the whole model's state dict on the first rank, on the CPU; None on the others.
 
+    >>> from torch import nn
     >>> from schedir import build
-    >>> from schedir.training import partition
+    >>> from schedir.runtime import Executor
+    >>> from schedir.training import gathered_state, partition
     >>> stages = partition([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)], 2)
     >>> schedule = build("1f1b", ranks=2, microbatches=2)
     >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)

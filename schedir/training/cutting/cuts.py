@@ -33,6 +33,7 @@ _MOST = 100_000  # letters of a layout without repetitions
 def balanced(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
     """Cut a list of layers into contiguous stages, so that the most costly stage costs the least.
 
+    >>> from schedir.training import balanced
     >>> balanced([4, 1, 1, 2], stages=2)
     ((0, 1), (1, 4))
 

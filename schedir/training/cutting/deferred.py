@@ -40,7 +40,8 @@ class Deferred:
 def deferred(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred:
     """A layer for `partition` that is made only on the rank that owns it.
 
-    >>> from schedir.training import partition
+    >>> from torch import nn
+    >>> from schedir.training import deferred, partition
     >>> print(partition([deferred(nn.Linear, 8, 8), deferred(nn.Linear, 8, 2)], 2))
     stage 0: 0 Linear; 72 parameters
     stage 1: 1 Linear; 18 parameters

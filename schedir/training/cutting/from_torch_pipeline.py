@@ -26,8 +26,10 @@ def stages_of_pipe(pipe: Pipe, schedule: Schedule, *, rank: int | None = None) -
     """Make the stages of a model that torch's `pipeline(…)` has traced and split.
 
     >>> import torch
-    >>> from schedir import build
+    >>> from torch import nn
     >>> from torch.distributed.pipelining import SplitPoint, pipeline
+    >>> from schedir import build
+    >>> from schedir.training import stages_of_pipe
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     >>> pipe = pipeline(model, (torch.ones(2, 4),), split_spec={"1": SplitPoint.BEGINNING})
     >>> print(stages_of_pipe(pipe, build("1f1b", ranks=2, microbatches=2)))

@@ -45,7 +45,8 @@ def stash(name: str) -> Stash:
     """A layer for `partition` that puts the current value aside for a later `pop(name, …)`.
 
     >>> import torch
-    >>> from schedir.training import partition, pop
+    >>> from torch import nn
+    >>> from schedir.training import partition, pop, stash
     >>> model = partition([stash("in"), nn.Flatten(), pop("in", torch.add)], 1)[0]
     >>> model(torch.ones(1, 2))  # a residual connection around a layer
     tensor([[2., 2.]])
@@ -59,7 +60,8 @@ def pop(name: str, join: Callable[[Any, Any], Any]) -> Pop:
     """A layer for `partition` that takes up the value of an earlier `stash(name)`.
 
     >>> import torch
-    >>> from schedir.training import partition, stash
+    >>> from torch import nn
+    >>> from schedir.training import partition, pop, stash
     >>> model = partition([stash("in"), nn.ReLU(), pop("in", torch.mul)], 1)[0]
     >>> model(torch.tensor([[-2.0, 3.0]]))
     tensor([[-0., 9.]])

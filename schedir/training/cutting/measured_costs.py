@@ -38,6 +38,9 @@ def measured_costs(
 ) -> list[float]:
     """Measure the seconds that each layer takes, forward and backward: the `costs` of `partition`.
 
+    >>> import torch
+    >>> from torch import nn
+    >>> from schedir.training import measured_costs
     >>> layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)]
     >>> costs = measured_costs(layers, torch.ones(4, 8), nn.MSELoss(), torch.zeros(4, 2))
     >>> len(costs), min(costs) > 0

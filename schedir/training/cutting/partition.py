@@ -35,7 +35,9 @@ def partition(
 ) -> Stages:
     """Cut a model, given as its layers in order, into stages. No stage is empty.
 
+    >>> from torch import nn
     >>> from schedir import build
+    >>> from schedir.training import partition
     >>> schedule = build("1f1b", ranks=2, microbatches=4)
     >>> layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)]
     >>> print(partition(layers, schedule))

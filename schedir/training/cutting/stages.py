@@ -37,6 +37,7 @@ class StageSummary:
 class Stages(Mapping[int, nn.Module]):
     """The stages that this process holds: the executor's `stages=`.
 
+    >>> from torch import nn
     >>> from schedir.training import partition
     >>> stages = partition([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)], 2)
     >>> stages.cut

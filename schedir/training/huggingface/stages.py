@@ -43,6 +43,7 @@ def stages_of(
     """Cut a model of Hugging Face's transformers into stages.
 
     >>> from transformers import GPT2Config
+    >>> from schedir.training import stages_of
     >>> sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 64}
     >>> stages = stages_of(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0), 2)
     >>> stages.cut
