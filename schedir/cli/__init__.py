@@ -86,7 +86,8 @@ def command_of(args: argparse.Namespace) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    whole = _Parser(prog="schedir", description=schedir.__doc__, allow_abbrev=False)
+    about = (schedir.__doc__ or "").partition("\n")[0]
+    whole = _Parser(prog="schedir", description=about, allow_abbrev=False)
     whole.add_argument("--version", action="version", version=f"schedir {schedir.__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND", parser_class=Command)
     for task in TASKS.values():
