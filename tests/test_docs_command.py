@@ -13,8 +13,10 @@ import schedir
 from schedir.cli import main
 from tests.command_line import Run, runner
 
-PAGES = ("index", "gpus", "how-to/gpus", "how-to/read-a-diagnostic", "explanation/search")
-PAGES += ("explanation/gpus", "reference/commands", "reference/rules", "reference/api/index")
+PAGES = (
+    *("index", "gpus", "how-to/gpus", "how-to/read-a-diagnostic", "explanation/search"),
+    *("explanation/gpus", "reference/commands", "reference/rules", "reference/api/index"),
+)
 
 
 @pytest.fixture
