@@ -284,7 +284,7 @@ def test_generator_sees_the_costs_that_it_asks_for(
     assert table.rows[0].peak_activations == 1
     with pytest.raises(SystemExit):
         main(["export", "1f1b", "--cost", "forward=2", "--format", "sched"])
-    assert "1f1b sees none" in capsys.readouterr().err
+    assert "1f1b does not depend on costs" in capsys.readouterr().err
 
 
 def test_a_bare_decorator_is_told_that_it_needs_a_name(tmp_path: Path) -> None:
