@@ -985,7 +985,7 @@ def test_costs_and_timelines_are_told_apart(run: Run) -> None:
     schedir.CostModel().save("costs.json")
     schedir.simulate(schedir.build("1f1b"), schedir.CostModel()).save("line.json")
     for argv, error in (
-        (["show", "costs.json"], "costs.json: not a file of timelines, but costs, for --costs"),
+        (["show", "costs.json"], "costs.json: no file of timelines, but costs, for --costs"),
         (["check", "costs.json"], "costs.json: no schedule, but costs, for --costs"),
         (["check", "line.json"], "line.json: no schedule, but measured timelines: `schedir show`"),
         (["show", "1f1b", "--costs", "line.json"], "line.json: no costs, but measured timelines"),

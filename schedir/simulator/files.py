@@ -158,7 +158,7 @@ def _timelines(content: object, make: Callable[..., _Made]) -> list[_Made]:
     """The timelines of the whole content. Raises ValueError, with the place, for any fault."""
     if not isinstance(content, dict) or _FORMAT not in content:
         what = kind_of(content) or f': it lacks the key "{_FORMAT}"'
-        raise ValueError(f"not a file of timelines{what}")
+        raise ValueError(f"no file of timelines{what}")
     if content[_FORMAT] != _VERSION:
         raise ValueError(f"format {clip(content[_FORMAT])} is unknown; this is format {_VERSION}")
     whole = _keys(content, "the file", (_FORMAT, "schedules", "timelines"))
