@@ -19,25 +19,25 @@ LATENCY = """\
 1f1b: 4 ranks, 4 stages, 8 microbatches
 makespan 41, bubble 41.5%
 
-rank        idle      warm-up  waiting for data  communication       drain  nothing left to do
+rank        idle       warmup  waiting for data  communication       drain  nothing left to do
    0  17 (41.5%)  8.5 (20.7%)          1 (2.4%)     3.5 (8.5%)    4 (9.8%)
    1  17 (41.5%)  6.5 (15.9%)        1.5 (3.7%)     3.5 (8.5%)    3 (7.3%)          2.5 (6.1%)
    2  17 (41.5%)    5 (12.2%)          2 (4.9%)     3.5 (8.5%)  1.5 (3.7%)           5 (12.2%)
    3  17 (41.5%)     4 (9.8%)        2.5 (6.1%)       3 (7.3%)                     7.5 (18.3%)
  all  68 (41.5%)   24 (14.6%)          7 (4.3%)    13.5 (8.2%)  8.5 (5.2%)           15 (9.1%)
 
-warm-up           the pipeline fills, until the rank's first backward
+warmup            the pipeline fills, until the rank's first backward
 waiting for data  another rank still computes what the rank needs
 communication     what the rank needs is still being sent
 drain             the pipeline empties, after the rank's last forward
 
 the longest waits
 rank  time     long  why
-   0  4..12.5   8.5  warm-up: 0B0 waits for 1B0 on rank 1
-   1  4.5..10   5.5  warm-up: 1B0 waits for 2B0 on rank 2
-   3  0..4        4  warm-up: 3F0 waits for 2F0 on rank 2
-   2  0..2.5    2.5  warm-up: 2F0 waits for 1F0 on rank 1
-   2  5..7.5    2.5  warm-up: 2B0 waits for 3B0 on rank 3
+   0  4..12.5   8.5  warmup: 0B0 waits for 1B0 on rank 1
+   1  4.5..10   5.5  warmup: 1B0 waits for 2B0 on rank 2
+   3  0..4        4  warmup: 3F0 waits for 2F0 on rank 2
+   2  0..2.5    2.5  warmup: 2F0 waits for 1F0 on rank 1
+   2  5..7.5    2.5  warmup: 2B0 waits for 3B0 on rank 3
 
 critical path: compute 33 (80.5%), transfers 8 (19.5%)
 stage  rank    compute  transfers from it
@@ -60,14 +60,14 @@ SLOWER = """\
 interleaved-1f1b: 4 ranks, 8 stages, 16 microbatches
 makespan 151, bubble 28.5%
 
-rank         idle    warm-up  slower stage  waiting for data  nothing left to do
+rank         idle     warmup  slower stage  waiting for data  nothing left to do
    0   55 (36.4%)   5 (3.3%)    49 (32.5%)          1 (0.7%)
    1   55 (36.4%)   5 (3.3%)    48 (31.8%)                              2 (1.3%)
    2     7 (4.6%)   3 (2.0%)                                            4 (2.6%)
    3   55 (36.4%)   5 (3.3%)    36 (23.8%)                             14 (9.3%)
  all  172 (28.5%)  18 (3.0%)   133 (22.0%)          1 (0.2%)           20 (3.3%)
 
-warm-up           the pipeline fills, until the rank's first backward
+warmup            the pipeline fills, until the rank's first backward
 slower stage      a stage with more work delays what the rank needs
 waiting for data  another rank still computes what the rank needs
 
@@ -75,8 +75,8 @@ slower: rank 2 (stages 2, 6) costs the others 133 (22.0%)
 
 the longest waits
 rank  time    long  why
-   3  0..4       4  warm-up: 3F0 waits for 2F0 on rank 2
-   0  15..18     3  warm-up: 4B0 waits for 5B0 on rank 1
+   3  0..4       4  warmup: 3F0 waits for 2F0 on rank 2
+   0  15..18     3  warmup: 4B0 waits for 5B0 on rank 1
    0  32..35     3  slower stage: 0B0 waits for 1B0 on rank 1, held up by 2B0 on rank 2
    0  38..41     3  slower stage: 0B1 waits for 1B1 on rank 1, held up by 2B1 on rank 2
    0  68..71     3  slower stage: 0B4 waits for 1B4 on rank 1, held up by 2B4 on rank 2
@@ -102,19 +102,19 @@ MEASURED = """\
 x: 2 ranks, 2 stages, 1 microbatch
 makespan 10 s, bubble 65.0% (63.2% of the longest span), measured at step 3
 
-rank    idle (s)    warm-up  communication    overhead  nothing left to do
+rank    idle (s)     warmup  communication    overhead  nothing left to do
    0   7 (70.0%)  5 (50.0%)      1 (10.0%)   1 (10.0%)
    1   6 (60.0%)  2 (20.0%)     0.5 (5.0%)  0.5 (5.0%)           3 (30.0%)
  all  13 (65.0%)  7 (35.0%)     1.5 (7.5%)  1.5 (7.5%)           3 (15.0%)
 
-warm-up        the pipeline fills, until the rank's first backward
+warmup         the pipeline fills, until the rank's first backward
 communication  what the rank needs is still being sent
 overhead       the rank has all that it needs, and has not started yet
 
 the longest waits
 rank  time (s)  long  why
-   0  2..7         5  warm-up: 0B0 waits for 1B0 on rank 1
-   1  0..2         2  warm-up: 1F0 waits for 0F0 on rank 0
+   0  2..7         5  warmup: 0B0 waits for 1B0 on rank 1
+   1  0..2         2  warmup: 1F0 waits for 0F0 on rank 0
    0  7..8         1  communication: 0B0 waits for 1SEND_GRAD0 on rank 1
    0  0..0.5     0.5  overhead: 0F0 has all that it needs
    0  8..8.5     0.5  overhead: 0B0 has all that it needs
@@ -188,7 +188,7 @@ def test_a_pair_is_named_as_one() -> None:
 def test_on_a_narrow_screen_shares_alone() -> None:
     line = schedir.simulate(schedir.build("1f1b", ranks=4, microbatches=8), CostModel(latency=0.5))
     narrow = why(line, width=80)
-    assert "   0  41.5%    20.7%              2.4%           8.5%   9.8%\n" in narrow
+    assert "   0  41.5%   20.7%              2.4%           8.5%   9.8%\n" in narrow
     assert max(map(len, narrow.splitlines())) <= 82  # a terminal folds the header
 
 

@@ -94,7 +94,7 @@ IDLE_FILL = "#f4f4f4"
 STEP_FILL = "#1a1a1a"
 """The mark of an OPTIM_STEP."""
 CAUSE_WORDS: dict[Cause, str] = {
-    Cause.WARMUP: "warm-up",
+    Cause.WARMUP: "warmup",
     Cause.SLOWER: "slower stage",
     Cause.DATA: "waiting for data",
     Cause.COMMUNICATION: "communication",

@@ -1,6 +1,6 @@
 """Why ranks are idle: by cause, the longest waits, and what the makespan consists of.
 
-rank  idle        warm-up    drain    nothing left to do
+rank  idle        warmup    drain    nothing left to do
    0  9 (27.3%)   6 (18.2%)  3 (9.1%)
    1  9 (27.3%)   5 (15.2%)  2 (6.1%)  2 (6.1%)
 

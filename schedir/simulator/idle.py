@@ -54,7 +54,7 @@ class Cause(StrEnum):
     """Why a rank does not compute.
 
     The first four are waits for the compute of another rank. The first of the four that fits is the
-    cause, except that a wait for a rank's first compute is always warm-up.
+    cause, except that a wait for a rank's first compute is always warmup.
 
     >>> import schedir
     >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))

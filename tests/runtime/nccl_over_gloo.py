@@ -6,7 +6,7 @@ thread that stands for its stream. Refused is
 
 - a type that NCCL does not take, and memory that is not in one piece;
 - a transfer whose ends differ in type or size, on both of its sides: NCCL would hang, or worse;
-- a communicator that is not made by a warm-up, and one that is used before the host knows that it
+- a communicator that is not made by a warmup, and one that is used before the host knows that it
   is made: others may be made in another order, or by what must not wait;
 - kernels that leave compute less than half of a GPU: those of a transfer take a power of two of its
   multiprocessors, rounded up.
