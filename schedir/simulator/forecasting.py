@@ -188,10 +188,11 @@ def _expect_steady(samples: Samples) -> None:
         return
     ratio, rank, stage, step = max(found, key=lambda change: abs(np.log(change[0])))
     turned = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'}"
-    more = f", and so are {len(found) - 1} other stages" if len(found) > 1 else ""
+    others = len(found) - 1
+    more = f", and {others} other stage{'s' * (others > 1)} changed too" if others else ""
     raise SchedirError(
         f"the run was not steady: stage {stage} on rank {rank} is {turned} from step {step} on"
-        f"{more}; no number is right for both parts. Measure again, longer or on a quiet machine, "
+        f"{more}; no cost fits both parts. Measure again, longer or on a quiet machine, "
         f"or fit only the steps before step {step} or only the steps from it on"
     )
 
