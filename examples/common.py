@@ -1,4 +1,4 @@
-"""What the examples share: the options of a schedule, one-line errors, and `--verify`.
+"""Shared by the examples: the options of a schedule, one-line errors, and `--verify`.
 
 Training needs nothing of it: all that a training needs is in the example's own file.
 """

@@ -377,7 +377,7 @@ def test_one_number_is_of_no_known_share_where_numbers_of_ranks_differ() -> None
 
 
 def test_in_python() -> None:
-    with pytest.raises(TypeError, match="targets are several"):
+    with pytest.raises(TypeError, match="targets must be a list"):
         schedir.compare("1f1b")
     with pytest.raises(LoadError, match="nothing to compare"):
         schedir.compare([])

@@ -97,7 +97,7 @@ def test_a_file_is_for_people_too(tmp_path: Path) -> None:
         ('{"forward": {"0->1": 1}}', "forward must be a number, not {(0, 1): 1}"),
         ('{"unit": "h"}', "unit must be s, ms, us or None, not 'h'"),
         ('{"unit": ["s"]}', "unit must be s, ms, us or None, not ['s']"),
-        ('{"forward": 1, "forward": 2}', "the key 'forward' stands there twice"),
+        ('{"forward": 1, "forward": 2}', "the key 'forward' is in the file twice"),
         ("[1]", 'costs must be an object, as in {"forward": 1}, not [1]'),
         ("[" * 100_000, "its JSON is beyond what can be read"),
     ],
@@ -116,7 +116,7 @@ def test_every_truncated_file_is_an_error_with_its_place(tmp_path: Path) -> None
     text = file.read_text().rstrip()
     for length in range(len(text)):
         file.write_text(text[:length])
-        with pytest.raises(schedir.ParseError, match="no JSON, or cut short") as error:
+        with pytest.raises(schedir.ParseError, match="not JSON, or cut short") as error:
             CostModel.load(file)
         assert error.value.file == str(file)
         assert error.value.line <= text[:length].count("\n") + 1

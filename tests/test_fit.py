@@ -266,7 +266,7 @@ def test_runs_that_do_not_go_together_are_refused() -> None:
     small, large = (
         schedir.simulate(schedir.build("1f1b", ranks=ranks, microbatches=2)) for ranks in (2, 3)
     )
-    with pytest.raises(SchedirError, match="1f1b has 3 stages, 1f1b 2: costs are of one cut"):
+    with pytest.raises(SchedirError, match="1f1b has 3 stages, 1f1b 2: costs belong to one cut"):
         CostModel.fit([small, large])
     with pytest.raises(SchedirError, match="in s, those of 1f1b in any unit"):
         CostModel.fit([small, attrs.evolve(small, unit="s")])

@@ -404,7 +404,7 @@ SCHED = {
     ),
     "a batch": Huge(
         lambda: RANK + b"(" + numbered(b"%dSEND_ACT0;", 2 * MB) + b"1SEND_ACT0)",
-        "1SEND_ACT0 stands in the entry 2 times",
+        "1SEND_ACT0 is in the entry 2 times",
         "5:9",
         "(",
         memory=32,

@@ -67,7 +67,7 @@ def test_several_timelines_share_their_schedule(tmp_path: Path) -> None:
     assert found == [*steps, other]
     assert found[0].schedule is found[2].schedule
     assert path.read_text().count("name x") == 1
-    with pytest.raises(LoadError, match=r"run\.json holds 4 timelines and not one; .*load_timel"):
+    with pytest.raises(LoadError, match=r"run\.json holds 4 timelines, not one; .*load_timel"):
         Timeline.load(path)
     save_timelines([], path)
     assert load_timelines(path) == []
@@ -168,7 +168,7 @@ def test_a_fault_of_a_timeline_is_named(
     ("change", "message"),
     [
         ({"schedules": ["schedir 1\nname x y\nmicrobatches 0\n"]}, "schedule 0:3:14: a schedule"),
-        ({"schedules": [3]}, "schedule 0 is no text but 3"),
+        ({"schedules": [3]}, "schedule 0 is not text: 3"),
         ({"schedules": {}}, "schedules must be a list"),
         ({"timelines": 3}, "timelines must be a list, not 3"),
         ({"timelines": [3]}, "timeline 0 must be an object, not 3"),
@@ -197,7 +197,7 @@ def test_a_file_that_is_cut_short_anywhere(tmp_path: Path) -> None:
     text = path.read_text().rstrip()
     for length in range(len(text)):
         path.write_text(text[:length])
-        with pytest.raises(ParseError, match="no JSON, or cut short") as error:
+        with pytest.raises(ParseError, match="not JSON, or cut short") as error:
             Timeline.load(path)
         assert error.value.file == str(path)
         assert error.value.line <= text[:length].count("\n") + 1

@@ -121,7 +121,7 @@ def test_a_result_waits_for_its_loss_only_where_that_is_read() -> None:
     assert repr(step) == "<StepResult loss 2.5>"
     inferred = result(None, waited)
     assert repr(inferred) == "<StepResult without a loss>"
-    assert str(inferred).startswith("infer computes no loss, ")
+    assert str(inferred).startswith("inference has no loss, ")
 
 
 def test_rich_draws_what_a_terminal_does(line: Timeline) -> None:

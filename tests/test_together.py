@@ -55,7 +55,7 @@ def test_a_pair_and_a_batch_keep_their_order() -> None:
         (["0SEND_ACT1", "0OPTIM_STEP"], "0OPTIM_STEP runs alone"),
         (["0SEND_ACT1", "0F2"], "0F2 computes and 0SEND_ACT1 communicates"),
         (["0F2", "1B0", "0SEND_ACT1"], "0F2 computes and 0SEND_ACT1 communicates"),
-        (["0SEND_ACT1", "1RECV_ACT1", "0SEND_ACT1"], "0SEND_ACT1 stands in the entry 2 times"),
+        (["0SEND_ACT1", "1RECV_ACT1", "0SEND_ACT1"], "0SEND_ACT1 is in the entry 2 times"),
     ],
 )
 def test_what_can_not_run_together(actions: list[str], why: str) -> None:

@@ -40,7 +40,7 @@ def test_the_number_of_microbatches() -> None:
         (["0F0 (0F1;0B1)"], r"rank 0 #1 '\(0F1;0B1\)': 0B1 needs 0F1"),
         (["0F0 (0F1; 1B0)"], r"rank 0 #1 '\(0F1;': '\(0F1;' lacks its '\)'"),
         ([[forward(0, 0), 7]], "rank 0 #1 is not an Action but 7"),
-        (["0F0", None], "the list of rank 1 is no list but None"),
+        (["0F0", None], "the list of rank 1 is not a list: None"),
         ("0F0 0B0", "lists must hold one list for each rank, not be a str"),
         ([], "a schedule needs at least one rank"),
     ],

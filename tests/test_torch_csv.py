@@ -21,7 +21,7 @@ def test_the_gradient_of_the_input_under_its_old_name_is_refused() -> None:
     with pytest.raises(ParseError) as error:
         loads_torch_csv(OLD, "old.csv")
     assert (error.value.line, error.value.column) == (1, 10)
-    assert "'0B0' is no full backward, as there is '0W0'" in str(error.value)
+    assert "'0B0' is not a full backward, because there is '0W0'" in str(error.value)
     assert "which is I now" in str(error.value)
 
 
@@ -35,7 +35,7 @@ def test_a_pair_in_the_old_dialect_is_refused_at_its_part() -> None:
     text = (
         "10F0\n" + "".join(f"{s}F0\n" for s in range(10)) + "0F1,(0F2;0B1)OVERLAP_F_B,0B0,0W0,0W1\n"
     )
-    with pytest.raises(ParseError, match="'0B1' is no full backward") as error:
+    with pytest.raises(ParseError, match="'0B1' is not a full backward") as error:
         loads_torch_csv(text)
     assert (error.value.line, error.value.column) == (12, 10)
 

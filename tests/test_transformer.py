@@ -299,7 +299,7 @@ def test_it_can_be_compared_and_saved(tmp_path: Any) -> None:
     [
         ({"layers": 5, "stages": 2}, "5 layers can't be split evenly into 2 stages"),
         ({"layers": (1, 2), "stages": 3}, "layers are given for 2 stages, not 3"),
-        ({"layers": 4, "stages": None}, "stages are missing"),
+        ({"layers": 4, "stages": None}, "pass `stages`"),
         ({"layers": (), "stages": None}, "layers must be one number >= 0 for each stage"),
         ({"layers": (1, -1), "stages": None}, "layers must be one number >= 0 for each stage"),
         ({"layers": 4, "stages": 0}, "stages must be an int >= 1"),

@@ -37,8 +37,8 @@ of its two parts.
   the bubble of the longest [span](glossary.md#span) of a rank. That is the one that counts if steps
   follow each other without a flush.
 - **Peak** is the most [activations](glossary.md#activation) that a rank holds. One activation is
-  that of one microbatch in a quarter of the model. (`compare` counts those of stages: for two stages on a
-  rank, `6 × 1/2` is a peak of 3.)
+  that of one microbatch in a quarter of the model. (`compare` counts those of stages: for two
+  stages on a rank, `6 × 1/2` is a peak of 3.)
 - **Once full** is what an [asynchronous](glossary.md#asynchronous) schedule costs as long as
   nothing drains its pipeline: the time per microbatch, and the bubble.
 

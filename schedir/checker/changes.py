@@ -1,7 +1,8 @@
-"""Changes that may fix a list: an entry moved, a few put in another order, an action added, removed
-or written otherwise, sends and receives joined into batches, or left out for schedir to insert.
+"""Changes that may fix a list: move, reorder, add, remove or rewrite entries, join sends and
+receives into batches, or leave them out for schedir to insert.
 
-A change's text is the help that a user reads: who follows it to the letter makes that change.
+The text of a change is the help line that a user reads. Following it to the letter makes exactly
+that change.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Verb = Literal["move", "post"]
 
 @attrs.frozen
 class Move:
-    """Take the entry at `index` of a rank's list, all that runs together there, and put it before
-    (or after) the one at `target`."""
+    """Move the entry at `index` of a rank's list, with all its parts, before or after the entry at
+    `target`."""
 
     rank: int
     index: int
@@ -55,8 +56,8 @@ class Move:
 
 @attrs.frozen
 class Reorder:
-    """Take the entries at `indices` of a rank's list, and put them in that order where they stand
-    together now: the first of them where the least index is."""
+    """Put the entries at `indices` of a rank's list into that order, in the places that they occupy
+    now."""
 
     rank: int
     indices: tuple[int, ...]
@@ -72,8 +73,8 @@ class Reorder:
 
 @attrs.frozen
 class Add:
-    """Put an action into a rank's list, before or after the entry at `target`, which is None where
-    the list is empty."""
+    """Put an action into a rank's list, before or after the entry at `target`; None if the list is
+    empty."""
 
     action: Action
     rank: int
@@ -88,7 +89,7 @@ class Add:
 
 @attrs.frozen
 class Remove:
-    """Take an action out of a rank's list: what runs together with it stays."""
+    """Take an action out of a rank's list; the other parts of its entry stay."""
 
     action: Action
     rank: int
@@ -100,7 +101,7 @@ class Remove:
 
 @attrs.frozen
 class Write:
-    """Write an action in the place of another one."""
+    """Write an action in place of another one."""
 
     action: Action
     old: Action
@@ -113,8 +114,8 @@ class Write:
 
 @attrs.frozen
 class Several:
-    """Some changes, one after the other; `several` puts them in an order in which none renumbers
-    what a later one names."""
+    """Several changes, one after the other. `several` orders them so that no change renumbers an
+    entry that a later one names."""
 
     changes: tuple[Add | Remove | Write, ...]
 
@@ -124,7 +125,7 @@ class Several:
 
 @attrs.frozen
 class AsSent:
-    """List what a rank receives from another one in the order in which that sends it."""
+    """Reorder what a rank receives from another rank into the order in which that rank sends it."""
 
     source: int
     target: int
@@ -152,7 +153,7 @@ class Batch:
 
 @attrs.frozen
 class LeaveOut:
-    """Leave the communication out; schedir inserts it. `tried` as of a Batch."""
+    """Leave the communication out; schedir inserts it. `tried` means the same as in Batch."""
 
     tried: bool = False
 
@@ -169,7 +170,7 @@ Change: TypeAlias = Move | Reorder | Edit | Several | AsSent | Batch | LeaveOut
 
 
 def changed(schedule: Schedule, change: Change) -> Schedule:
-    """The schedule with a change made."""
+    """The schedule after a change."""
     if isinstance(change, LeaveOut):
         return strip_communication(schedule)
     if isinstance(change, Batch):
@@ -208,8 +209,11 @@ def changed(schedule: Schedule, change: Change) -> Schedule:
 def _edited(
     schedule: Schedule, change: Move | Reorder | Edit | AsSent, entries: list[list[int]]
 ) -> tuple[list[list[int]], int]:
-    """The entries of a rank with a change made, as places, of which a new action has the one after
-    all others; and the place of the action in whose stead that is written, -1 for none."""
+    """The entries of a rank after a change, as places, and the place that a new action replaces, -1
+    for none.
+
+    The place of a new action is the one after all others.
+    """
     columns, new = schedule.columns, len(schedule.columns)
     if isinstance(change, Move):
         entry, to = entries.pop(change.index), change.target + (change.side == "after")
@@ -240,7 +244,7 @@ def _edited(
 
 
 def several(edits: Iterable[Edit]) -> Edit | Several:
-    """The changes, in an order in which none renumbers what a later one names."""
+    """The changes, ordered so that no change renumbers an entry that a later one names."""
 
     def position(edit: Edit) -> tuple[int, float]:
         if not isinstance(edit, Add):
@@ -253,26 +257,26 @@ def several(edits: Iterable[Edit]) -> Edit | Several:
 
 
 def removal(schedule: Schedule, place: int) -> Remove:
-    """What stands at a place taken out."""
+    """The change that takes out the action at a place."""
     rank, index = schedule.columns.position(place)
     return Remove(schedule.columns.action(place), rank, index)
 
 
 def rewriting(schedule: Schedule, place: int, action: Action) -> Write:
-    """An action written in the place of what stands there."""
+    """The change that writes an action in place of the one at a place."""
     rank, index = schedule.columns.position(place)
     return Write(action, schedule.columns.action(place), rank, index)
 
 
 def beside(schedule: Schedule, action: Action, side: Side, place: int) -> Add:
-    """An action added next to a place."""
+    """The change that adds an action next to a place."""
     rank, index = schedule.columns.position(place)
     return Add(action, rank, side, index)
 
 
 def moved_beside(schedule: Schedule, place: int, side: Side, target: int) -> Move | Several:
-    """What stands at a place put next to another one of its rank, without what it runs together
-    with."""
+    """The change that moves the action at a place next to another place of its rank, without the
+    other parts of its entry."""
     columns = schedule.columns
     if columns.shared[place]:
         out = removal(schedule, place)
@@ -285,7 +289,7 @@ def moved_beside(schedule: Schedule, place: int, side: Side, target: int) -> Mov
 
 @attrs.frozen
 class Slide:
-    """The moves of an entry of a rank to a side of each of the `targets`, nearest first."""
+    """The moves of an entry to one side of each of the `targets`, nearest first."""
 
     rank: int
     index: int
@@ -294,7 +298,7 @@ class Slide:
     verb: Verb = "move"
 
     def moves(self) -> Iterator[Move]:
-        """Each of them."""
+        """Every move."""
         for target in self.targets:
             yield Move(self.rank, self.index, self.side, target, self.verb)
 
@@ -302,8 +306,8 @@ class Slide:
 def ahead(
     schedule: Schedule, place: int, target: int, verb: Verb = "move", first: int | None = None
 ) -> Slide:
-    """What stands at `place` to before `target`, or further ahead: as far as before `first`, or
-    the rank's first place."""
+    """The moves of the entry at `place` to before `target`, or further ahead, at most to before
+    `first` or the rank's first place."""
     columns = schedule.columns
     rank, index = columns.position(place)
     start = int(columns.starts[rank])
@@ -317,8 +321,8 @@ def ahead(
 def back(
     schedule: Schedule, place: int, target: int, verb: Verb = "move", last: int | None = None
 ) -> Slide:
-    """What stands at `place` to after `target`, or further back: as far as after `last`, or the
-    rank's last place."""
+    """The moves of the entry at `place` to after `target`, or further back, at most to after `last`
+    or the rank's last place."""
     columns = schedule.columns
     rank, index = columns.position(place)
     end = int(columns.starts[rank + 1])
@@ -330,15 +334,15 @@ def back(
 
 
 def anywhere(schedule: Schedule, places: Iterable[int]) -> Iterator[Move]:
-    """The moves of any of the places, within its list, likely ones first."""
+    """The moves of any of the places within its list, likely ones first."""
     return in_turn(
         [side for p in places for side in (back(schedule, p, p + 1), ahead(schedule, p, p - 1))]
     )
 
 
 def in_turn(slides: Sequence[Slide]) -> Iterator[Move]:
-    """The moves of all, the likely ones first: the nearest of each, then the furthest of each,
-    which is a send right after its maker, say, then the others, nearer ones first."""
+    """The moves of all slides, likely ones first: the nearest of each, then the furthest of each
+    (which puts a send right after its maker, for example), then the others, nearer ones first."""
     slides = [slide for slide in slides if slide.targets]
     ends = [attrs.evolve(slide, targets=slide.targets[:1]) for slide in slides]
     ends += [attrs.evolve(s, targets=s.targets[-1:]) for s in slides if len(s.targets) > 1]
@@ -354,8 +358,8 @@ _MOST_REORDERED = 8
 
 
 def reorder(schedule: Schedule, places: Ints) -> Iterator[Reorder]:
-    """The places of a rank in another order; nothing where they are too many to say, or part of an
-    entry of several actions."""
+    """The change that puts places of a rank into another order. Nothing if there are too many for a
+    help line, or if some are parts of an entry."""
     columns = schedule.columns
     parts = columns.joined[places] | (columns.last[places] != places)
     if len(places) <= _MOST_REORDERED and not parts.any():
@@ -366,7 +370,7 @@ def reorder(schedule: Schedule, places: Ints) -> Iterator[Reorder]:
 # Where an action belongs: after what it uses, before what uses it, in the order of its kind.
 
 Listed: TypeAlias = Callable[[Kind, int, int], int]
-"""The place of a kind of action of a (stage, microbatch), -1 where the lists have none."""
+"""The place of a kind of action of a (stage, microbatch), -1 if it is not listed."""
 
 
 def _uses(kind: Kind) -> Iterator[tuple[Kind, int]]:
@@ -379,8 +383,8 @@ def _uses(kind: Kind) -> Iterator[tuple[Kind, int]]:
 
 
 _USES = {kind: frozenset(_uses(kind)) for kind in Kind}
-"""By kind, what makes what it uses on its own rank: of which kind, and how many stages further
-on."""
+"""By kind, the kinds on the same rank that make its inputs, and how many stages further on each
+is."""
 _USERS = {
     used: [(kind, -further) for kind, uses in _USES.items() for by, further in uses if by is used]
     for used in Kind
@@ -388,8 +392,11 @@ _USERS = {
 
 
 def added(schedule: Schedule, action: Action, rank: int, listed: Listed) -> Add:
-    """A missing action in the list of a rank: next to what it communicates for, or after compute of
-    its kind for the microbatch before, where that is after what it uses and before its use."""
+    """The change that adds a missing action to the list of a rank.
+
+    It goes next to the compute that it communicates for, or after compute of its kind for the
+    microbatch before, if that is after its inputs and before its use.
+    """
     return next(additions(schedule, action, rank, listed))
 
 
@@ -401,8 +408,9 @@ def additions(
     least: int = 0,
     most: int | None = None,
 ) -> Iterator[Add]:
-    """A missing action in the list of a rank, between the places `least` and `most` if it can be:
-    where it most likely belongs, then everywhere else between what it uses and its use."""
+    """The changes that add a missing action to the list of a rank, between the places `least` and
+    `most` if possible: first at its most likely place, then everywhere else between its inputs and
+    its use."""
     start, end = schedule.columns.starts[[rank, rank + 1]].tolist()
     uses, users = _around(schedule, action, rank, listed)
     first = max([start, least, *(1 + place for place in uses)])
@@ -424,7 +432,8 @@ def additions(
 def _around(
     schedule: Schedule, action: Action, rank: int, listed: Listed
 ) -> tuple[list[int], list[int]]:
-    """The places of what an action uses on a rank, and of what uses it there."""
+    """The places on a rank that make an action's inputs, and the places there that use its
+    result."""
     start, end = schedule.columns.starts[[rank, rank + 1]].tolist()
     uses, users = (
         [listed(kind, action.stage + further, action.microbatch or 0) for kind, further in of]
@@ -434,15 +443,15 @@ def _around(
 
 
 def is_misplaced(schedule: Schedule, place: int, listed: Listed) -> bool:
-    """Whether what stands at a place comes before what it uses on its rank, or after its use."""
+    """True if the action at a place comes before its inputs on its rank, or after its use."""
     columns = schedule.columns
     uses, users = _around(schedule, columns.action(place), int(columns.rank[place]), listed)
     return max(uses, default=-1) > place or min(users, default=place) < place
 
 
 def at_gap(schedule: Schedule, action: Action, rank: int, place: int, *, ahead: bool) -> Add:
-    """An action added before what stands at a place: ahead of the entry of that, or behind the
-    entry before it."""
+    """The change that adds an action before a place: ahead of the entry there, or after the entry
+    before it."""
     columns = schedule.columns
     start, end = int(columns.starts[rank]), int(columns.starts[rank + 1])
     if start == end:
@@ -455,7 +464,8 @@ def at_gap(schedule: Schedule, action: Action, rank: int, place: int, *, ahead: 
 def taken_to(
     schedule: Schedule, place: int, rank: int, listed: Listed, *, there: bool
 ) -> Edit | Several:
-    """What stands at a place taken to another rank, or just taken out where that one has it."""
+    """The change that moves the action at a place to another rank, or only removes it if that rank
+    already has it."""
     out = removal(schedule, place)
     if there:
         return out
@@ -463,15 +473,15 @@ def taken_to(
 
 
 def last_of_stage(columns: Columns, stage: int, rank: int, *kinds: Kind) -> int:
-    """The last place of these kinds of a stage on a rank, -1 where there is none."""
+    """The last place of these kinds of a stage on a rank, -1 for none."""
     own = slice(columns.starts[rank], columns.starts[rank + 1])
     found = (columns.is_kind(*kinds)[own] & (columns.stage[own] == stage)).nonzero()[0]
     return int(columns.starts[rank] + found[-1]) if len(found) else -1
 
 
 def after_stage(schedule: Schedule, action: Action, rank: int, *kinds: Kind) -> Add:
-    """An action added after the last of these kinds of its stage on a rank, or at the end of its
-    list."""
+    """The change that adds an action after the last of these kinds of its stage on a rank, or at
+    the end of the list."""
     last = last_of_stage(schedule.columns, action.stage, rank, *kinds)
     place = last + 1 if last >= 0 else int(schedule.columns.starts[rank + 1])
     return at_gap(schedule, action, rank, place, ahead=False)

@@ -35,7 +35,7 @@ _ROWS_AROUND = 2
 
 
 def communication(schedule: Schedule) -> Iterator[Faults]:
-    """What is wrong with the sends and receives. Expects a sound structure."""
+    """The faults of sends and receives. Expects a sound structure."""
     graph = graph_of(schedule)
     yield Faults(
         rule=rules.NO_PEER,
@@ -64,7 +64,7 @@ def _lone(graph: Graph, place: int) -> Finding:
 
 
 def _without_receive(graph: Graph, told: Wrong) -> Faults:
-    """A receive stands before the compute that uses it."""
+    """Compute that is listed before its receive, or without one."""
     numbers = graph.arrivals[told.places]
     findings = (_used_too_early(graph, number) for number in numbers.tolist())
     return Faults(rule=told.rule, keys=numbers, findings=findings)
@@ -94,7 +94,8 @@ def _receive(transfers: Transfers, number: int) -> Action:
 
 
 def _other_end(graph: Graph, number: int, action: Action) -> Iterator[Add]:
-    """One end of a transfer added, in the order of its channel where its other end is known."""
+    """The change that adds one end of a transfer, in the order of its channel if the other end is
+    known."""
     transfers, least, most = graph.transfers, 0, None
     known, lacked, rank = transfers.receive, transfers.send, transfers.source[number]
     if action.kind in RECEIVES:
@@ -109,7 +110,7 @@ def _other_end(graph: Graph, number: int, action: Action) -> Iterator[Add]:
 
 
 def _unmatched(graph: Graph) -> Iterator[Faults]:
-    """Every send has its receive, every receive its send."""
+    """Sends without a receive, and receives without a send."""
     ends = graph.transfers.send, graph.transfers.receive
     for side, (listed, lacked) in enumerate((ends, ends[::-1])):
         numbers = np.flatnonzero((listed >= 0) & (lacked < 0))
@@ -131,9 +132,9 @@ def _alone(graph: Graph, number: int, place: int) -> Finding:
 
 
 def _mis_paired(graph: Graph) -> Iterator[Faults]:
-    """The sends and receives of a channel stand in the same order.
+    """Channels whose sends and receives are listed in different orders.
 
-    What is unmatched would shift all after it, so only what has both ends is compared.
+    An unmatched end would shift all ends after it, so only transfers with both ends are compared.
     """
     transfers, (order, follows) = graph.transfers, graph.transfers.by_channel
     early = np.flatnonzero(follows[1:] & (np.diff(transfers.receive[order]) < 0))
@@ -185,7 +186,7 @@ def _swapped(schedule: Schedule, transfers: Transfers, sent: Ints, received: Int
 def _pairing(
     schedule: Schedule, transfers: Transfers, sent: Ints, received: Ints
 ) -> Iterator[Change]:
-    """What may pair a channel rightly: one end moved, or the wrong ones of an end reordered."""
+    """The changes that may pair a channel correctly: one end moved, or the wrong ends reordered."""
     wrong = np.flatnonzero(sent != received)
     first, last = int(wrong[0]), int(wrong[-1])
     sends, receives = transfers.send[sent].tolist(), transfers.receive[received].tolist()
@@ -214,7 +215,7 @@ def _pairing(
 
 
 def unmatched_reduces(schedule: Schedule) -> Iterator[Faults]:
-    """A replicated stage has the same number of collectives on each of its ranks."""
+    """Replicated stages whose ranks have different numbers of collectives."""
     for stage, by_rank in graph_of(schedule).collectives_of.items():
         least = min(by_rank, key=lambda rank: len(by_rank[rank]))
         for rank, places in by_rank.items():
@@ -231,7 +232,8 @@ def unmatched_reduces(schedule: Schedule) -> Iterator[Faults]:
 def _without_counterpart(
     schedule: Schedule, places: list[int], more: list[int], least: int
 ) -> Iterator[Finding]:
-    """It is taken out, or one of the others on its rank is; or the other rank gets one."""
+    """The changes that remove this collective, or another one on its rank, or add one on the other
+    rank."""
     columns, turns = schedule.columns, graph_of(schedule).turn
     is_step = columns.is_kind(*STEPS)
     for place in more:
@@ -256,8 +258,8 @@ def _without_counterpart(
 
 
 def _at_the_end(schedule: Schedule, rank: int, action: Action, steps: Ints) -> Change:
-    """A collective after all that a rank has of its stage, or at the end of its list; with a step
-    after it, where there are any of the `steps` like which that is."""
+    """The change that adds a collective after all entries of its stage on a rank, or at the end of
+    the list, with a step after it if there are any of the `steps` that it resembles."""
     kinds = (*COMPLETES_GRADIENTS, *((*GROUPS, *STEPS) if len(steps) else ()))
     add = after_stage(schedule, action, rank, *kinds)
     if not len(steps):

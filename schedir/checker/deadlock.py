@@ -48,7 +48,7 @@ def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
 
 
 def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
-    """Whether the schedule runs to its end under a channel model."""
+    """True if the schedule runs to its end under a channel model."""
     if _alike(schedule, ties):
         channel = _AS_ANOTHER.get(channel, channel)
     return not waits(schedule, channel, ties).blocks
@@ -66,8 +66,8 @@ _AS_ANOTHER = {"rank": "host", "async": "edge"}
 
 
 def _alike(schedule: Schedule, ties: Ties) -> bool:
-    """Whether they do: not with ties; nor with batches, which are none under `host`, and whose
-    receives are needed by whoever needs another part."""
+    """True if the two models block alike: not with ties, and not with batches, whose parts run
+    apart under `host` and whose receives delay whoever needs another part."""
     columns = schedule.columns
     return not (ties or (columns.joined & columns.is_kind(*COMMUNICATION)).any())
 
@@ -80,11 +80,11 @@ def deadlock(
     *,
     given: Schedule | None = None,
 ) -> Iterator[Faults]:
-    """A deadlock under `channel`, if there is one; `clean` are the models without.
+    """A deadlock under `channel`, if there is one; `clean` are the models without one.
 
     A compute-only schedule is judged by its compute, collectives and ties: a cycle of these exists
-    under every model. `given` is the schedule as its author gave it, where communication has been
-    inserted since.
+    under every model. `given` is the schedule as its author gave it, if communication was inserted
+    since.
     """
     # What blocks under every model does so for the reasons that the weakest has, too: these are the
     # ones to see to first.
@@ -144,8 +144,8 @@ def _rows(columns: Columns, cycle: list[Wait]) -> list[tuple[int, str, int]]:
 
 
 def _shortened(rows: list[tuple[int, str, int]]) -> list[tuple[int, str, int]]:
-    """The rows without the middle of a long way through one list: what is queued behind something
-    is queued behind all before that, too."""
+    """The rows without the middle of a long way through one list: an entry that is queued behind
+    another is also queued behind all entries before that one."""
     kept = []
     for why, way in groupby(rows, key=itemgetter(1)):
         own = list(way)
@@ -158,11 +158,11 @@ def _shortened(rows: list[tuple[int, str, int]]) -> list[tuple[int, str, int]]:
 def _breaking(
     schedule: Schedule, given: Schedule, cycle: list[Wait], tied: bool
 ) -> Iterator[Change]:
-    """What may break the cycle, in the list as it was given.
+    """The changes that may break the cycle, in the list as it was given.
 
-    Where it goes through a list, from one entry to an earlier one, that wait ends only if the
-    first of them goes ahead of the other, or the other after it: what stands between them holds
-    no more than they do, but for ties, where it keeps OPTIM_STEPs from being one point.
+    If the cycle leads through a list from one entry to an earlier one, that wait ends only if the
+    first entry moves ahead of the other, or the other after it. The entries between them hold up no
+    more than these two do, except with ties, where they keep OPTIM_STEPs from happening together.
     """
     columns = schedule.columns
     computes, receives = columns.is_kind(*COMPUTE), columns.is_kind(*RECEIVES)
@@ -196,8 +196,8 @@ def _breaking(
 
 
 def _passages(cycle: list[Wait]) -> list[list[int]]:
-    """The places that the cycle goes through on one rank, each waiting for the next by the list's
-    order alone."""
+    """The places that the cycle visits on one rank, each waiting for the next only by the order of
+    the list."""
     passages: list[list[int]] = []
     for at, (later, earlier, why) in enumerate(cycle):
         before = cycle[at - 1]
@@ -214,8 +214,8 @@ def _passages(cycle: list[Wait]) -> list[list[int]]:
 
 
 def _window(schedule: Schedule, place: int) -> tuple[int | None, int | None]:
-    """The places between which a send or receive can be moved: on the right side of its compute,
-    and in the order of its channel."""
+    """The places between which a send or receive can move: on the right side of its compute, and in
+    the order of its channel."""
     transfers = graph_of(schedule).transfers
     sends = bool(schedule.columns.is_kind(*SENDS)[place])
     own = transfers.send if sends else transfers.receive

@@ -1,7 +1,7 @@
-"""What is wrong with a schedule, and which change fixes it: what is proposed is tried.
+"""Faults of a schedule, and which change fixes each. Every proposed change has been tried.
 
-A list of a million actions can be wrong a million times. So faults are found and compared as
-arrays, and put into words only where somebody reads them.
+A list of a million actions can have a million faults. So faults are found and compared as arrays,
+and put into words only when somebody reads them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from schedir.ir import Ints, Schedule
 class Finding:
     """A fault in words, and the changes that may fix it, likely ones first.
 
-    `of_communication` says whether to leave the communication out, for schedir to insert, is one
-    more of them, `blocks` whether to join it into batches is. `otherwise` ends the fault whatever
-    else is wrong, or comes of it: the change where none of the others is known to be right.
-    `blocks_less` makes the changes anew, one of which may end a deadlock that is not the only one.
+    `of_communication` says that leaving the communication out, for schedir to insert, is one more
+    change; `blocks` says the same of joining it into batches. `otherwise` ends the fault whatever
+    else is wrong: it is proposed if no other change is known to be right. `blocks_less` makes the
+    changes again; one of them may end a deadlock that is not the only one.
     """
 
     diagnostic: Diagnostic
@@ -41,10 +41,9 @@ class Finding:
 class Faults:
     """Faults against one rule, ordered by place.
 
-    `keys` says what each is about, in a number that stays the same when a change is made, and
-    `extents` how much is wrong there; there are none where the structure is wrong. What several are
-    about is as wrong as all of them together. `findings` are made as they are asked for; `many` is
-    their number.
+    `keys` identify what each fault is about, by numbers that stay the same when a change is made.
+    `extents` say how much is wrong there. Both are empty if the structure is wrong. Faults with the
+    same key add up. `findings` are made on demand, and `many` is their number.
     """
 
     rule: Rule
@@ -57,7 +56,7 @@ class Faults:
 
     @cached_property
     def tally(self) -> Tally:
-        """How much is wrong with each thing that they are about."""
+        """How much is wrong, by key."""
         counted: Tally = Counter()
         for key, extent in zip(self.keys.tolist(), self.extents.tolist(), strict=False):
             counted[self.rule.code, key] += extent
@@ -75,7 +74,7 @@ def fault(
     key: int = 0,
     extent: int = 1,
 ) -> Faults:
-    """A single one."""
+    """A single fault."""
     return Faults(
         rule=diagnostic.rule,
         keys=np.array([key]),
@@ -93,17 +92,17 @@ _OVERHEAD = 4000
 _FEW = 4
 
 Judge = Callable[[Schedule, bool], Iterator[Faults]]
-"""What is wrong with a changed schedule: the errors alone, or everything."""
+"""The faults of a changed schedule: only the errors, or everything."""
 
 Blocked = Callable[[Schedule], tuple[int, int]]
-"""How much of a schedule can never run: less, the smaller."""
+"""How much of a schedule can never run; smaller is better."""
 
 
 @attrs.define(eq=False, slots=False)
 class Trials:
-    """Tries changes of one schedule, of which it is known what is wrong, until its budget is spent.
+    """Tries changes of one schedule with known faults, until its budget is spent.
 
-    A change fixes a fault where that is gone, and nothing new, or more of anything, has come.
+    A change fixes a fault if the fault is gone, and nothing new, or more of anything, has appeared.
     """
 
     schedule: Schedule
@@ -118,8 +117,8 @@ class Trials:
         self.left, self._few = max(1, many), many <= _FEW
 
     def fix(self, finding: Finding, key: int, extent: int, most: int) -> Diagnostic:
-        """The finding with the first change that fixes the fault, of at most so many that are
-        tried; else with the one that ends it whatever comes of it, if there is one."""
+        """The finding with the first change that fixes the fault, after at most `most` trials.
+        Otherwise, the finding with the change that ends it in any case, if there is one."""
         tried = self._tried(finding, key, extent, most)
         change = finding.otherwise if tried is None else tried
         if change is None and finding.blocks_less is not None:
@@ -152,8 +151,8 @@ class Trials:
         fixed: tuple[str, int] = ("", 0),
         extent: int = 0,
     ) -> bool:
-        """Whether all that is found is known, and nowhere more of it, and so much less of what is
-        to be fixed."""
+        """True if every fault found is known, no fault has grown, and the fault to fix has shrunk
+        by `extent`."""
         known = self._errors if errors_only else self._everything
         return all(
             many <= known[about] - extent * (about == fixed)
@@ -162,7 +161,8 @@ class Trials:
         )
 
     def _easing(self, changes: Iterable[Change]) -> Change | None:
-        """The first change after which less can never run: one of several knots is undone."""
+        """The first change after which fewer actions are blocked: it undoes one of several
+        deadlocks."""
         blocked = None
         for _, change in zip(range(self.left), changes, strict=False):
             self.left -= 1

@@ -1,11 +1,11 @@
-"""S5xx: what is right, but slower than it need be.
+"""S5xx: correct schedules that are slower than necessary.
 
-Judged at the textbook costs (F = 1, B = 2, I = W = 1, transfers free), as they were simulated.
+They are judged at the textbook costs (F = 1, B = 2, I = W = 1, transfers free), as simulated.
 
 A send may stand right after the compute that makes its payload, and after the send before it on its
-channel: what is computed in between, the rank at the other end may have to wait for. Which send
-costs most is found by running the list with each moved. What is part of a batch is posted with
-that, and neither late nor early by itself.
+channel. The rank at the other end may have to wait for anything computed in between. To find the
+send that costs most, the list is run with each send moved. A part of a batch is posted with the
+batch, so it is neither late nor early.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OVERHEAD = 2500
 
 
 def lints(schedule: Schedule, channel: str) -> Iterator[Faults]:
-    """What makes a right, complete schedule slower than it need be."""
+    """Why a correct, complete schedule is slower than necessary."""
     posted = _posting(schedule, channel)
     yield from _late_sends(posted)
     # Under `host` every early receive holds up compute too; `edge` holds up no other channel.
@@ -54,13 +54,13 @@ def lints(schedule: Schedule, channel: str) -> Iterator[Faults]:
 
 @attrs.frozen(eq=False)
 class _Posting:
-    """When a complete schedule runs: as it is listed, and where no send is late.
+    """When a complete schedule runs: as listed, and with no late send.
 
-    By transfer, the one `previous` on its channel, -1 for none, and the place of the compute after
-    which its send is posted: as `sent`, or at best, on its own (`alone`) or with all others
-    (`together`). By place, the compute `before` it, -1 for none, and when it is over, as `listed`
-    or if all sends are `prompt`; one more entry, for the beginning, is 0. `clock` is the schedule
-    as it is run.
+    By transfer: the transfer `previous` on its channel, -1 for none, and the place of the compute
+    after which its send is posted: as `sent`, or at best with only this send moved (`alone`) or
+    with all moved (`together`). By place: the compute `before` it, -1 for none, and when the place
+    is over, as `listed` or if all sends are `prompt`; the last element, for the beginning, is 0.
+    `clock` is the schedule as it is run.
     """
 
     graph: Graph
@@ -75,7 +75,7 @@ class _Posting:
 
 
 def _done(columns: Columns, begins: Ints) -> Ints:
-    """When each place is over, and what is over at the beginning, given when all begin."""
+    """When each place is over, and 0 for the beginning, given when each place begins."""
     takes = TEXTBOOK[columns.kind]
     if columns.together:
         takes = np.add.reduceat(takes, columns.heads)[columns.entry]
@@ -83,7 +83,7 @@ def _done(columns: Columns, begins: Ints) -> Ints:
 
 
 def _posting(schedule: Schedule, channel: str) -> _Posting:
-    """Run the schedule, and once more if sends are late."""
+    """Run the schedule, and again if sends are late."""
     graph, columns = graph_of(schedule), schedule.columns
     # Where posts never block, a batch is its parts; it may not run as one does.
     clock = split_batches(schedule) if channel == "async" else schedule
@@ -106,7 +106,7 @@ def _posting(schedule: Schedule, channel: str) -> _Posting:
 
 
 def _run(posted: _Posting, sent: Ints) -> Ints:
-    """When each place is over, its sends posted after these."""
+    """When each place is over, if its sends are posted after these places."""
     after = posted.before.copy()
     after[posted.graph.transfers.send] = sent
     waiting = waits(posted.clock, "edge", posted=after)
@@ -117,9 +117,9 @@ def _run(posted: _Posting, sent: Ints) -> Ints:
 def _late_receives(posted: _Posting, most: Ints | None = None) -> Iterator[Faults]:
     """One finding for all, at the receive that is posted the latest after its send.
 
-    Where sends are late, a receive in step with them may come before its send or long after it:
-    so they are judged as if no send were. `most` says, by transfer, how late a receive is at most
-    where a channel model holds up sends: it is not late for what could not go yet.
+    If sends are late, a receive in step with them may come before its send or long after it, so
+    receives are judged as if no send were late. `most` limits, by transfer, how late a receive
+    counts: if a channel model holds up the send, the receive is not late for that time.
     """
     schedule, columns = posted.graph.schedule, posted.graph.columns
     transfers, before = posted.graph.transfers, posted.before
@@ -141,7 +141,7 @@ def _late_receives(posted: _Posting, most: Ints | None = None) -> Iterator[Fault
 
 
 def _late_sends(posted: _Posting) -> Iterator[Faults]:
-    """One finding for all, at the send whose move regains the most."""
+    """One finding for all, at the send whose move saves the most time."""
     makespan, possible = posted.listed.max(), posted.prompt.max()
     if makespan <= possible:
         return
@@ -174,9 +174,8 @@ def _late_sends(posted: _Posting) -> Iterator[Faults]:
 
 
 def _critical(posted: _Posting) -> list[int]:
-    """The late sends on a critical path, those that come latest first: one at least, where sends
-    that are late make the step longer. A move regains something only if it is that of one of
-    them."""
+    """The late sends on a critical path, the latest first. There is at least one if late sends make
+    the step longer, and moving any other send saves nothing."""
     columns, transfers, listed = posted.graph.columns, posted.graph.transfers, posted.listed
     waiting, begins = waits(posted.clock, "edge"), textbook(posted.clock)
     ends = begins + waiting.summed(TEXTBOOK[columns.kind])
@@ -203,14 +202,15 @@ def _critical(posted: _Posting) -> list[int]:
 
 
 def _after(posted: _Posting, transfer: int) -> int:
-    """The place that a send has to follow: its maker, or the send before on its channel."""
+    """The place that a send must follow: its maker, or the send before it on its channel."""
     transfers, previous = posted.graph.transfers, posted.previous[transfer]
     maker = int(transfers.maker[transfer])
     return maker if previous < 0 else max(maker, int(transfers.send[previous]))
 
 
 def _sooner(posted: _Posting, transfer: int, after: int) -> Iterator[Move]:
-    """To right after what it has to follow, or after other communication there."""
+    """The change that moves a send right after the place that it must follow, or after other
+    communication there."""
     columns = posted.graph.columns
     send = int(posted.graph.transfers.send[transfer])
     rank, index = columns.position(send)
@@ -225,8 +225,8 @@ def _sooner(posted: _Posting, transfer: int, after: int) -> Iterator[Move]:
 
 
 def _held_up(posted: _Posting, channel: str, done: Ints) -> Ints:
-    """By transfer, how much later its receive is posted than its send could go under a channel
-    model, under which each place is `done` then."""
+    """By transfer, how much later its receive is posted than its send could run under a channel
+    model; `done` are the times under that model."""
     columns, transfers = posted.graph.columns, posted.graph.transfers
     if columns.together:  # what waits for a part waits for all of its entry
         done = np.append(np.maximum.reduceat(done[:-1], columns.heads)[columns.entry], 0)
@@ -239,7 +239,7 @@ def _held_up(posted: _Posting, channel: str, done: Ints) -> Ints:
 def _early_receives(
     schedule: Schedule, channel: str, makespan: int, possible: int
 ) -> Iterator[Faults]:
-    """The receive that holds up most, where the step takes longer for what is held up."""
+    """The receive that holds up the most, if it makes the step longer."""
     if makespan <= possible:
         return
     columns, waiting = schedule.columns, waits(schedule, channel)
@@ -273,7 +273,8 @@ def _early_receives(
 
 
 def _needless_splits(graph: Graph) -> Iterator[Faults]:
-    """An I and its W side by side; what stands between them may be the reason for the split."""
+    """An I directly followed by its W. An action between the two may be the reason for the
+    split."""
     first, second = graph.where("make", "deferred"), graph.where("end", "deferred")
     pairs = np.sort(first[(first >= 0) & (second == first + 1)])
     # That of an overlapped pair is one with the forward beside it.

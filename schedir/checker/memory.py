@@ -1,4 +1,4 @@
-"""S4xx: every weight version that is read exists, and what is alive stays within the limits."""
+"""S4xx: every weight version that is read exists, and memory stays within the limits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from schedir.ir import HOMES, NAMES_VERSION, Bools, Ints, Schedule, Ties
 
 @attrs.frozen
 class Limits:
-    """What a schedule may cost at most; None for no limit.
+    """The limits of a check; None for no limit.
 
-    `max_delay` in updates between the version that a gradient is computed at and the one that it
-    is applied to; `max_versions` of a stage alive at once, the newest included; `max_activations`
-    of a rank alive at once, in (stage, microbatch) pairs. `held_until` says whether that of a split
-    backward counts until its "W" or its "I".
+    `max_delay` is in updates between the version that a gradient is computed at and the version
+    that it is applied to. `max_versions` counts the versions of a stage alive at once, the newest
+    included. `max_activations` counts a rank's (stage, microbatch) activations alive at once.
+    `held_until` says whether an activation with a split backward counts until its "W" or its "I".
     """
 
     max_delay: int | None = None
@@ -42,7 +42,7 @@ class Limits:
 
 
 def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faults]:
-    """What is wrong with versions and activations. Expects a sound structure."""
+    """The faults of versions and activations. Expects a sound structure."""
     graph = graph_of(schedule)
     yield _versions_exist(graph)
     yield _named_alike(graph)
@@ -71,7 +71,7 @@ def _versions_exist(graph: Graph) -> Faults:
 
 
 def _named_alike(graph: Graph) -> Faults:
-    """What runs again and names a version names that of its forward."""
+    """An R that names a version must name its forward's."""
     schedule, columns, rule = graph.schedule, graph.columns, rules.RECOMPUTE_AT_ANOTHER_VERSION
     again = columns.where(*NAMES_VERSION - HOMES)
     pair = columns.stage[again], columns.microbatch[again]
@@ -92,13 +92,13 @@ def _named_alike(graph: Graph) -> Faults:
 
 
 def _reading(schedule: Schedule, place: int, version: int | None) -> Write:
-    """What stands at a place with another version named, or none."""
+    """The change that names another version, or none, in the action at a place."""
     action = attrs.evolve(schedule.columns.action(place), version=version)
     return rewriting(schedule, place, action)
 
 
 def _versions_agree(graph: Graph) -> Iterator[Faults]:
-    """One note for the whole schedule: where its stages run a microbatch at different versions."""
+    """One note for the whole schedule, if its stages run a microbatch at different versions."""
     if not graph.reads.any():
         return
     known = _applied_in_versions(graph)
@@ -110,9 +110,10 @@ def _versions_agree(graph: Graph) -> Iterator[Faults]:
 
 
 def _applied_in_versions(graph: Graph) -> Ints:
-    """How many microbatches the version that each forward reads has seen, [stages, microbatches].
+    """How many microbatches are applied in the version that each forward reads, shape [stages,
+    microbatches].
 
-    Stages that step at different rates have other numbers for the same version of the model.
+    Stages that step at different rates number the same version of the model differently.
     """
     turns, reads = graph.turn[graph.weight_gradients], graph.reads
     seen = np.zeros((len(reads), int(max(turns.max(), reads.max())) + 2), np.int64)
@@ -122,7 +123,7 @@ def _applied_in_versions(graph: Graph) -> Ints:
 
 
 def _tied_versions_agree(graph: Graph, ties: Ties) -> Iterator[Faults]:
-    """The stages of a tie read one version of what they share; one finding for each tie."""
+    """One finding for each tie whose stages read different versions of the shared parameters."""
     for number, tie in enumerate(ties):
         reads = graph.reads[[*tie]]
         differ = reads != reads[0]
@@ -140,8 +141,8 @@ def _tied_versions_agree(graph: Graph, ties: Ties) -> Iterator[Faults]:
 def _disagreeing(
     rule: Rule, graph: Graph, differ: Bools, one: int, other: int
 ) -> tuple[Diagnostic, int]:
-    """The finding that two stages run the first microbatch of which some `differ` at different
-    versions; and how many such microbatches there are."""
+    """The finding that two stages run the first of the microbatches that `differ` at different
+    versions, and the number of such microbatches."""
     microbatches = np.flatnonzero(differ.any(axis=0))
     home, reads = graph.home[:, microbatches[0]], graph.reads[:, microbatches[0]]
     finding = rule.at(
@@ -157,7 +158,7 @@ def _disagreeing(
 
 
 def delays(schedule: Schedule) -> Ints:
-    """The updates between the version that each gradient is computed at and the one that it is
+    """The updates between the version that each gradient is computed at and the version that it is
     applied to, shape [stages, microbatches]. Expects a sound structure."""
     graph = graph_of(schedule)
     return graph.turn[graph.weight_gradients] - graph.reads

@@ -1,4 +1,4 @@
-"""S2xx: what a rank computes is in an order that makes sense, each gradient summed and applied
+"""S2xx: each rank's compute is in a sensible order, and each gradient is summed and applied
 once."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ENDS_WITH_A_STEP = (*COMPLETES_GRADIENTS, _SUM, _STEP)
 
 
 def ordering(schedule: Schedule, ties: Ties = ()) -> Iterator[Faults]:
-    """What is wrong with the order of compute on each rank. Expects a sound structure."""
+    """The faults in the order of compute on each rank. Expects a sound structure."""
     yield from (values(schedule, told) for told in wrong(schedule))
     graph = graph_of(schedule)
     if schedule.columns.is_kind(_SUM).any() or len(schedule.holdings) > schedule.stages:
@@ -53,7 +53,7 @@ def ordering(schedule: Schedule, ties: Ties = ()) -> Iterator[Faults]:
 
 
 def without_steps(schedule: Schedule) -> Iterator[Faults]:
-    """A schedule that is right, but leaves the update to its caller."""
+    """The note for a correct schedule that leaves the update to its caller."""
     graph = graph_of(schedule)
     if not len(graph.steps):
         yield fault(rules.NO_STEP.at(schedule, int(graph.weight_gradients.max())))
@@ -63,8 +63,8 @@ def without_steps(schedule: Schedule) -> Iterator[Faults]:
 
 
 def _round(graph: Graph, places: Ints) -> Ints:
-    """The number of the round that each of the places is in: from one step of its stage on its rank
-    to the next."""
+    """The number of each place's round, which lasts from one step of its stage on its rank to the
+    next."""
     rounds: Ints = graph.first_round[graph.holding[places]] + graph.turn[places]
     return rounds
 
@@ -108,9 +108,9 @@ def _summed_once(graph: Graph) -> Iterator[Faults]:
 
 
 def _without_sum(graph: Graph, gradients: Ints, sums: Ints, many: Ints) -> Faults:
-    """The rounds that have no sum, though their stage lives on several ranks; or though a stage on
-    one rank has one of its `gradients`, over a data-parallel group that the schedule does not show.
-    `many` says how many each round has."""
+    """The rounds without a sum, of a stage on several ranks, or of a stage on one rank if other
+    such stages are summed over a data-parallel group outside the schedule. `many` is the number of
+    `gradients` in each round."""
     stage, size = graph.columns.stage, len(graph.columns)
     replicated = np.array([len(held) > 1 for held in graph.schedule.placement])
     needed = replicated | bool((~replicated[stage[sums]]).any())
@@ -139,7 +139,7 @@ def _unsummed(schedule: Schedule, place: int, side: Side) -> Finding:
 
 
 def _summing(schedule: Schedule, place: int) -> Iterator[Move]:
-    """What brings a sum before a step: moves of the step, or of the sum next to it."""
+    """The changes that bring a sum before a step: moves of the step, or of the sum next to it."""
     columns = schedule.columns
     own = (columns.rank == columns.rank[place]) & (columns.stage == columns.stage[place])
     sums = np.flatnonzero(own & columns.is_kind(_SUM)).tolist()
@@ -149,8 +149,8 @@ def _summing(schedule: Schedule, place: int) -> Iterator[Move]:
 
 
 def _summed_early(graph: Graph, place: int, last: int, late: int, whole: bool) -> Finding:
-    """The finding for a sum with so many gradients `late`, to the `last` one; another one may sum
-    the `whole` round."""
+    """The finding for a sum with `late` gradients after it, up to the `last` one; another sum may
+    cover the `whole` round."""
     schedule = graph.schedule
     finding = rules.REDUCE_BEFORE_GRADIENTS.at(schedule, place, last, late=late)
     if whole:  # the early one is one too many
@@ -163,7 +163,7 @@ def _summed_early(graph: Graph, place: int, last: int, late: int, whole: bool) -
 
 
 def _everywhere(graph: Graph, place: int) -> Iterator[Edit]:
-    """A sum, and those that it meets on other ranks, taken out."""
+    """The change that removes a sum, and the sums on other ranks that it meets."""
     by_rank = graph.collectives_of[int(graph.columns.stage[place])]
     turn = by_rank[int(graph.columns.rank[place])].index(place)
     yield from (removal(graph.schedule, own[turn]) for own in by_rank.values() if turn < len(own))
@@ -179,8 +179,8 @@ def _removals(schedule: Schedule, places: Iterable[int]) -> Change:
 
 
 def _across(graph: Graph, many: Ints, places: tuple[int, ...]) -> Finding:
-    """Where some ranks have one sum more in an earlier round than others, that goes, or the others
-    get one."""
+    """The changes that remove a sum that some ranks have in excess in an earlier round, or add one
+    on the other ranks."""
     schedule, turns = graph.schedule, graph.turn[[*places]]
     behind = np.array(places)[turns == turns.min()]
     further = np.array(places)[turns > turns.min()].tolist()
@@ -196,7 +196,7 @@ def _across(graph: Graph, many: Ints, places: tuple[int, ...]) -> Finding:
 
 
 def _one_more_sum(graph: Graph, place: int, turn: int) -> Edit:
-    """One more sum on the rank of a later one, before the step of a round."""
+    """The change that adds a sum on the rank of a later one, before the step of a round."""
     step = _steps_of(graph, int(graph.holding[place]))[turn]
     return beside(graph.schedule, graph.columns.action(place), "before", step)
 
@@ -223,7 +223,7 @@ def _steps_of(graph: Graph, holding: int) -> list[int]:
 
 
 def _usual(graph: Graph, holding: int) -> int:
-    """How many steps most of the other stages have, and the replicas of this one."""
+    """How many steps most of the other stages, and the replicas of this one, have."""
     others = np.delete(graph.steps_of, holding).tolist()
     return max(others, key=lambda steps: (others.count(steps), steps), default=0)
 
@@ -268,7 +268,8 @@ def _unapplied(graph: Graph, number: int, gradients: list[int]) -> Finding:
 
 
 def _one_more_step(schedule: Schedule, stage: int, rank: int) -> Add:
-    """A step after all that a stage has to apply on a rank, and has summed."""
+    """The change that adds a step after all that a stage must apply on a rank, and after its
+    sums."""
     return after_stage(schedule, Action(_STEP, stage), rank, *_ENDS_WITH_A_STEP)
 
 
@@ -287,8 +288,8 @@ def _empty_steps(graph: Graph, gradients: Ints) -> Faults:
 
 
 def _empty(graph: Graph, place: int) -> Finding:
-    """It is taken out, unless its stage would have none or fewer than others then: it gets
-    something to apply instead."""
+    """The changes that remove an empty step. If its stage would then have no step, or fewer than
+    other stages, the step gets something to apply instead."""
     schedule, columns, number = graph.schedule, graph.columns, int(graph.holding[place])
     out, moves = removal(schedule, place), anywhere(schedule, [place])
     finding = rules.EMPTY_STEP.at(schedule, place)
@@ -366,8 +367,8 @@ def _merged(
     applied: tuple[int, ...],
     expected: tuple[int, ...],
 ) -> Change:
-    """One of two stages, or both, without the step of a number, so that the next one applies its
-    gradients: the one that applies a part of the other's."""
+    """The changes that remove a step from one of two stages, or from both, so that the next step
+    applies its gradients. The step that applies a part of the other's goes first."""
     one, other = {*applied}, {*expected}
     merged = stages[:1] if one < other else stages[1:] if other < one else stages
     edits = []
@@ -380,8 +381,8 @@ def _merged(
 
 
 def _grouped_as(graph: Graph, stage: int, turns: Ints) -> Change | None:
-    """The steps of a stage after the same microbatches as another one's, of which `turns` says by
-    microbatch which one applies it; None where the order of its gradients allows none, or where
+    """The steps of a stage after the same microbatches as another stage's. `turns` names, by
+    microbatch, the other stage's step. None if the order of the gradients does not allow it, or if
     they are summed before."""
     schedule, gradients = graph.schedule, graph.weight_gradients[stage]
     if stage in graph.collectives_of or len(schedule.placement[stage]) > 1:
@@ -407,8 +408,7 @@ def _grouped_as(graph: Graph, stage: int, turns: Ints) -> Change | None:
 
 
 def different_rates(schedule: Schedule) -> Iterator[Faults]:
-    """One note for a schedule that is right, but whose stages don't step after the same
-    microbatches."""
+    """One note for a correct schedule whose stages don't step after the same microbatches."""
     graph = graph_of(schedule)
     turns = _turns(graph)
     stages = np.flatnonzero((turns != turns[-1]).any(axis=1))
@@ -429,8 +429,8 @@ def _turns(graph: Graph) -> Ints:
 
 
 def _first_difference(graph: Graph, stage: int, other: int) -> tuple[list[int], dict[str, Any]]:
-    """The first step for which two stages do not have the same microbatches; those after it differ
-    as a consequence. Its places in both stages, its number, and their microbatches."""
+    """The first step for which two stages have different microbatches: its places in both stages,
+    its number, and both sets. Later differences follow from it."""
     both = _turns(graph)[[stage, other]]
     step = int(both.min(axis=0)[both[0] != both[1]].min())
     steps = graph.steps[graph.turn[graph.steps] == step]

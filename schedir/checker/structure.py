@@ -70,16 +70,16 @@ _LACKING = [
     _lacking({kind for bit, kind in enumerate(_PARTS) if listed >> bit & 1})
     for listed in range(1 << len(_PARTS))
 ]
-"""What a (stage, microbatch) lacks, by which of the parts it has, as a binary number: its forward,
-and the rest of a way to its goal, of the first that is begun."""
+"""What a (stage, microbatch) lacks, by which parts it has, as a binary number: its forward, and the
+rest of the first way to its goal that is begun."""
 _BESIDE = [kind for kind in Kind if kind in COMPUTE | COPIES and kind not in HOMES | STAGE_WIDE]
-"""What stands on the rank of its forward."""
+"""The kinds that belong on the rank of their forward."""
 
 
 @attrs.frozen(eq=False)
 class _Table:
-    """The first place of each kind of action of each (stage, microbatch) that there is anything
-    of, -1 for none: `places[kind, row]`, the rows being those of `numbers`, ascending."""
+    """The first place of each kind of action of each (stage, microbatch) with any action, -1 for
+    none: `places[kind, row]`. The rows are those of `numbers`, ascending."""
 
     schedule: Schedule
     numbers: Ints
@@ -115,7 +115,7 @@ class _Table:
 
 
 def structure(schedule: Schedule) -> Iterator[Faults]:
-    """What is wrong with single actions, and with the set of them. No order can fix it."""
+    """The faults of single actions, and of the set of actions. No order can fix them."""
     columns, out = schedule.columns, partial(removal, schedule)
     stages, microbatches = schedule.stages, schedule.microbatches
     no_stage = columns.stage >= stages
@@ -136,8 +136,7 @@ def structure(schedule: Schedule) -> Iterator[Faults]:
 def _told(
     schedule: Schedule, rule: Rule, change: Callable[..., Change], *columns: Ints, **facts: int
 ) -> Faults:
-    """One fault at each of the places in the first of the columns, about those in the others as
-    well."""
+    """One fault at each place in the first of the columns, with the places in the other columns."""
     order = np.argsort(columns[0])
     rows = zip(*(column[order].tolist() for column in columns), strict=True)
     return Faults(
@@ -186,8 +185,8 @@ def _on_their_ranks(schedule: Schedule, places: Ints, table: _Table) -> Faults:
 
 
 def _to_its_rank(schedule: Schedule, place: int, table: _Table) -> Change:
-    """What stands on a rank that does not hold its stage, on one that does: taken there, or out
-    where it stands there already."""
+    """The change that moves an action to a rank that holds its stage, or removes it if that rank
+    has it."""
     action, out = schedule.columns.action(place), removal(schedule, place)
     if action.microbatch is None:
         return _of_stage_to_its_rank(schedule, place)
@@ -201,8 +200,8 @@ def _to_its_rank(schedule: Schedule, place: int, table: _Table) -> Change:
 
 
 def _of_stage_to_its_rank(schedule: Schedule, place: int) -> Change:
-    """What is of a whole stage taken to a rank of that which has none after its gradients, or taken
-    out."""
+    """The change that moves a stage-wide action to a rank of its stage that has none after its
+    gradients, or removes it."""
     columns, out = schedule.columns, removal(schedule, place)
     stage, kind = out.action.stage, out.action.kind
     for rank in schedule.placement[stage]:
@@ -238,7 +237,7 @@ def _one_way(schedule: Schedule, to_go: set[int], place: int, other: int) -> Cha
 
 
 def _on_one_rank(schedule: Schedule, table: _Table) -> Iterator[Faults]:
-    """All of a (stage, microbatch) stands on the rank of its forward."""
+    """All actions of a (stage, microbatch) are on the rank of its forward."""
     home, ranks = table.of(_HOME), schedule.columns.rank
     together = partial(_brought_together, schedule, table)
     for kind in _BESIDE:
@@ -248,7 +247,8 @@ def _on_one_rank(schedule: Schedule, table: _Table) -> Iterator[Faults]:
 
 
 def _spare(schedule: Schedule, table: _Table, again: int, first: int) -> Change:
-    """One of two like actions taken out: the second, unless that alone stands where it belongs."""
+    """The change that removes one of two equal actions: the second, unless only that one is in the
+    right place."""
     ranks = schedule.columns.rank
     home = table.home(int(schedule.columns.stage[first]), int(schedule.columns.microbatch[first]))
 
@@ -259,8 +259,8 @@ def _spare(schedule: Schedule, table: _Table, again: int, first: int) -> Change:
 
 
 def _brought_together(schedule: Schedule, table: _Table, place: int, forward: int) -> Change:
-    """A part of a microbatch's work taken to the rank that has most of it: the forward, if it is
-    alone."""
+    """The change that moves a part of a microbatch's work to the rank that has most of it: the
+    forward, if the forward is alone."""
     columns = schedule.columns
     rank = table.home(int(columns.stage[place]), int(columns.microbatch[place]))
     if rank is None:
@@ -270,9 +270,11 @@ def _brought_together(schedule: Schedule, table: _Table, place: int, forward: in
 
 
 def _missing(schedule: Schedule, table: _Table) -> Faults:
-    """Every forward, and what leads to every goal. Of the (stage, microbatch) pairs, the table has
-    those of which there is something: a file that claims a billion of them need not have them
-    all."""
+    """Missing forwards, and missing ways to a goal.
+
+    The table holds only (stage, microbatch) pairs that occur: a file that claims a billion of them
+    need not have them all.
+    """
     numbers, parts = table.numbers, np.stack([table.of(kind) for kind in _PARTS])
     listed = (1 << np.arange(len(parts))) @ (parts >= 0)
     many = np.array([len(lacks) for lacks in _LACKING])[listed]
@@ -304,7 +306,7 @@ def _missing(schedule: Schedule, table: _Table) -> Faults:
 
 
 def _absent(numbers: Ints, end: int) -> Iterator[int]:
-    """What is missing from `numbers`, ascending, of 0..end - 1."""
+    """The numbers in 0..end - 1 that `numbers`, ascending, lacks."""
     following = 0
     for number in [*numbers.tolist(), end]:
         yield from range(following, number)

@@ -1,4 +1,4 @@
-"""What is wrong with the values of a list, by rule: each is made before it is used, and ended."""
+"""Faults of the values in a list, by rule: each value is made before it is used, and ended."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CLAIMS = {
     ("late", "output", "home", "send"): rules.SEND_BEFORE_COMPUTE,
     ("late", "input gradient", "compute", "send"): rules.SEND_BEFORE_COMPUTE,
 }
-"""By what is wrong with which value, what makes it, and what uses it: the rule that says so."""
+"""The rule for a fault, by the kind of fault and the value, its maker and its user."""
 _GENERAL = {
     "late": rules.USED_TOO_EARLY,
     "gone": rules.USED_AFTER_ITS_END,
@@ -51,7 +51,7 @@ _GENERAL = {
     "twice": rules.USED_AFTER_ITS_END,
     "unended": rules.NEVER_ENDED,
 }
-"""The rules for all that no row of those claims, so that no kind and no value goes unjudged."""
+"""The rules for faults that no row of _CLAIMS covers, so that every kind and value is judged."""
 _OF_TRANSFERS = (rules.MISSING_RECEIVE, rules.SEND_BEFORE_COMPUTE)
 _RULES = tuple(dict.fromkeys((*_CLAIMS.values(), *_GENERAL.values())))
 _ROLES = np.array(["home" if kind in HOMES else kind.meaning.on for kind in KINDS])
@@ -59,10 +59,9 @@ _ROLES = np.array(["home" if kind in HOMES else kind.meaning.on for kind in KIND
 
 @attrs.frozen(eq=False)
 class Wrong:
-    """The places that break a rule, ascending, and the others that make what each uses too late,
-    have ended it or made it before, -1 for none. `of` says to which of the faults of the graph each
-    belongs. Shape [places].
-    """
+    """The places that break a rule, ascending, and for each the other place that makes its value
+    too late, ended it or made it before, -1 for none. `of` is the index of the fault in the graph.
+    Shape [places]."""
 
     rule: Rule
     places: Ints
@@ -72,9 +71,8 @@ class Wrong:
 
 
 def wrong(schedule: Schedule, *, of_transfers: bool = False) -> list[Wrong]:
-    """What is wrong with the values, rule by rule: but for the rules that judge complete lists
-    alone, or by these. Of several faults at one place the first is told. Expects a sound
-    structure."""
+    """The faults of the values, rule by rule, except for rules that judge only complete lists. Of
+    several faults at one place the first is reported. Expects a sound structure."""
     kind = schedule.columns.kind
     found = [*_found(schedule, LINKED), *(() if of_transfers else _found(schedule, OTHERS))]
     rows: dict[Rule, list[tuple[Ints, Ints, Ints]]] = {}
@@ -95,7 +93,7 @@ def wrong(schedule: Schedule, *, of_transfers: bool = False) -> list[Wrong]:
 
 
 def _found(schedule: Schedule, names: frozenset[str]) -> list[Fault]:
-    """The faults of the graph, worked out once for each Schedule object."""
+    """The faults of the graph, computed once for each Schedule object."""
     known = schedule.memo.get((faults, names))
     if not isinstance(known, list):
         known = schedule.memo[faults, names] = [*faults(graph_of(schedule), names)]
@@ -103,7 +101,7 @@ def _found(schedule: Schedule, names: frozenset[str]) -> list[Fault]:
 
 
 def values(schedule: Schedule, told: Wrong) -> Faults:
-    """The faults against a rule, with what may fix them."""
+    """The faults against a rule, and the changes that may fix them."""
     return Faults(
         rule=told.rule, keys=keys(schedule, told.places), findings=_findings(schedule, told)
     )
@@ -142,7 +140,8 @@ def _findings(schedule: Schedule, told: Wrong) -> Iterator[Finding]:
 
 
 def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:
-    """What nobody lists that makes or ends a value of the stage and microbatch of a place."""
+    """The actions that would make or end a value of a place's stage and microbatch, and that nobody
+    lists."""
     action, listed = schedule.columns.action(place), graph_of(schedule).listed
     rank = int(schedule.columns.rank[place])
     for kind in (kind for kind in Kind if uses_of(kind, does, value)):

@@ -41,14 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Open the page, or print its path."""
-    root = Path(schedir.__file__).resolve().parents[1]
-    built = _pages(root / _BUILT, ".html")
-    pages = built or _pages(root / _SOURCE, ".md", ".rst")
+    package = Path(schedir.__file__).resolve().parent
+    built = _pages(package.parent / _BUILT, ".html")
+    pages = built or _pages(package.parent / _SOURCE, ".md", ".rst")
+    pages = pages or _pages(package / _SOURCE, ".md", ".rst")  # as it is installed
     if not pages:
-        raise SchedirError(
-            "this installation of schedir has no documentation: it is in a checkout of schedir, "
-            "in docs/, where `make docs` builds the pages"
-        )
+        raise SchedirError("this installation of schedir has no documentation; install it again")
     page = _find(args.page, [*args.commands], pages)
     if not built:
         say("note", "the pages are not built: `make docs` in a checkout of schedir builds them")

@@ -1,14 +1,15 @@
-"""Goes through the orders of small work side by side: a beam search, step after step.
+"""Searches the orders of small work side by side: a beam search, step after step.
 
-A state is what has begun: how often each step of each stage, when each rank is free again, when
-what is under way arrives. All that can begin next makes states of one step more. Of those in which
-the same has begun, one that is later in nothing makes others needless:
+A state is the work that has begun: how often each step of each stage ran, when each rank is free
+again, and when each transfer arrives. Every step that can begin next makes a new state. Of the
+states in which the same work has begun, a state that is earlier in nothing than another one is
+needless:
 
     rank 0   F0 F1          and   rank 0   F0    F1        have begun the same work, the second one
     rank 1      F0                rank 1      F0           later
 
-None is kept that can't become quicker than what is known, and of the others the most promising.
-Where that leaves none out, nothing is quicker than what is found.
+The search drops every state that can't become quicker than the best known order, and keeps the most
+promising of the others. If it drops no others, nothing is quicker than the result.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from schedir.finder.terms import BACKWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
 from schedir.graph.board import BACK, DEFERRED, KEPT, Board, Order, options, take
 
 SMALL = 60
-"""The most actions of small work, a backward counted as two where it may be split."""
+"""The most actions of small work; a backward counts as two if it may be split."""
 _WIDTHS = (16, 64, 256, 1024, 4096, 16384)
 _RIVALS = 8  # states in which the same has begun that one is compared with
 _ALIKE = 1 - 1e-9
@@ -36,15 +37,15 @@ _Counts: TypeAlias = tuple[int, ...]
 
 
 def is_small(task: Task) -> bool:
-    """Whether to go through the orders of a task is worth its while."""
+    """True if a task is small enough for this search."""
     return (2 + task.split) * task.stages * task.microbatches <= SMALL
 
 
 def branched(task: Task, known: Callable[[], float]) -> Iterator[tuple[int, Order | None]]:
-    """Orders that are quicker than what is `known`, with wider and wider beams.
+    """Orders that are quicker than the `known` value, with wider and wider beams.
 
-    Each turn is (how many states were made since the last one, the order of one that is complete or
-    None). It ends where no order is left that might be quicker.
+    Each turn yields (how many states were made since the last turn, a complete order or None). It
+    ends when no order is left that might be quicker.
     """
     space = _Space(task)
     for width in _WIDTHS:
@@ -89,14 +90,14 @@ class _State:
         return tuple(turns[:stages]), tuple(turns[BACK * stages :]), kept, put_off
 
     def is_later(self, other: _State) -> bool:
-        """Whether the same has begun here, and everything is there as late as in the other, or
-        later."""
+        """True if the same work has begun in both states, and everything here is as late as in the
+        other, or later."""
         mine, its = self.board, other.board
         return all(map(ge, chain(mine.free, *mine.there), chain(its.free, *its.there)))
 
 
 def _undominated(states: Iterable[_State]) -> list[_State]:
-    """The states that none other makes needless, the most promising first."""
+    """The states that no other state makes needless, the most promising first."""
     kept: list[_State] = []
     rivals: dict[Any, list[_State]] = {}
     for state in sorted(states, key=lambda each: (each.bound, each.idle)):

@@ -1,18 +1,18 @@
 """What no schedule can be quicker than: lower bounds of the makespan, and of the longest span.
 
-Of each rank, and of each stage on it, it is known how early its first forward can start (`head`),
-how soon after a forward the gradient can be back (`turn`), and what has still to happen elsewhere
-when its last input gradient is there (`rest`):
+For each rank, and each stage on it, three times are known: how early its first forward can start
+(`head`), how soon after a forward the gradient can be back (`turn`), and how long other ranks need
+after its last input gradient (`rest`):
 
     rank 0   F0                               B0        rank 1: head 1, turn 7, rest 2
     rank 1      F0                      B0---
     rank 2         F0             B0---
     rank 3            F0    B0---
 
-In between, a rank has all of its work to do. Memory bounds it too: an activation is held for its
-turn at least, so that M of them take M × turn / limit (Little's law), a stage whose limit is k is a
-turn further after k microbatches, and no more than the limit can be done before the first gradient
-is back, nor after the last forward. Each of these is a bound; the largest is taken.
+In between, a rank has all its work to do. Memory bounds the time too. An activation is held for at
+least its turn, so M of them take M × turn / limit (Little's law). A stage whose limit is k is one
+turn further after k microbatches. And no more than the limit can be done before the first gradient
+is back, or after the last forward. The largest of these bounds counts.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ def lower_bound(
 
     `placement[s]` is the rank of stage s. Backwards may be `split` into I and W, and with
     `recompute` forwards may be run again. Each rank holds at most `max_activations` (stage,
-    microbatch) activations, until their backward is complete or, with `held_until` of "I", their
-    I, and at most `memory_limit` bytes of weights, optimiser state and activations; what else is
-    kept only makes schedules slower.
+    microbatch) activations, each until its backward is complete or, with `held_until="I"`, until
+    its I. Each rank holds at most `memory_limit` bytes of weights, optimiser state and activations;
+    other memory only makes schedules slower.
 
-    The bound holds for every list of these stages that updates each of them once or more, whatever
-    its order, without overlapped pairs. It takes time linear in stages, and none for microbatches.
+    The bound holds for every list of these stages that updates each stage at least once, in any
+    order, without overlapped pairs. The time to compute it is linear in stages and does not depend
+    on microbatches.
 
-    Raises SchedirError where the costs are those of other stages, or lack a link.
+    Raises SchedirError if the costs belong to other stages, or lack a link.
     """
     costs = CostModel() if costs is None else costs
     of = Work(StageCosts.of(placement, costs), microbatches, split, recompute)

@@ -1,8 +1,8 @@
-"""The candidates of a search: built-in orders, then those of rules, and then the best of these made
-better, until the work that is allowed is done.
+"""The candidates of a search: built-in orders, then orders made by rules, then improvements of the
+best of these, until the allowed work is done.
 
-That is counted in work, so that the same seed finds the same schedule on any machine, however busy.
-A clock ends it only where somebody has said for how long.
+The budget is counted in work, so that the same seed finds the same schedule on any machine, however
+busy. A clock ends the search only if the user gives a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from schedir.library import Generator as BuiltIn
 from schedir.library import Parameter, built_in, load
 
 DEFAULT_SECONDS = 5.0
-"""How long a slow core works on a search whose `seconds` nobody has said."""
+"""How long a slow core works on a search without `seconds`."""
 _RATE = 800_000  # units of work a second, on a slow core
 SCHEDULED, RUN, BRANCHED = 8, 1, 25
 """Units of work for each action that a rule puts in order, for each that an order runs, and for
@@ -40,8 +40,8 @@ _BRANCHED_SHARE = 0.85
 class Budget:
     """What is left of the work that a slow core does in `seconds`; `progress` takes (done, total).
 
-    Where `seconds` are given, it is over at the latest once this process has computed for so long.
-    `cut` says whether that, or `stop`, has ended it before its work was done.
+    If `seconds` are given, the budget is over at the latest when this process has computed for that
+    long. `cut` is True if the clock, or `stop`, ended the search before its work was done.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Whether all work is done, or the search is to end."""
+        """True if all work is done, or the search must end."""
         if self.left <= max(0, self._last):
             return True
         self.cut = self._stop() or (self._until < math.inf and time.process_time() >= self._until)
@@ -87,8 +87,11 @@ class Budget:
 
 @attrs.frozen(eq=False)
 class Candidate:
-    """An order, and how it runs; the built-in schedule whose it is, or the style that it, or what
-    it was made of, was made by."""
+    """An order and how it runs.
+
+    `origin` names the built-in schedule that the order comes from; else `style` made the order, or
+    the order that it was made of.
+    """
 
     task: Task
     order: Order
@@ -98,7 +101,7 @@ class Candidate:
 
     @classmethod
     def serial(cls, task: Task) -> Candidate:
-        """The one that keeps the least."""
+        """The candidate that keeps the least."""
         order = serial(task)
         run = timed(task, order)
         if run is None:
@@ -107,7 +110,7 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What candidates are compared by."""
+        """The sort key of candidates."""
         return self.run.value, self.run.ties
 
 
@@ -255,7 +258,7 @@ class Search:
 
 
 def within(task: Task, order: Order) -> bool:
-    """Whether every rank does and keeps no more than it may."""
+    """True if every rank runs its list and keeps no more than it may."""
     denied = ((INPUT,) if not task.split else ()) + ((LEAN,) if not task.recompute else ())
     if any(step // task.stages in denied for steps in order for step in steps):
         return False

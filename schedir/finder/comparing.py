@@ -174,14 +174,14 @@ class _Job:
         if self.memory_limit is not None and all(row.peak_bytes is None for row in timed):
             raise SchedirError(
                 "a memory limit needs bytes to compare with: give the costs activation_bytes, "
-                "weight_bytes and what else is kept"
+                "weight_bytes and the other sizes"
             )
         units = {row.unit for row in timed}
         if len(units) > 1:
             if None in units and self.costs == CostModel():
                 raise SchedirError(
                     "a measured timeline has a unit of time, and the textbook's costs have none: "
-                    "give the costs of the others"
+                    "give costs for the other schedules"
                 )
             largest = next(unit for unit in UNITS if unit in units)
             rows = [_in_unit(row, largest) for row in rows]
@@ -198,8 +198,9 @@ class _Job:
         if single:
             ranks = " and ".join(map(str, sorted(self._ranks)))
             raise SchedirError(
-                f"the schedules have {ranks} ranks, which at one number for {', '.join(single)} "
-                "would each train another model: give those by stage, or all as many ranks"
+                f"the schedules have {ranks} ranks, and with one number for {', '.join(single)} "
+                "each would train another model: give these costs by stage, or compare schedules "
+                "of the same number of ranks"
             )
 
     def _of(self, schedule: Schedule) -> CostModel:
@@ -409,7 +410,7 @@ class Shapes:
                 raise ValueError(f"sweep of {name}: give some values, each once, not {values!r}")
             for value in values:
                 if type(value) is not int or value < 1:
-                    raise ValueError(f"sweep of {name}: {value!r} is no int >= 1")
+                    raise ValueError(f"sweep of {name}: {value!r} is not an int >= 1")
 
     def several(self, name: str) -> Sequence[int | None]:
         """The values of `microbatches` or `chunks` to try."""
@@ -436,7 +437,7 @@ def variants(targets: Iterable[Target], shapes: Shapes) -> list[Variant]:
     the parameters. Raises TypeError if `targets` is a single target.
     """
     if isinstance(targets, (str, Path)):
-        raise TypeError(f"targets are several: [{str(targets)!r}]")
+        raise TypeError(f"targets must be a list: [{str(targets)!r}]")
     found = [(target, _found(target)) for target in targets]
     if not found:
         raise LoadError("there is nothing to compare: name some schedules")

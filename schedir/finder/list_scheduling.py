@@ -1,17 +1,17 @@
-"""From a rule to an order: time goes on, and whenever a rank is free it takes the step that the
-rule puts first of those that can start.
+"""From a rule to an order: time advances, and a free rank takes the step that the rule ranks first
+among those that can start.
 
     time     0   1   2   3   4   5   6
     rank 0   F0  F1  F2      I0  W0  I1      at 3 the I of microbatch 0 is known to arrive at 4:
     rank 1       F0  I0  F1  I1  W0          with patience the rank waits for it, without it takes
                                              what can start at once
 
-What a rank has begun, its neighbours know: when it will arrive. So a rank looks as far ahead as
-what is under way, and may wait for it.
+Neighbours know what a rank has begun, and so when its result will arrive. A rank looks that far
+ahead, and may wait for a result that is under way.
 
-A FORWARD may start where it leaves enough to finish the microbatches in flight one after the other,
-the oldest first (Dijkstra's banker): of a microbatch whose later chunks are still to run on the
-rank, these are kept room for. So no choice can lead to where nothing can go on.
+A FORWARD may start only if it leaves enough memory to finish the microbatches in flight one after
+the other, the oldest first (Dijkstra's banker): room is kept for the later chunks of a microbatch
+on the same rank. So no choice can lead to a dead end.
 
     limit 4, 2 chunks: F0 F1 F2, and no F3 before the second chunk of 0: it would have no room
 """
@@ -30,17 +30,17 @@ from schedir.finder.terms import BACKWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
 from schedir.graph.board import BACK, DEFERRED, DOWN, KEPT, Board, Order, options, play
 
 NEVER, NEEDED, ALWAYS = range(3)
-"""Whether forwards of a stage are run again: where memory is short, or all of them."""
+"""Whether forwards of a stage are run again: never, if memory is short, or always."""
 
 
 @attrs.frozen(eq=False)
 class Rule:
-    """What a rank takes first: of the queue with the least `keys[queue][turn]`.
+    """What a rank takes first: the queue with the least `keys[queue][turn]`.
 
-    It waits for a better one for `patience` of the time until the first of the others would end,
-    before its first backward for `eager` of it, after its last forward for `late`.
-    A rank keeps at most `cap[rank]`, in the units of the memory's limit. `split[stage]` says
-    whether backwards are split, `again[stage]` whether forwards are run again.
+    It waits for a better step for the part `patience` of the time until the first other step would
+    end; before its first backward for the part `eager`, after its last forward for the part `late`.
+    A rank keeps at most `cap[rank]`, in the unit of the memory limit. `split[stage]` says whether
+    backwards are split, `again[stage]` whether forwards are run again.
     """
 
     keys: list[list[float]]
@@ -53,7 +53,7 @@ class Rule:
 
 
 def scheduled(task: Task, rule: Rule) -> Order | None:
-    """The order that a rule makes; None where it can't go on within the cap."""
+    """The order that a rule makes; None if it can't continue within the cap."""
     ruled = _Ruled(task, rule)
     return play(ruled.board, ruled.choose)
 
@@ -205,11 +205,11 @@ _PATIENCE = ("patience", "eager", "late")
 class Style:
     """How a rule ranks steps; times are in periods of the busiest rank.
 
-    Ideal times are stretched by `stretch`. Backwards are due `urgent` earlier, forwards of each
-    further chunk `deep` earlier, weights' gradients `lazy` later, and more so as the step goes on,
-    `lag` more of a rank's share for its last microbatches. A rank keeps at most the part `cap` of
-    its limit, or so many times what its stages keep of a microbatch. What is jittered is by up to
-    `noise`, as `seed` says.
+    Ideal times are multiplied by `stretch`. Backwards are due `urgent` earlier, forwards of each
+    further chunk `deep` earlier, gradients of weights `lazy` later. As the step advances they
+    become due even later, by `lag` of a rank's share for its last microbatches. A rank keeps at
+    most the part `cap` of its limit, or this many times what its stages keep of a microbatch.
+    Jitter is at most `noise`, drawn with `seed`.
     """
 
     patience: float = 0.3
@@ -255,7 +255,7 @@ def styles(task: Task) -> Iterator[Style]:
 
 
 def varied(style: Style, random: Random) -> Style:
-    """Another style that is like this one."""
+    """A similar style."""
     changes: dict[str, Any] = {"seed": random.randrange(1 << 30)}
     for name in ("noise", *_PATIENCE, "stretch", "lag", "deep", "urgent", "lazy", "cap"):
         if random.random() < 0.35:

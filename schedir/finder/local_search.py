@@ -1,15 +1,14 @@
-"""Makes an order better, trial by trial: late acceptance (Burke and Bykov 2017). A trial counts if
-it is no worse than what the search was at so many trials ago.
+"""Improves an order, trial by trial: late acceptance (Burke and Bykov 2017). A trial counts if it
+is no worse than the search was a number of trials ago.
 
-`rearranged` goes along critical paths. What makes an order last as long as it does is a chain of
-steps, each of which starts when the one before it is there. No other can be quicker that leaves the
-chain as it is, so each trial changes its rank's list around a step of it: moves that step ahead, or
-what is before it back, or makes a backward whole, or splits it, or runs a forward again, or no
-more.
+`rearranged` changes critical paths. The value of an order is a chain of steps, each of which starts
+when the one before it is done. No order with the same chain can be quicker, so each trial changes a
+rank's list around a step of the chain: it moves that step ahead, or moves the step before it back,
+makes a backward whole, splits it, or starts or stops running a forward again.
 
-`rescheduled` puts an order together anew, most of it as it was: list scheduling by the times that
-it had. Whatever has started earlier is put first, but for a few microbatches of a kind of step, at
-a stage, a rank, or a whole side of the pipeline, that are made due earlier or later:
+`rescheduled` makes an order anew and keeps most of it: list scheduling with the times that the
+order had. An earlier start ranks first, except for a few microbatches of a kind of step, at a
+stage, a rank, or a whole side of the pipeline, which are made due earlier or later:
 
     due   W0 3  W1 6  W2 9   ──▶   W0 3  W1 10  W2 13         what else moves, the rule finds out
 """
@@ -37,7 +36,7 @@ _MORE = 1.2  # changes at once are 1 + an exponential of this rate
 def rearranged(
     task: Task, order: Order, run: Run, random: Random
 ) -> Iterator[tuple[Order, Run] | None]:
-    """One trial after the other: what each has made, None where it is nothing."""
+    """One trial after the other: the result of each, None if it is nothing."""
     at = score(task, run)
     past = [at] * random.choice(_MEMORIES)
     chain = critical(task, order, run)
@@ -73,7 +72,7 @@ def rearranged(
 
 
 def critical(task: Task, order: Order, run: Run) -> list[tuple[int, int]]:
-    """The chain of steps (rank, place) that the value consists of, the last one first."""
+    """The chain of steps (rank, place) that adds up to the value, the last step first."""
     needs, feeds, lasts = task.steps.needs, task.steps.feeds, task.steps.lasts
     makers: list[list[tuple[int, int]]] = [[] for _ in task.steps.channel]
     for rank, steps in enumerate(order):
@@ -113,7 +112,7 @@ def critical(task: Task, order: Order, run: Run) -> list[tuple[int, int]]:
 
 
 def _changed_list(task: Task, steps: list[int], place: int, random: Random) -> list[int] | None:
-    """A rank's list with something else around a place; None where there is nothing to do."""
+    """A rank's list with a change around a place; None if there is nothing to change."""
     if random.random() < _CHANGED_KIND:
         return _of_other_kind(task, steps, place, random)
     far = 1
@@ -162,7 +161,7 @@ def _of_other_kind(task: Task, steps: list[int], place: int, random: Random) -> 
 
 
 def _run_again(task: Task, found: list[int], place: int, random: Random) -> list[int] | None:
-    """The list with a forward run again that was not, or no more."""
+    """The list after a forward starts, or stops, being run again."""
     stages = task.stages
     kind, stage = divmod(found[place], stages)
     forwards, backwards = (FORWARD, LEAN), (BACKWARD, INPUT)
@@ -197,7 +196,7 @@ _FEW = 3  # microbatches that are due at another time, on average
 def rescheduled(
     task: Task, order: Order, run: Run, random: Random
 ) -> Iterator[tuple[Order, Run] | None]:
-    """One trial after the other: what each has made, None where it is nothing."""
+    """One trial after the other: the result of each, None if it is nothing."""
     at = score(task, run)
     past = [at] * _MEMORY
     rule = as_it_was(task, order, run)

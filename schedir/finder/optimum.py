@@ -90,7 +90,7 @@ def exactly(terms: Terms, seconds: float, seed: int) -> Found:
     """
     if terms.counts_boundaries:
         raise SchedirError(
-            "the exact optimum counts no bytes of boundaries: leave boundary_bytes out of the "
+            "the exact search can't count the bytes of boundaries: leave boundary_bytes out of the "
             "costs, or limit activations"
         )
     best: list[tuple[Fraction, Task, Schedule]] = []
@@ -128,7 +128,7 @@ def _expect_time(task: Task) -> None:
     for name in names:
         if not min(getattr(task.costs, name)):
             raise SchedirError(
-                f"{name} costs nothing on some stage, so that no time tells its order: give it one"
+                f"{name} costs nothing on some stage, so no time tells its order: give it a cost"
             )
 
 

@@ -1,5 +1,5 @@
-"""Orders, which name no microbatches: how they run, which backwards need no splitting, and the
-schedules that they are."""
+"""Orders, which name no microbatches: how they run, which backwards need no split, and the
+schedules that they stand for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _WAY_OF = {KIND_INDEX[kind]: way for way, (kind, beside) in enumerate(WAYS) if n
 
 @attrs.frozen(eq=False)
 class Run:
-    """When an order runs: `starts[rank]` are those of its steps, `ends[rank]` when the rank is done
-    with its OPTIM_STEPs; `value` is what is to be least, and `ties` tells equal ones apart."""
+    """When an order runs: `starts[rank]` are the starts of its steps, `ends[rank]` is when the rank
+    is done with its OPTIM_STEPs. `value` is the objective, and `ties` orders equal values."""
 
     starts: list[list[float]]
     ends: list[float]
@@ -48,18 +48,19 @@ def timed(task: Task, order: Order) -> Run | None:
 
 
 def score(task: Task, run: Run) -> float:
-    """What a search compares by: mostly the value, and a little that all ranks are done early."""
+    """The sort key of a search: mostly the value, and to a small part how early all ranks are
+    done."""
     return run.value + _EVENLY * run.ties / task.ranks
 
 
 def fits(task: Task, rank: int, steps: list[int]) -> bool:
-    """Whether a rank can run its steps in this order, alone, and keeps no more than it may."""
+    """True if a rank can run its steps in this order, alone, and keeps no more than it may."""
     return most_held(task.steps, steps, task.memory.limit[rank]) < math.inf
 
 
 def serial(task: Task) -> Order:
-    """One microbatch after the other, which keeps the least: all forwards but that of a rank's last
-    stage are run again, where they may be."""
+    """One microbatch after the other, which keeps the least. All forwards except those of a rank's
+    last stage are run again, if they may be."""
     order: Order = [[] for _ in range(task.ranks)]
     stages, memory = task.stages, task.memory
     for rank, held in enumerate(task.stages_of):
@@ -74,8 +75,9 @@ def serial(task: Task) -> Order:
 
 
 def merged(task: Task, order: Order, run: Run) -> tuple[Order, Run]:
-    """The order with I and W made one B wherever they are of one microbatch, stand together and the
-    gradient is not awaited for so long, and how it runs; as it was where that would take longer."""
+    """The order with each I and W joined to one B if they belong to one microbatch, are listed
+    together, and nobody waits for the gradient in the meantime; and how it runs. The old order if
+    the new one would take longer."""
     order, run = _no_longer(task, _in_turn(task, order), (order, run))
     stages, costs = task.stages, task.costs
     slack = _slack(task, order, run)
@@ -102,7 +104,7 @@ def merged(task: Task, order: Order, run: Run) -> tuple[Order, Run]:
 
 
 def _no_longer(task: Task, order: Order, other: tuple[Order, Run]) -> tuple[Order, Run]:
-    """An order and how it runs; the other where that takes longer, or exceeds the limit."""
+    """An order and how it runs; the other order if the first takes longer, or exceeds the limit."""
     run = timed(task, order)
     return other if run is None or run.value > other[1].value else (order, run)
 
@@ -125,7 +127,7 @@ def _in_turn(task: Task, order: Order) -> Order:
 
 
 def _slack(task: Task, order: Order, run: Run) -> list[list[float]]:
-    """By stage, how long the gradient of each microbatch's input lies there until it is used."""
+    """By stage, how long the gradient of each microbatch's input lies unused."""
     stages, travels = task.stages, task.steps.travels
     starts: list[list[float]] = [[] for _ in range(stages)]
     ends: list[list[float]] = [[] for _ in range(stages)]
@@ -144,7 +146,7 @@ def _slack(task: Task, order: Order, run: Run) -> list[list[float]]:
 
 
 def schedule_of(task: Task, order: Order, name: str) -> Schedule:
-    """The schedule of an order, with an OPTIM_STEP for every stage, its communication left out."""
+    """The schedule of an order, with an OPTIM_STEP for every stage, without communication."""
     steps = np.array([step for own in order for step in own], np.int64)
     kind, stage = np.divmod(steps, task.stages)
     lengths = np.array([len(own) for own in order], np.int64)
@@ -170,8 +172,8 @@ def schedule_of(task: Task, order: Order, name: str) -> Schedule:
 
 
 def order_of(task: Task, schedule: Schedule) -> Order | None:
-    """The order of a synchronous schedule; None for any other, for one that has replicas or
-    overlapped pairs, or is of another placement or number of microbatches."""
+    """The order of a synchronous schedule; None for any other schedule, one with replicas or
+    overlapped pairs, or one with another placement or number of microbatches."""
     columns = schedule.columns
     steps = columns.where(Kind.OPTIM_STEP)
     if (

@@ -56,9 +56,9 @@ def plan_replicas(costs: CostModel, ranks: int, stages: int | None = None) -> Re
     """
     stages = costs.stages if stages is None else stages
     if stages is None:
-        raise ValueError("each cost is one number for all stages: say how many `stages` there are")
+        raise ValueError("each cost is one number for all stages: pass the number of `stages`")
     if not 1 <= stages <= ranks:
-        raise ValueError(f"{stages} stages, each on ranks of its own, take {stages} ranks or more")
+        raise ValueError(f"{stages} stages need at least {stages} ranks, one each")
     once = [
         sum(parts)
         for parts in zip(

@@ -111,7 +111,7 @@ class Terms:
             if not self.costs.sizes.known:
                 raise SchedirError(
                     "a memory limit needs bytes to compare with: give the costs activation_bytes, "
-                    "weight_bytes and what else is kept"
+                    "weight_bytes and the other sizes"
                 )
 
     @property
@@ -361,7 +361,7 @@ def by_stage(name: str, value: PerStage, many: int) -> tuple[float, ...]:
         return (value,) * many
     if len(value) != many:
         raise SchedirError(
-            f"{name} has {len(value)} numbers where {many} are needed: give one for each, or one "
+            f"{name} has {len(value)} numbers, but {many} are needed: give one for each, or one "
             "number for all"
         )
     return value

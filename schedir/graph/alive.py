@@ -1,9 +1,9 @@
-"""What is alive when, as the lists say: activations, and weight versions.
+"""What is alive when, according to the lists: activations, and weight versions.
 
 A stage's weights start at version 0 and each update makes the next. A forward reads `@version` if
-given, else the newest at its place in the list; what else reads them for the microbatch reads the
-version of its forward (weight stashing, PipeDream, SOSP 2019, section 3.3). A version lives until
-the last action listed that reads it.
+given, else the newest version at its place in the list. Every other action that reads the weights
+for the microbatch reads the version of its forward (weight stashing, PipeDream, SOSP 2019, section
+3.3). A version lives until the last listed action that reads it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from schedir.ir import HOMES, KIND_INDEX, READS_WEIGHTS, STEPS, VALUES, Columns
 
 HeldUntil: TypeAlias = Literal["W", "I"]
 HELD_UNTIL: tuple[HeldUntil, ...] = ("W", "I")
-"""Until when an activation of a split backward may be counted: until its gradient of the weights,
-or until its gradient of the input, after which only what the other needs is left."""
+"""Until when an activation of a split backward may count: until its gradient of the weights, or
+until its gradient of the input, after which only what the other part needs is left."""
 
 
 def peak_activations(graph: Graph, until: HeldUntil = "W") -> list[tuple[int, int]]:
-    """For each rank the most (stage, microbatch) activations that live at once in its list, and
-    how many actions stand in the list before what makes the last of them (0 where there is none).
+    """For each rank, the most (stage, microbatch) activations that live at once in its list, and
+    how many actions are listed before the one that makes the last of them (0 if there is none).
 
-    All changes at the start of an entry are one, as are those at its end. What is copied to the
-    host counts no more from there on.
+    All changes at the start of an entry happen at once, and so do those at its end. An activation
+    that is copied to the host no longer counts.
     """
     columns = graph.columns
     units = {name: value.units for name, value in VALUES.items() if value.units}
@@ -57,9 +57,10 @@ def peak_activations(graph: Graph, until: HeldUntil = "W") -> list[tuple[int, in
 class StageVersions:
     """The weight versions of one stage on one rank.
 
-    `reads[microbatch]` is the version that its FORWARD reads; `steps[v]` the place of the
-    OPTIM_STEP that ends version v's time as the newest; `last_read[v]` that of the last action that
-    reads version v. Places are counted from the start of the rank's list, in actions.
+    `reads[microbatch]` is the version that its FORWARD reads. `steps[v]` is the place of the
+    OPTIM_STEP after which version v is no longer the newest. `last_read[v]` is the place of the
+    last action that reads version v. Places are counted from the start of the rank's list, in
+    actions.
     """
 
     reads: dict[int, int] = attrs.field(factory=dict)
@@ -72,7 +73,7 @@ class StageVersions:
 
     def peak(self) -> tuple[int, int | None]:
         """The most versions alive at once, the newest included, and the place of the OPTIM_STEP
-        that makes the last of them (None where there is never more than one).
+        that makes the last of them (None if there is never more than one).
 
         An OPTIM_STEP whose old version nobody reads any more updates in place and adds none.
         """
@@ -123,7 +124,8 @@ _CONCERNED = [KIND_INDEX[kind] for kind in (*READS_WEIGHTS, *STEPS)]
 
 
 def peak_versions(graph: Graph) -> dict[int, int]:
-    """The most weight versions of a stage alive at once, by rank, where that may be several."""
+    """The most weight versions of a stage alive at once, by rank, for ranks that may have
+    several."""
     columns = graph.columns
     # Where nothing of a rank's stages comes after their steps, one version is all there is.
     reading = columns.is_kind(*READS_WEIGHTS) & (graph.turn > 0)

@@ -48,14 +48,14 @@ DOWN, KEPT, BACK, DEFERRED = range(4)
 class Steps:
     """The rules of one pipeline's steps, in numbers; -1 stands for none.
 
-    By step: it `lasts` so long and takes the next of its `queue`, which it `needs` from another
-    stage or its rank has made itself. It `feeds` a queue of another stage, and `puts` into its own
-    stage's; in `puts` a queue comes with 1 where it names microbatches, else 0. It `changes` what
-    its rank holds; the first of a stage that `completes` gradients adds the stage's `gradient`.
-    `alone` are the queues of its stage that it fills where others answer at once.
+    By step: how long it `lasts`, the `queue` that it takes from, and the queue that it `needs` from
+    another stage or that its rank has filled. It `feeds` a queue of another stage, and `puts` into
+    queues of its stage; in `puts` a queue has 1 if it names microbatches, else 0. It `changes` what
+    its rank holds; the first step of a stage that `completes` gradients adds the stage's
+    `gradient`. `alone` are the queues of its stage that it fills if other stages answer at once.
 
-    By queue: what feeds it `travels` so long, and `holds` its `channel`. There are `channels`,
-    numbered after the ranks; it is -1 where nothing ever waits for one.
+    By queue: how long its input `travels`, and how long it `holds` its `channel`. There are
+    `channels` channels, numbered after the ranks; -1 if nothing ever waits for one.
     """
 
     placement: tuple[int, ...]
@@ -85,8 +85,8 @@ def steps_of(
 ) -> Steps:
     """The steps of a pipeline whose stage s is on rank `placement[s]`.
 
-    By stage: how long each kind `lasts`; of the values that come from other stages, how long their
-    `transfers` take, and occupy the channel; and the `sizes` of values that a rank holds.
+    By stage: how long each kind `lasts`; how long the `transfers` of values from other stages take,
+    and occupy the channel; and the `sizes` of the values that a rank holds.
     """
     stages, ranks = len(placement), 1 + max(placement)
     links = [VALUES[value].link or ("", 0) for value in QUEUES]
@@ -153,11 +153,12 @@ def _values(way: tuple[Kind, bool], does: str, at: Sequence[str] = ("any",)) -> 
 
 @attrs.define(eq=False)
 class Board:
-    """What has begun of a pipeline's steps, none of it at first.
+    """The steps of a pipeline that have begun, none at first.
 
-    `there[queue]` has when each that waits arrives: 0 for what its stage has made itself, which is
-    there as soon as its rank is free; of those that are kept the microbatches. So many had their
-    `turns`. `free` is when each rank, and then each channel, is free; each rank holds `held`.
+    `there[queue]` holds the arrival time of each waiting input: 0 for one made by the same stage,
+    which is there as soon as its rank is free. For kept inputs it holds the microbatches. `turns`
+    counts how many each queue has had. `free` is when each rank, and then each channel, is free.
+    `held` is what each rank holds.
     """
 
     steps: Steps
@@ -179,8 +180,8 @@ class Board:
 
 
 def options(board: Board, rank: int, now: float) -> list[tuple[float, int, int]]:
-    """What may run next on a rank that is free `now`: when, and the value and stage of the queue
-    that it is taken from."""
+    """What may run next on a rank that is free `now`: the time, and the value and stage of the
+    queue."""
     there, found = board.there, []
     for down, kept, back, deferred in board.steps.queues_of[rank]:
         waiting = there[down]
@@ -226,10 +227,10 @@ def take(board: Board, step: int, start: float) -> float:
 
 
 def play(board: Board, choose: Callable[[int, float], tuple[float, int]]) -> Order | None:
-    """The lists that are made by taking what is chosen, from time 0 on; None where not all runs.
+    """The lists made by the choices of `choose`, from time 0 on; None if not every step runs.
 
-    A rank that is free is asked what it takes: `choose(rank, now)` is when and which step. Later
-    than now, it is asked again by then; -1, as soon as a step has begun that feeds it.
+    A free rank is asked what it takes: `choose(rank, now)` returns a time and a step. A later time
+    asks again by then; -1 asks again as soon as a step begins that feeds the rank.
     """
     steps, free = board.steps, board.free
     placement, stages = steps.placement, len(steps.placement)
@@ -262,9 +263,9 @@ def play(board: Board, choose: Callable[[int, float], tuple[float, int]]) -> Ord
 
 
 def follow(steps: Steps, order: Order) -> tuple[list[list[float]], list[float]] | None:
-    """When each step of lists starts, and each rank is done; None where they block.
+    """When each step of the lists starts, and when each rank is done; None if they block.
 
-    Each list has to be one that its rank can run alone (`most_held`).
+    Each rank must be able to run its list alone (`most_held`).
     """
     needs, feeds, channel, lasts = steps.needs, steps.feeds, steps.channel, steps.lasts
     travels, holds = steps.travels, steps.holds
@@ -312,8 +313,8 @@ def follow(steps: Steps, order: Order) -> tuple[list[list[float]], list[float]] 
 
 
 def most_held(steps: Steps, order: Sequence[int], limit: float = math.inf) -> float:
-    """The most that a rank holds which runs these steps alone, in this order, what comes from
-    others being there in time; infinite where it can't, or would hold more than the limit."""
+    """The most that a rank holds when it runs these steps alone, in this order, with all inputs
+    from other ranks in time. Infinite if it can't run them, or would hold more than the limit."""
     stages, queues, alone = len(steps.placement), steps.queue, steps.alone
     changes, completes = steps.changes, steps.completes
     there, turns = [0] * len(steps.channel), [0] * len(steps.channel)

@@ -2,7 +2,7 @@
 
 Everything here follows from the two tables of `schedir.ir.kinds`; no kind is named. The peer of a
 send or receive is never computed from a formula: it is the rank that runs the neighbouring stage on
-that microbatch, which is the rank whose list has its forward.
+that microbatch, and that is the rank whose list has its forward.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from schedir.ir import (
 from schedir.ir.kinds import STAGE_WIDE, Place, Use, uses_of
 
 _FURTHER = np.array([COUNTERPARTS.get(kind, (kind, 0))[1] for kind in KINDS])
-"""By kind, how many stages further on the other end of a send or receive stands."""
+"""By kind, how many stages further on the other end of a send or receive is."""
 
 
 @attrs.frozen(eq=False, slots=False)
 class Transfers:
     """Every tensor that crosses from one rank to another: activations first, by stage.
 
-    Places of what takes part, -1 where the lists lack it: `maker` and `user` are the compute that
-    makes and consumes it, on the ranks `source` and `target`; `send` and `receive` stand there too.
-    `stage` is the receiver's, `kind` the index of its receive in KINDS; all arrays have the shape
-    [transfers].
+    All fields are places, -1 if the lists lack the action. `maker` and `user` are the compute that
+    makes and uses the tensor, on the ranks `source` and `target`, and `send` and `receive` are on
+    these ranks too. `stage` is the receiver's, `kind` the index of its receive in KINDS. All arrays
+    have the shape [transfers].
     """
 
     kind: Ints
@@ -64,17 +64,17 @@ class Transfers:
 
     @cached_property
     def is_gradient(self) -> Bools:
-        """Where a gradient travels, and no activation."""
+        """True where a transfer carries a gradient, False for an activation."""
         return np.arange(len(self)) >= len(self) // 2
 
     @cached_property
     def matched(self) -> Bools:
-        """Where both ends are listed."""
+        """True where both ends are listed."""
         return (self.send >= 0) & (self.receive >= 0)
 
     @cached_property
     def by_channel(self) -> tuple[Ints, Bools]:
-        """The matched transfers channel by channel in the order of the sends, and which of them
+        """The matched transfers, channel by channel in the order of the sends, and which of them
         follow another one on the same channel."""
         # By place, and so by source: then by target within that. Short numbers are sorted faster.
         listed = np.flatnonzero(self.matched)
@@ -123,8 +123,8 @@ class Touch:
 class Graph:
     """A schedule of sound structure, compiled.
 
-    `places[kind][stage, microbatch]` is where each action stands, -1 for what is not listed, the
-    first of several; shape [kinds, stages, microbatches].
+    `places[kind][stage, microbatch]` is the place of each action, -1 if it is not listed, the first
+    if it is listed several times; shape [kinds, stages, microbatches].
     """
 
     schedule: Schedule
@@ -143,7 +143,7 @@ class Graph:
         return places
 
     def listed(self, kind: Kind, stage: int, microbatch: int) -> int:
-        """The place of an action, -1 for what is not listed or there is not."""
+        """The place of an action, -1 if it is not listed."""
         _, stages, microbatches = self.places.shape
         if not (0 <= stage < stages and 0 <= microbatch < microbatches):
             return -1
@@ -181,9 +181,9 @@ class Graph:
 
     @cached_property
     def holding(self) -> Ints:
-        """For every place the number of its stage on its rank, as in `schedule.holdings`.
+        """For every place, the number of its stage on its rank, as in `schedule.holdings`.
 
-        Raises UnsoundError for an action where its stage does not live.
+        Raises UnsoundError for an action on a rank that does not hold its stage.
         """
         return self._holding_at(np.arange(len(self.columns)))
 
@@ -215,8 +215,8 @@ class Graph:
 
     @cached_property
     def turn(self) -> Ints:
-        """For every place, how many updates of its stage stand before it on its rank: its round,
-        and the newest version of the weights there."""
+        """For every place, how many updates of its stage are listed before it on its rank. That is
+        its round, and the newest version of the weights there."""
         places = np.arange(len(self.columns))
         if not len(self.steps):
             return np.zeros_like(places)
@@ -228,7 +228,7 @@ class Graph:
 
     @cached_property
     def _alone(self) -> bool:
-        """Whether each stage lives on one rank."""
+        """True for each stage that lives on one rank."""
         return len(self.schedule.holdings) == self.schedule.stages
 
     @cached_property
@@ -239,8 +239,9 @@ class Graph:
 
     @cached_property
     def summed(self) -> Bools:
-        """Whether the gradients of each stage are summed over ranks: it lives on several; or a
-        stage on one rank has a sum, over a data-parallel group that the lists do not show."""
+        """True for each stage whose gradients are summed over ranks: it lives on several, or it is
+        on one rank and some such stage lists a sum, over a data-parallel group outside the
+        schedule."""
         several = np.array([len(held) > 1 for held in self.schedule.placement])
         grouped = self.columns.where(*GROUPS)
         return several | bool((~several[self.columns.stage[grouped]]).any())
@@ -302,8 +303,8 @@ class Graph:
 
     @cached_property
     def lone(self) -> Ints:
-        """The sends and receives that meet nobody: there is no other rank at their other end, or
-        theirs does not run their stage."""
+        """The sends and receives that meet nobody: no other rank is at their other end, or their
+        rank does not run their stage."""
         transfers = self.transfers
         lone = self.columns.is_kind(*COMMUNICATION)
         for ends in (transfers.send, transfers.receive):
@@ -312,7 +313,7 @@ class Graph:
 
     @cached_property
     def arrivals(self) -> Ints:
-        """For every place, the transfer that brings it its input, -1 where none does."""
+        """For every place, the transfer that brings its input, -1 for none."""
         user = self.transfers.user
         used = np.flatnonzero(user >= 0)
         arrivals = np.full(len(self.columns), -1)
@@ -321,9 +322,9 @@ class Graph:
 
     @cached_property
     def collectives_of(self) -> dict[int, dict[int, list[int]]]:
-        """For each stage that has any, the places of its collectives on each of its ranks.
+        """For each stage with collectives, the places of its collectives on each of its ranks.
 
-        Raises UnsoundError for one where its stage does not live.
+        Raises UnsoundError for a collective on a rank that does not hold its stage.
         """
         schedule, columns = self.schedule, self.columns
         found: dict[int, dict[int, list[int]]] = {}
@@ -339,17 +340,17 @@ class Graph:
 
     @cached_property
     def collectives(self) -> list[tuple[int, ...]]:
-        """The places of the collectives that are one: the k-th ones of a stage on its ranks.
+        """The places of each collective: the k-th ones of a stage on its ranks.
 
-        Those that some rank lacks are left out.
+        Collectives that some rank lacks are left out.
         """
         by_stage = self.collectives_of.values()
         return [turn for by_rank in by_stage for turn in zip(*by_rank.values(), strict=False)]
 
     @cached_property
     def sums(self) -> dict[int, int]:
-        """For each update after a sum of its stage on its rank, its place and that of the last
-        such sum."""
+        """For each update after a sum of its stage on its rank, the update's place and the place of
+        the last such sum."""
         columns = self.columns
         group = columns.is_kind(*GROUPS)
         if not group.any():
@@ -487,8 +488,8 @@ class Graph:
 
     @cached_property
     def needs(self) -> tuple[Ints, Ints]:
-        """Who waits for what makes its input, and that: for the receive of it, or, where the lists
-        have no communication yet, for its maker on another rank; for a copy, and for a sum."""
+        """The places that wait for their inputs, and the places that make those inputs: a receive
+        (or the maker on another rank, if the lists have no communication yet), a copy, or a sum."""
         transfers = self.transfers
         used = transfers.user >= 0
         made = transfers.receive if self.schedule.is_complete else transfers.maker
@@ -501,7 +502,7 @@ class Graph:
         return np.concatenate([a for a, _ in rows]), np.concatenate([b for _, b in rows])
 
     def _copied(self) -> tuple[Ints, Ints]:
-        """Who uses what a copy has made, and the last copy before it that has."""
+        """The places that use the result of a copy, and the last copy before each that made it."""
         names = {use.value for kind in COPIES for use in uses_of(kind, "make")}
         touches = [*self.touches(*names)]
         made = np.full(self.base[""], -1)
@@ -520,8 +521,8 @@ class Graph:
 def graph_of(schedule: Schedule) -> Graph:
     """The graph of a schedule, made once for each Schedule object.
 
-    Raises UnsoundError where actions name stages or microbatches that there are not, or are fewer
-    than these.
+    Raises UnsoundError if actions name unknown stages or microbatches, or are fewer than the stages
+    and microbatches.
     """
     known = schedule.memo.get(Graph)
     if not isinstance(known, Graph):

@@ -22,11 +22,11 @@ _Leads: TypeAlias = Callable[[int], Iterator[tuple[int, Wait]]]
 
 
 def shortest_cycle(waiting: Waits) -> list[Wait]:
-    """A shortest cycle among the stuck nodes, of which there are some, as waits that lead from each
-    node to the next.
+    """A shortest cycle among the stuck nodes, as waits that lead from each node to the next. There
+    must be stuck nodes.
 
-    In a huge schedule, the shortest of those that the budget allows to look for. Its waits are
-    between places: a step into a batch, and out of it, only shows in which part they name.
+    In a huge schedule, it is the shortest cycle found within the budget. Its waits are between
+    places: a step into a batch and out of it shows only in the part that they name.
     """
     return _between_places(_shortest(waiting, waiting.stuck))
 
@@ -34,8 +34,8 @@ def shortest_cycle(waiting: Waits) -> list[Wait]:
 def _between_places(cycle: list[Wait]) -> list[Wait]:
     """The cycle without the nodes of batches.
 
-    What is queued behind a batch is so behind the part that the cycle leads on to; what needs one
-    part needs the others with it.
+    An entry behind a batch waits for the part through which the cycle continues; an entry that
+    needs one part needs the other parts too.
     """
     told = []
     for at, (later, earlier, why) in enumerate(cycle):
@@ -104,8 +104,8 @@ def _some_cycle(leads: _Leads, start: int) -> list[Wait]:
 
 
 def _cycle_through(start: int, leads: _Leads, most: int) -> tuple[list[Wait], int]:
-    """A shortest cycle through `start` of at most so many waits, if there is one, and how many
-    nodes it took to know."""
+    """A shortest cycle through `start` of at most this many waits, if there is one, and how many
+    nodes the search visited."""
     came_by: dict[int, tuple[int, Wait]] = {}
     layer = [start]
     for _ in range(most):

@@ -1,7 +1,7 @@
-"""What is wrong with the values of a schedule: each is made before it is used, and ended.
+"""Faults of a schedule's values: each must be made before it is used, and ended.
 
-Told by counting. Only of what has several lives, such as an activation that is copied to the host
-and back, the rows are put in order.
+Faults are found by counting. Only the rows of values with several lives, such as an activation that
+is copied to the host and back, are sorted.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Label: TypeAlias = Literal["late", "missing", "gone", "twice", "unended"]
 
 @attrs.frozen(eq=False)
 class Fault:
-    """Faults of one label, of actions of one kind with values of one name, by place.
+    """Faults with one label, of actions of one kind and values of one name, by place.
 
-    `places` are those of the actions, and `others` those of what makes the value too late, or has
-    ended it, or made it before; -1 where there is none. Shape [faults].
+    `places` are the places of the actions. `others` are the places that make the value too late,
+    ended it, or made it before; -1 for none. Shape [faults].
     """
 
     label: Label
@@ -37,8 +37,8 @@ class Fault:
 
 @attrs.frozen(eq=False)
 class _Lives:
-    """By value: a place that makes it and one that ends it, -1 for none, how many of each there
-    are, and whether it is given."""
+    """By value: a place that makes it and one that ends it, -1 for none, how often each happens,
+    and whether the value is given."""
 
     maker: Ints
     made: NDArray[np.int8]
@@ -58,14 +58,14 @@ LINKED = frozenset(
     for name in (other, *(value.link or ())[:1])
     if value.link is not None
 )
-"""What a transfer makes, and what that is of."""
+"""The values that a transfer makes, and the values that it carries."""
 OTHERS = frozenset(
     use.value
     for kind in Kind
     for use in kind.meaning.uses
     if use.does != "make" and VALUES[use.value].per == "microbatch" and use.value not in LINKED
 )
-"""All else that is of a (stage, microbatch), and that anything reads or ends."""
+"""All other values of a (stage, microbatch) that some action reads or ends."""
 
 
 def faults(graph: Graph, names: Iterable[str] = LINKED | OTHERS) -> Iterator[Fault]:
@@ -125,8 +125,8 @@ def _lives(graph: Graph, touches: list[Touch]) -> _Lives:
 
 
 def _unended(touches: list[Touch], lives: _Lives) -> Iterator[Fault]:
-    """What is made and never ended, though it must be; but for what a transfer is of, whose other
-    end tells."""
+    """Values that are made and never ended although they must be. Values of a transfer are left
+    out, because the other end of the transfer shows the fault."""
     for touch in touches:
         name = touch.use.value
         if touch.use.does == "make" and VALUES[name].ended == "always" and name not in LINKED:

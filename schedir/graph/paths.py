@@ -1,12 +1,13 @@
-"""What must happen before what under a channel model, when it all happens, and what never does.
+"""What must happen before what under a channel model, when everything happens, and what never does.
 
-Each send and its receive are merged into one node, as are the parts of an overlapped pair, the
-collectives and the tied updates that happen together. The orders that a channel model enforces are
-edges. Whatever interleaving the ranks take, a list deadlocks exactly where these edges have a
-cycle: every channel has one writer and one reader, and control flow is fixed (Siegel and Avrunin
-2003; Liao et al., arXiv 0709.3693).
+Each send and its receive are merged into one node, and so are the parts of an overlapped pair, and
+the collectives and tied updates that happen together. The orders that a channel model enforces are
+edges. A list deadlocks exactly if these edges have a cycle, whatever the interleaving of the ranks:
+every channel has one writer and one reader, and control flow is fixed (Siegel and Avrunin 2003;
+Liao et al., arXiv 0709.3693).
 
-Under each model but `host` a batch is two more nodes, as it is posted as one and waited for as one:
+Under each model except `host` a batch is two more nodes, because it is posted as one and waited for
+as one:
 
     before  <-  posted  <-  each of its transfers  <-  over  <-  after
 """
@@ -40,22 +41,22 @@ from schedir.ir.ties import shared_steps, tied_steps
 
 REASONS = ("comes after", "needs", "queued behind", "runs with")
 AFTER, NEEDS, QUEUED, PART, POSTED = range(5)
-"""The last two lead from a batch that is over to its parts, and from these to where it is posted:
-steps within an entry, which only a PART is a reason for."""
+"""The last two lead from a batch that is over to its parts, and from the parts to the node at which
+the batch is posted. These steps are within an entry, and only a PART is a reason for them."""
 
 HAPPENS = "happens"
-"""What a schedule remembers one order of all its nodes under, as a number for each place: that of
-the pass that has inserted its communication, or the first that was found."""
+"""The key under which a schedule remembers one order of all its nodes, as a number for each place:
+the order of the pass that inserted its communication, or the first one found."""
 
 
 @attrs.frozen(eq=False, slots=False)
 class Waits:
     """What must happen before what: place `later[i]` waits for place `earlier[i]`.
 
-    `why` indexes REASONS. The places stand for the nodes `waiter[i]` and `awaited[i]`, of which
-    `node[place]` is the one that a place belongs to, itself a place: the first end of its transfer
-    or collective, the first part of its pair, or the first of the OPTIM_STEPs tied to it. Those of
-    batches have the numbers after all places, up to `nodes`.
+    `why` indexes REASONS. The places stand for the nodes `waiter[i]` and `awaited[i]`.
+    `node[place]` is the node that a place belongs to, itself a place: the first end of its transfer
+    or collective, the first part of its pair, or the first of the OPTIM_STEPs tied to it. The nodes
+    of batches have the numbers after all places, up to `nodes`.
     """
 
     schedule: Schedule
@@ -74,7 +75,7 @@ class Waits:
         return np.append(own, np.ones(self.nodes - len(own), np.bool_))
 
     def summed(self, costs: Ints) -> Ints:
-        """What the places of each node cost together."""
+        """The total cost of the places of each node."""
         return np.bincount(self.node, costs, self.nodes).astype(np.int64)
 
     @cached_property
@@ -146,7 +147,8 @@ class Waits:
 
     @property
     def stuck(self) -> Bools:
-        """The nodes that never happen: those on a cycle, and what waits for one."""
+        """True for nodes that never happen: the nodes on a cycle, and the nodes that wait for
+        one."""
         never = self.exists
         never[self.order] = False
         return never
@@ -171,12 +173,12 @@ class _Steps:
 
 
 def finish(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
-    """When each node begins, and with it all its places; -1 for what never happens: the longest
-    path to it. Shape [nodes].
+    """When each node begins, and all its places with it: the longest path to it, -1 if it never
+    happens. Shape [nodes].
 
-    What a node brings is there after it `takes` so long, by node; what is queued behind it may
-    begin once it `holds` its queue no more, which is by default when it is over. Times are integers
-    where all of these are, and an int64 can hold them.
+    The result of a node is there after it `takes` its time. A node queued behind it may begin when
+    it no longer `holds` its queue, by default when it is over. Times are integers if all of these
+    are, and if an int64 can hold them.
     """
     steps = waiting.in_twos
     over = np.append(takes, np.zeros(waiting.nodes - len(takes), takes.dtype))
@@ -203,7 +205,7 @@ TEXTBOOK = np.array([kind.meaning.cost for kind in KINDS])
 
 
 def textbook(schedule: Schedule, channel: str = "edge", *, ahead: bool = False) -> Ints:
-    """When each node of `waits` begins at the textbook costs, transfers free; remembered with the
+    """When each node of `waits` begins at the textbook costs, with free transfers; stored with the
     schedule."""
     key = textbook, channel, ahead
     known = schedule.memo.get(key)
@@ -220,8 +222,8 @@ def textbook(schedule: Schedule, channel: str = "edge", *, ahead: bool = False) 
 
 
 def _hold_up(graph: Graph, channel: str, begins: Ints) -> bool:
-    """Whether the queues of a channel model hold anything up that begins so under `edge`; nothing
-    in them takes any time. What batches hold up is not known."""
+    """True if the queues of a channel model hold up anything, given when it begins under `edge`.
+    Queued communication takes no time. What batches hold up is not known."""
     columns = graph.columns
     if (columns.joined & columns.is_kind(*COMMUNICATION)).any():
         return True
@@ -231,9 +233,9 @@ def _hold_up(graph: Graph, channel: str, begins: Ints) -> bool:
 
 
 def remember(schedule: Schedule, happens: Ints, begins: Ints | None) -> None:
-    """Note of a schedule what the pass that has made it knows: a number for each place that tells
-    in which order all nodes happen, and, if that is known, when they begin at the textbook costs,
-    wherever its receives are posted."""
+    """Store with a schedule what the pass that made it knows: a number for each place that gives
+    one order of all nodes, and, if known, when the nodes begin at the textbook costs, wherever
+    receives are posted."""
     schedule.memo[HAPPENS] = happens
     if begins is not None:
         for ahead in (False, True):
@@ -248,11 +250,11 @@ def waits(
     ahead: bool = False,
     posted: Ints | None = None,
 ) -> Waits:
-    """Every wait under a channel model. A compute-only schedule has those of its compute.
+    """Every wait under a channel model. A compute-only schedule has only the waits of its compute.
 
-    With `ahead`, receives are posted from the beginning on, those of a batch with that. `posted` is
-    by place the compute that it comes after instead of the one listed before it, -1 for none.
-    Raises ValueError for an unknown model.
+    With `ahead`, receives are posted from the beginning on, and a receive in a batch with the
+    batch. `posted` gives, by place, the compute that it comes after instead of the one listed
+    before it, -1 for none. Raises ValueError for an unknown model.
     """
     channel = channel_model(channel)
     graph = graph_of(schedule)
@@ -274,8 +276,8 @@ def waits(
 
 
 def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:
-    """By place, the nodes that wait for what is before its entry, and those that what comes after
-    it waits for; and how many numbers of nodes there are."""
+    """By place, the nodes that wait for everything before its entry, and the nodes that everything
+    after it waits for; and the number of nodes."""
     columns = graph.columns
     batch = columns.shared & columns.is_kind(*COMMUNICATION)
     if channel == "host" or not columns.together or not batch.any():
@@ -287,7 +289,8 @@ def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:
 
 
 def _queued_in_batches(graph: Graph) -> tuple[Ints, Ints]:
-    """The sends of a batch that go behind another one of it on their channel, and these."""
+    """The sends of a batch that follow another send of the same batch on their channel, and those
+    other sends."""
     (order, follows), entry = graph.transfers.by_channel, graph.columns.entry
     behind, ahead_of = order[1:][follows[1:]], order[:-1][follows[1:]]
     send, receive = graph.transfers.send, graph.transfers.receive
@@ -397,12 +400,11 @@ def _holders(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:
 
 
 def queues(graph: Graph, channel: str) -> Ints:
-    """For every place, the number of the queue in which it stands; -1 where it blocks nothing.
+    """For every place, the number of its queue; -1 if it blocks nothing.
 
-    The entries of one queue happen in list order. A collective has no peer: but for the models
-    that order all communication, it stands in its stage's own queue. Copies to and from the host
-    are a queue of their rank, whatever the model, but `host`. Raises ValueError for an unknown
-    model.
+    The entries of one queue happen in list order. A collective has no peer: it has the queue of its
+    stage, except under the models that order all communication. Copies to and from the host are one
+    queue of their rank under every model except `host`. Raises ValueError for an unknown model.
     """
     channel = channel_model(channel)
     columns = graph.columns
@@ -428,8 +430,11 @@ def queues(graph: Graph, channel: str) -> Ints:
 
 
 def previous_of_queue(graph: Graph, channel: str) -> Ints:
-    """For every place, the place before in its queue that it waits for, -1 for none: none for the
-    parts of a batch but the first, though under `host` each waits for the one before."""
+    """For every place, the place before it in its queue that it waits for, -1 for none.
+
+    Only the first part of a batch waits, except under `host`, under which each part waits for the
+    one before.
+    """
     columns, queue = graph.columns, queues(graph, channel)
     order = np.flatnonzero(queue >= 0)
     order = order[np.argsort(queue[order], kind="stable")]

@@ -196,7 +196,7 @@ def columns_of(lists: Iterable[Iterable[Entry]]) -> Columns:
     kinds, stages, microbatches, versions = (array("q") for _ in range(4))
     for rank, entries in enumerate(lists):
         if not isinstance(entries, Iterable):
-            raise TypeError(f"the list of rank {rank} is no list but {entries!r}")
+            raise TypeError(f"the list of rank {rank} is not a list: {entries!r}")
         listed: list[Action] = []
         for index, entry in enumerate(entries):
             if isinstance(entry, Action):

@@ -54,7 +54,7 @@ class Together:
         if len(communicates) == len(actions):
             action, times = Counter(actions).most_common(1)[0]
             if times > 1:
-                raise ValueError(f"{action} stands in the entry {times} times")
+                raise ValueError(f"{action} is in the entry {times} times")
             return
         alone = [a for a in actions if a.kind not in COMMUNICATION | OVERLAPS]
         if alone:

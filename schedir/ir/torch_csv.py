@@ -215,7 +215,8 @@ class _Reader:
                 found = re.search(rf"(?<![0-9]){action}(?![0-9])", self.text)
                 weight = attrs.evolve(action, kind=Kind.BACKWARD_WEIGHT)
                 raise self._error(
-                    f"'{action}' is no full backward, as there is '{weight}': {_OLD_BACKWARD}",
+                    f"'{action}' is not a full backward, because there is '{weight}': "
+                    f"{_OLD_BACKWARD}",
                     found.start() if found else 0,
                 )
 

@@ -213,7 +213,9 @@ class Generator:
         try:
             signature = inspect.signature(function)
         except ValueError as error:  # some built-in functions have none
-            raise LoadError(f"{self.name} is no function that yields actions: {error}") from error
+            raise LoadError(
+                f"{self.name} is not a function that yields actions: {error}"
+            ) from error
         given = 2 if function is self.function else 1
         return dict([*signature.parameters.items()][given:])
 

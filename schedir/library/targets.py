@@ -89,7 +89,7 @@ def _named(target: str) -> Generator:
     hint = f"did you mean {' or '.join(map(repr, meant))}? " if meant else ""
     raise LoadError(
         f"no schedule is named {target!r}; {hint}"
-        "`schedir list` names them all; a file is given as path.py[:function]"
+        "`schedir list` names them all; give a file as path.py[:function]"
     )
 
 

@@ -1,25 +1,25 @@
-"""Draws durations for a schedule from what was observed: what happened together stays together.
+"""Draws durations for a schedule from measurements: what happened together stays together.
 
-A draw takes one observed step, whose k-th entry of a kind and stage lends its jitter to the k-th
-one of the schedule: a pause that held up all ranks at once does so again, and nothing varies twice.
-Where the schedule has more of them, they come from further steps:
+A draw takes one measured step. The k-th entry of a kind and stage in that step lends its jitter to
+the k-th such entry of the schedule. So a pause that held up all ranks at once does so again, and
+nothing varies twice. If the schedule has more entries, they come from further steps:
 
     observed, step 4    1F: 3.0 3.1 3.6 3.0       drawn  1F: 3.0 3.1 3.6 3.0 | 3.0 3.2
     observed, step 9    1F: 3.9 3.9 4.2 4.0                  of step 4       | of step 9, at the
                                                                                pace of step 4
 
-and where it has fewer, those are some that follow each other. So drawn for the schedule that was
-measured, a step is what it was.
+If it has fewer, they are consecutive entries of the step. So a step drawn for the schedule that was
+measured equals the measured step.
 
-Compute is scaled by what it costs now, as a pause is longer in what takes longer. A transfer keeps
-its own time, and gets what its link costs more now than it was seen to: what holds it up does so
-for as long on a quick link. Where it had arrived before anybody looked, it takes what is usual, but
-no longer than it can have taken.
+Compute is scaled by its current cost, because a pause is longer in a longer action. A transfer
+keeps its measured time, plus what its link costs now beyond what it was seen to cost: a delay is
+equally long on a quick link. A transfer that had arrived before anybody looked takes the usual
+time, but no longer than it can have taken.
 
-The pace of a step is that of all it runs, times one of each rank. Both are shrunk to the part of
-their variance that is not chance. How much is, is seen by dealing the observations of each kind and
-stage out to the steps anew: where a step has many entries their jitter averages out, where it has
-few it does not, and would be taken for pace.
+The pace of a step is that of everything it runs, times that of each rank. Both are shrunk to the
+part of their variance that is not chance. To find this part, the measurements of each kind and
+stage are dealt out to the steps at random: the jitter of many entries in a step averages out, but
+the jitter of few entries does not, and would be mistaken for pace.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ _INSTEAD = {
     "recompute": ("forward",),
     "overlapped": ("backward", "backward_input"),
 }
-"""Whose jitter a kind has that was not observed: of those that were, of the one that takes longest,
-as jitter is large beside what takes no time."""
+"""The kinds whose jitter stands in for that of a kind that was not observed: the longest of the
+observed ones, because jitter is large beside an action that takes no time."""
 
 
 def drawn_prices(
     schedule: Schedule, node: Ints, costs: CostModel, priced: Prices, draws: int, seed: int
 ) -> Iterator[tuple[int, Prices]]:
-    """The prices of a complete schedule, drawn so many times, and the step that each is drawn from;
-    all steps are as often the first. `node` says by place what is one (see `Waits`)."""
+    """The prices of a complete schedule, drawn several times, and the step of each draw. Every step
+    is equally often the first. `node` gives the node of each place (see `Waits`)."""
     samples = costs.samples
     assert samples is not None
     chance = np.random.default_rng(seed)
@@ -212,8 +212,8 @@ def _ends(transfers: Transfers) -> tuple[list[int], list[int]]:
 
 
 def _entered(ranks: Ints, alone: Bools, samples: Samples) -> tuple[Ints, Numbers]:
-    """The first compute of each rank where that is `alone` and waits for nobody, and how long after
-    the first rank it began in each step, shape [these, steps]. `ranks` are those of all compute."""
+    """The first compute of each rank that is `alone` and waits for nobody, and how long after the
+    first rank it began in each step, shape [these, steps]. `ranks` are those of all compute."""
     own, first = np.unique(ranks, return_index=True)
     waits = ~alone[first]
     rows = np.flatnonzero(samples.cost == ENTRY)
@@ -232,7 +232,7 @@ def _rows(samples: Samples, cost: int, stage: int) -> Ints:
 
 
 def _pace(samples: Samples, chance: np.random.Generator, ranks: int) -> Numbers:
-    """How much longer all takes in each step on each rank, shape [steps, ranks]."""
+    """How much longer everything takes in each step on each rank, shape [steps, ranks]."""
     computes = np.flatnonzero(samples.cost < TRANSFER)
     step, rank = samples.step[computes], samples.rank[computes]
     ratios = samples.ratios[computes]
@@ -271,7 +271,7 @@ def _common(
 
 
 def medians_by(values: Numbers, key: Ints) -> tuple[Ints, Numbers]:
-    """The keys that there are, ascending, and the median of the values of each."""
+    """The keys that occur, ascending, and the median of the values of each."""
     order = np.lexsort((values, key))
     keys, first, sizes = np.unique(key[order], return_index=True, return_counts=True)
     ranked = values[order]

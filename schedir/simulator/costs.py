@@ -161,50 +161,60 @@ class CostModel:
     ) -> CostModel:
         """The costs of a GPT-like transformer on paper, in seconds and bytes of one device.
 
-        `layers` are split evenly into `stages`, or are given for each stage; `hidden` h, `heads` a,
-        `vocabulary` V, `sequence` s, `microbatch` b samples; `feed_forward` is 4 h by default. A
-        device computes `flops` × `utilisation` a second; what tensor parallelism communicates is
-        for `utilisation` to hold. `latency` is in seconds and `bandwidth` in bytes a second.
+        `layers` are split evenly into `stages`, or given for each stage. The other sizes are
+        `hidden` h, `heads` a, `vocabulary` V, `sequence` s, and `microbatch` b samples;
+        `feed_forward` is 4 h by default. A device computes `flops` × `utilisation` a second; choose
+        `utilisation` to include the communication of tensor parallelism. `latency` is in seconds
+        and `bandwidth` in bytes a second.
 
-        FLOPs of a layer (Narayanan et al. 2021, arXiv 2104.04473, appendix; split into input and
-        weights as in Qi et al. 2023, arXiv 2401.10241, table 1), t = `tensor`:
+        The FLOPs of a layer, with t = `tensor` (Narayanan et al. 2021, arXiv 2104.04473, appendix;
+        split into input and weights as in Qi et al. 2023, arXiv 2401.10241, table 1):
 
             FORWARD              (24 b s h² + 4 b s² h) / t
             BACKWARD_INPUT       (24 b s h² + 8 b s² h) / t
             BACKWARD_WEIGHT       24 b s h² / t           BACKWARD the sum of the two
 
-        and of the head, on the last stage, 2 b s h V / t in each of the three. A recomputation
-        costs a forward. `selective` computes the attention once more in the backward (4 b s² h).
+        The head, on the last stage, adds 2 b s h V / t to each of the three. A recomputation costs
+        a forward. `selective` computes the attention again in the backward (4 b s² h).
 
-        Bytes that a layer keeps of a microbatch (Korthikanti et al. 2022, arXiv 2205.05198, table
-        2), elements of `activation_element` = 2 bytes:
+        The bytes that a layer keeps of a microbatch, with elements of `activation_element` = 2
+        bytes (Korthikanti et al. 2022, arXiv 2205.05198, table 2):
 
             s b h (10 + 24 / t + 5 a s / (h t))           34 + 5 a s / h for t = 1
             s b h (34 / t + 5 a s / (h t))                with `sequence_parallel`
                                                           without the last term with `selective`
 
-        the first stage s b h more, for the embedding's dropout, and the last one 4 s b h for the
-        last norm and the head, and 4 s b V / t for the logits in 32 bit (section 4.3). What goes
-        from stage to stage, and what is kept to recompute from, is 2 s b h, of the first stage the
-        tokens in 8 bytes each.
+        The first stage keeps s b h more, for the embedding's dropout. The last stage keeps 4 s b h
+        more for the last norm and the head, and 4 s b V / t for the logits in 32 bit (section 4.3).
+        A boundary, and the input kept for a recomputation, have 2 s b h bytes; the input of the
+        first stage is the tokens, 8 bytes each.
 
-        Of that a layer needs for its W alone (Qi et al. 2023, table 1: 32 s b h for t = 1) the
-        inputs of its products with weights, and the gradients of what these made:
+        For its W alone, a layer keeps the inputs of its products with weights, and the gradients of
+        their outputs (Qi et al. 2023, table 1: 32 s b h for t = 1):
 
             s b h (8 + 24 / t)                            32 / t with `sequence_parallel`
 
-        and the head its input, 2 s b h, and the gradient of the logits, 4 s b V / t.
+        The head keeps its input, 2 s b h, and the gradient of the logits, 4 s b V / t.
 
-        Parameters: 12 h² + 13 h in a layer, (V + s) h on the first stage, V h + 2 h on the last,
-        where the embedding is used once more; matrices are divided by t. Mixed precision with Adam
-        keeps 2 + 2 + 12 bytes of each: `weight_element`, `gradient_element`, `optimizer_element`
-        (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 3.1; 4 where gradients are summed
-        in 32 bit). With `shard_optimizer`, ZeRO's first stage, the last is divided by `data`, the
-        number of data-parallel copies. A sum of gradients over them is a ring's, 2 (d - 1) / d of
-        their bytes / bandwidth, where that is one number. Updates are free.
+        Parameters: 12 h² + 13 h in a layer, (V + s) h on the first stage, and V h + 2 h on the
+        last, which uses the embedding again; matrices are divided by t. Mixed precision with Adam
+        keeps 2 + 2 + 12 bytes of each parameter: `weight_element`, `gradient_element`,
+        `optimizer_element` (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 3.1; 4 for
+        gradients summed in 32 bit). With `shard_optimizer`, ZeRO's first stage, the optimiser's
+        bytes are divided by `data`, the number of data-parallel copies d. A sum of gradients over
+        these copies is a ring's, 2 (d - 1) / d of the gradients' bytes / bandwidth, if bandwidth is
+        one number. Updates are free.
 
-        Raises ValueError or TypeError for sizes that are no whole numbers >= 1, layers that can't
+        Raises ValueError or TypeError for sizes that are not whole numbers >= 1, layers that can't
         be split evenly, and parts that `tensor` does not divide.
+
+        >>> import schedir
+        >>> costs = schedir.CostModel.of_transformer(
+        ...     layers=8, hidden=1024, heads=16, vocabulary=50257, sequence=1024, microbatch=1,
+        ...     flops=300e12, utilisation=0.5, stages=4,
+        ... )
+        >>> costs.stages, costs.unit, costs.forward[0] < costs.forward[3]
+        (4, 's', True)
         """
         sizes = locals()
         sizes["layers"] = split(layers, stages)

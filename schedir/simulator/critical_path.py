@@ -1,6 +1,7 @@
-"""The critical path: the chain of compute, transfers and collectives that the makespan consists of.
+"""The critical path: the chain of compute, transfers and collectives that adds up to the makespan.
 
-It is walked backwards, from what ends last to what that had waited for, and so on:
+It is walked backwards, from the action that ends last to the action that it had waited for, and so
+on:
 
     time     0    1    2    3    4    5    6    7    8    9
     rank 0   0F0                 0B0------ 0B1 ------
@@ -8,9 +9,9 @@ It is walked backwards, from what ends last to what that had waited for, and so 
 
     0B1 < 1SEND_GRAD1 < 1B1 < 1F1 < 1B0 < 1F0 < 0SEND_ACT0 < 0F0
 
-Each begins when the one before ends. But for what waits behind a transfer on its channel: that is
-there when the channel is free, which a latency before its payload has arrived. So the path of a
-simulated timeline goes from 0 to the makespan without a gap.
+Each action begins when the one before it ends, except behind a transfer on the same channel: the
+channel is free one latency before that transfer's payload arrives. So the path of a simulated
+timeline goes from 0 to the makespan without a gap.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from schedir.simulator.moments import CHANNEL, Moments, as_run
 
 
 def critical_path(moments: Moments, clock_error: float) -> tuple[int, ...]:
-    """The places on the critical path, in the order of time: for a transfer that of its receive,
-    for an entry of several actions that of the first.
+    """The places on the critical path, in the order of time: a transfer is at its receive, an entry
+    of several actions at its first action.
 
-    Where the clocks of ranks differ by up to `clock_error`, what seems to end so much too late may
-    have been waited for. Raises UnsoundError where the lists are too wrong to tell.
+    If the clocks of ranks differ by up to `clock_error`, an action that seems to end that much too
+    late may still have been waited for. Raises UnsoundError if the lists are too wrong to tell.
     """
     columns, ends = moments.columns, moments.ends
     if np.isnan(ends).all():
@@ -56,8 +57,7 @@ def critical_path(moments: Moments, clock_error: float) -> tuple[int, ...]:
 
 @attrs.frozen
 class _Walk:
-    """What the walk back goes over: the waits of node n are `by_waiter[bounds[n] : bounds[n + 1]]`
-    of all."""
+    """The walk back over the waits: those of node n are `by_waiter[bounds[n] : bounds[n + 1]]`."""
 
     moments: Moments
     late: float
@@ -68,7 +68,7 @@ class _Walk:
     copies: Ints
 
     def before(self, place: int) -> int:
-        """What a place has waited for until it began, -1 for nothing that is known."""
+        """The place that a place had waited for until it began, -1 if none is known."""
         begin, found = float(self.moments.begins[place]), []
         waits = self._waits(int(self.waiting.node[place]))
         for why, waiter, awaited in chain(waits, self._on_its_engine(place, begin)):
@@ -112,7 +112,7 @@ class _Walk:
         return compute
 
     def _until(self, why: int, waiter: int, awaited: int, begin: float) -> float | None:
-        """Until when a place may have been waited for, None for not at all."""
+        """Until when a place may have been waited for, None if it was not."""
         end, held_since = float(self.moments.ends[awaited]), self.moments.begins[awaited]
         if why == QUEUED and held_since <= begin <= end:
             return begin

@@ -110,9 +110,9 @@ def _key(name: str, key: str) -> int | tuple[int, int]:
 
 
 def write_timelines(timelines: Iterable[Any], path: str | Path) -> None:
-    """Write what has the fields of a Timeline, one or several, to a file.
+    """Write timelines, one or several, to a file.
 
-    Raises OSError where the file can't be written.
+    Raises OSError if the file can't be written.
     """
     numbers: dict[Schedule, int] = {}
     written = [_written(line, numbers) for line in timelines]
@@ -141,11 +141,11 @@ def _json(value: object) -> str:
 
 
 def read_timelines(path: str | Path, make: Callable[..., _Made]) -> list[_Made]:
-    """What `make` makes of the fields of each timeline in a file.
+    """The timelines in a file; `make` makes each from its fields.
 
-    Raises ParseError, with line and column, for what is no JSON, as where the file is cut short,
-    and LoadError, with the place, for what is no timeline: a schedule that is malformed, times that
-    are not one for each of its actions, that are negative, or no numbers.
+    Raises ParseError, with line and column, for a file that is not JSON, for example because it is
+    cut short. Raises LoadError, with the place, for anything but timelines: a malformed schedule, a
+    wrong number of times, and times that are negative or not numbers.
     """
     content = read_json(path)
     try:
@@ -155,7 +155,7 @@ def read_timelines(path: str | Path, make: Callable[..., _Made]) -> list[_Made]:
 
 
 def _timelines(content: object, make: Callable[..., _Made]) -> list[_Made]:
-    """What is made of the whole content. Raises ValueError, with the place, for what is wrong."""
+    """The timelines of the whole content. Raises ValueError, with the place, for any fault."""
     if not isinstance(content, dict) or _FORMAT not in content:
         what = kind_of(content) or f': it lacks the key "{_FORMAT}"'
         raise ValueError(f"no file of timelines{what}")
@@ -165,7 +165,7 @@ def _timelines(content: object, make: Callable[..., _Made]) -> list[_Made]:
     schedules = []
     for number, text in enumerate(_list(whole["schedules"], "schedules")):
         if not isinstance(text, str):
-            raise ValueError(f"schedule {number} is no text but {clip(text)}")
+            raise ValueError(f"schedule {number} is not text: {clip(text)}")
         schedules.append(loads(text, f"schedule {number}"))
     return [
         _timeline(one, f"timeline {number}", schedules, make)
@@ -261,8 +261,8 @@ def _list(value: object, where: str) -> list[Any]:
 def read_json(path: str | Path) -> object:
     """The content of a JSON file.
 
-    Raises ParseError, with line and column, for what is no JSON, as where the file is cut short,
-    LoadError where it can't be read, or has a key twice.
+    Raises ParseError, with line and column, for a file that is not JSON, for example because it is
+    cut short. Raises LoadError if it can't be read, or has a key twice.
     """
     file = str(path)
     try:
@@ -270,10 +270,10 @@ def read_json(path: str | Path) -> object:
     except OSError as error:
         raise LoadError(f"{file}: {error.strerror}") from error
     except json.JSONDecodeError as error:
-        why = f"no JSON, or cut short: {error.msg}"
+        why = f"not JSON, or cut short: {error.msg}"
         raise ParseError(why, file, error.lineno, error.colno) from None
     except _TwiceError as error:
-        raise LoadError(f"{file}: the key {clip(error.args[0])} stands there twice") from None
+        raise LoadError(f"{file}: the key {clip(error.args[0])} is in the file twice") from None
     except (ValueError, RecursionError, MemoryError):
         # A number of thousands of digits, brackets in brackets without end.
         raise LoadError(f"{file}: its JSON is beyond what can be read") from None
@@ -291,14 +291,14 @@ _KINDS = {
 
 
 def kind_of(content: object) -> str:
-    """What the content of a JSON file is, put as what it is in place of another; empty for what
-    schedir does not write."""
+    """What a JSON file holds instead, as the end of a message; empty if schedir did not write
+    it."""
     keys = content if isinstance(content, dict) else {}
     return next((f", but {what}" for key, what in _KINDS.items() if key in keys), "")
 
 
 class _TwiceError(ValueError):
-    """A key stands twice in an object, of which only one value would count."""
+    """A key that occurs twice in an object, so that only one value would count."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

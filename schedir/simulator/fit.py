@@ -1,8 +1,8 @@
-"""From measured runs to costs: the median of what each kind of action takes at each stage.
+"""From measured runs to costs: the median duration of each kind of action at each stage.
 
-What no run has shown is derived as the textbook derives it: a backward that was not split is half
-gradient of the input, half gradient of the weights; one that was only seen split is their sum. A
-forward that was not seen to run again takes what it took.
+Costs that no run has shown are derived as in the textbook: a backward that was never split is half
+gradient of the input and half gradient of the weights; one that was always split is the sum of
+both. A recomputation that was never seen takes as long as the forward.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _PARTS = {
     for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 }
 _UNLIKE, _MATTERS = 2, 0.05
-"""Links have a latency each where one has so many times that of another, and the difference is such
-a part of the shortest forward; jitter of what hardly counts is no reason."""
+"""Links get separate latencies if one is this many times another, and if the difference is at least
+this part of the shortest forward. Jitter of tiny latencies is no reason."""
 _Costs = dict[int, float]  # by stage
 
 
 def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
-    """The fields of the CostModel that fits the timelines, its samples among them.
+    """The fields of the CostModel that fits the timelines, with its samples.
 
-    Raises SchedirError where there is none, they differ in their stages or unit, or a stage was not
-    seen to run forwards and backwards.
+    Raises SchedirError if there is no timeline, if the timelines differ in stages or unit, or if
+    some stage has no forward or no backward.
     """
     stages, unit = agreed(timelines)
     samples = observe(timelines)
@@ -63,10 +63,10 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
 
 
 def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
-    """What compute and collectives cost at so many stages, seen or derived, by the CostModel's
+    """The costs of compute and collectives at each stage, seen or derived, by the CostModel's
     field.
 
-    Raises SchedirError where a stage was not seen to run forwards and backwards.
+    Raises SchedirError if some stage has no forward or no backward.
     """
     found = {name: _medians(samples, name) for name in COSTS}
     fields: dict[str, Any] = {
@@ -105,7 +105,7 @@ def _every(found: Mapping[int, float], stages: int, what: str) -> tuple[float, .
 
 
 def _some(found: Mapping[int, float], stages: int) -> float | tuple[float, ...]:
-    """One for each stage: where a stage has none, what is usual; 0 where none has any."""
+    """One cost for each stage: the usual one for a stage that has none; 0 if no stage has any."""
     if not found:
         return 0
     usual = median(np.array(list(found.values())))
@@ -127,8 +127,8 @@ def _backwards(found: Mapping[str, _Costs], stages: int) -> dict[str, tuple[floa
 
 @attrs.frozen
 class Links:
-    """What transfers usually take: the latency of any link, those of links that are unlike the
-    others, and the time per byte."""
+    """The usual duration of transfers: the latency of a link, separate latencies of links that
+    differ, and the time per byte."""
 
     latency: float
     by_link: Mapping[tuple[int, int], float]
@@ -145,10 +145,9 @@ class Links:
 
 
 def usual_links(samples: Samples, boundary_bytes: Any) -> Links:
-    """What the transfers of the samples usually take, where so many bytes cross each boundary.
+    """The usual duration of the transfers in the samples, given the bytes that cross each boundary.
 
-    Latency and bandwidth are told apart by boundaries of different sizes; where there is one size,
-    all is latency.
+    Latency and bandwidth can be told apart if boundaries differ in size; otherwise all is latency.
     """
     rows = np.flatnonzero(np.isin(samples.cost, (TRANSFER, WITHIN)))
     by_boundary = isinstance(boundary_bytes, tuple)
@@ -171,8 +170,8 @@ def usual_links(samples: Samples, boundary_bytes: Any) -> Links:
 
 
 def _host_bandwidth(samples: Samples, sizes: PerStage) -> float:
-    """The bytes that a copy to the host or back moves per unit of time; infinite if none was seen
-    to take any."""
+    """The bytes per unit of time of a copy to the host or back; infinite if no copy was seen to
+    take any time."""
     rows = np.flatnonzero(np.isin(samples.cost, [COSTS.index(k.name.lower()) for k in COPIES]))
     moved = np.broadcast_to(sizes, 1 + int(samples.stage.max(initial=0)))[samples.stage[rows]]
     took = samples.duration[rows]
@@ -181,10 +180,11 @@ def _host_bandwidth(samples: Samples, sizes: PerStage) -> float:
 
 
 def usual(durations: Numbers, within: Bools) -> float:
-    """The median of durations of which some are only known `within` a limit; 0 where all are.
+    """The median of durations, some of which are only known to be `within` a limit; 0 if all are.
 
-    Taking the others alone would take the late ones: a transfer that is in time is not waited for.
-    So each counts among those that its limit allows (the Kaplan-Meier estimate, time reversed).
+    The median of the other durations alone would be that of the late ones, because nobody waits for
+    a transfer that is in time. So each limited duration counts among the durations that its limit
+    allows (the Kaplan-Meier estimate, time reversed).
     """
     known = durations[~within]
     if not len(known) or not within.any():
@@ -200,7 +200,7 @@ def usual(durations: Numbers, within: Bools) -> float:
 
 
 def _slope(sizes: Numbers, durations: Numbers, within: Bools) -> float:
-    """Time per byte, by the medians of boundaries of one size each; 0 where it can't be told."""
+    """Time per byte, by the medians of boundaries of one size each; 0 if it can't be told."""
     distinct, counts = np.unique(sizes[~within], return_counts=True)
     if len(distinct) < 2:
         return 0.0
@@ -215,7 +215,7 @@ def _slope(sizes: Numbers, durations: Numbers, within: Bools) -> float:
 
 
 def _neighbours(ranks: int) -> list[tuple[int, int]]:
-    """The links of a chain and a ring of ranks, which schedules use: that a run had no transfer on
-    one is no reason to refuse another schedule that has."""
+    """The links of a chain and a ring of ranks, which schedules use. A measured run may have had no
+    transfer on some of them, and another schedule may need one."""
     links = ((r, (r + further) % ranks) for r in range(ranks) for further in (1, -1))
     return [link for link in links if link[0] != link[1]]

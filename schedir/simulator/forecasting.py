@@ -111,8 +111,8 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
     priced = prices(complete, costs)
     if costs.samples is None:
         raise SchedirError(
-            "these costs have no samples to draw from: fit them, CostModel.fit(timelines), or take "
-            "schedir.simulate(schedule, costs).makespan for a number"
+            "these costs have no samples to draw from: fit them with CostModel.fit(timelines), or "
+            "use schedir.simulate(schedule, costs).makespan"
         )
     _expect_enough(costs.samples)
     _expect_steady(costs.samples)
@@ -130,15 +130,15 @@ def _expect_enough(samples: Samples) -> None:
     steps = len(samples.steps)
     if steps < FEWEST:
         raise SchedirError(
-            f"{steps} measured step{'s are' if steps != 1 else ' is'} too few to tell what another "
-            f"one takes: trace at least {FEWEST + 1}, as the first one of a run does not count, or "
-            "take schedir.simulate(schedule, costs).makespan for a number"
+            f"{steps} measured step{'s are' if steps != 1 else ' is'} too few for a forecast: "
+            f"trace at least {FEWEST + 1} (the first step of a run does not count), or use "
+            "schedir.simulate(schedule, costs).makespan"
         )
     if samples.links and not (samples.cost == TRANSFER).any():
         raise SchedirError(
-            "no rank waited for another one while these costs were measured, as where all ranks "
-            "take turns in one process: how long transfers take is not known. Measure with a "
-            "process for each rank"
+            "no rank waited for another one while these costs were measured, for example because "
+            "all ranks took turns in one process. So the duration of transfers is unknown: measure "
+            "with one process for each rank"
         )
 
 
@@ -188,11 +188,12 @@ def _expect_steady(samples: Samples) -> None:
         return
     ratio, rank, stage, step = max(found, key=lambda change: abs(np.log(change[0])))
     turned = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'}"
-    more = f", and so are {len(found) - 1} other stages" if len(found) > 1 else ""
+    others = len(found) - 1
+    more = f", and {others} other stage{'s' * (others > 1)} changed too" if others else ""
     raise SchedirError(
         f"the run was not steady: stage {stage} on rank {rank} is {turned} from step {step} on"
-        f"{more}; no number is right for both parts. Measure again, longer or on a quiet machine, "
-        f"or fit the steps on one side of step {step} alone"
+        f"{more}; no cost fits both parts. Measure again, longer or on a quiet machine, "
+        f"or fit only the steps before step {step} or only the steps from it on"
     )
 
 

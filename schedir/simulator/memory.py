@@ -49,8 +49,8 @@ _Change: TypeAlias = tuple[Ints, int, Amounts]
 
 @attrs.frozen(eq=False)
 class Held:
-    """How much each rank holds: `base[rank]` before its list begins, and `change` more from
-    `times` on, in their order. Shape [changes], rank after rank from `bounds[rank]` on."""
+    """How much each rank holds: `base[rank]` before its list begins, and `change` more from `times`
+    on, in order. Shape [changes], rank after rank; `bounds[rank]` is the first of a rank."""
 
     base: Amounts
     bounds: Ints
@@ -62,7 +62,7 @@ class Held:
         return [float(self.curve(rank)[1].max()) for rank in range(len(self.base))]
 
     def curve(self, rank: int) -> tuple[Numbers, Amounts]:
-        """When the rank holds how much: it holds `amounts[n]` from `times[n]` on."""
+        """How much the rank holds: `amounts[n]` from `times[n]` on."""
         own = slice(self.bounds[rank], self.bounds[rank + 1])
         held: Amounts = np.cumsum(np.append(self.base[rank], self.change[own]))
         return np.append(0.0, self.times[own]), held
@@ -76,8 +76,8 @@ def live_activations(moments: Moments) -> Held:
 
 
 def live_bytes(moments: Moments, sizes: Sizes) -> Held:
-    """How many bytes each rank holds. Raises ValueError where the sizes are those of another number
-    of stages."""
+    """How many bytes each rank holds. Raises ValueError if the sizes belong to another number of
+    stages."""
     stages = moments.schedule.stages
     boundary = _by_stage("boundary", sizes.boundary, stages - 1)
     before, after = np.append(0, boundary), np.append(boundary, 0)
@@ -184,8 +184,8 @@ def _touched(graph: Graph, touches: Iterable[Touch], does: str) -> NDArray[np.bo
 
 
 def _base(graph: Graph, sizes: Sizes, gradient: Amounts) -> Amounts:
-    """The bytes of weights, their copies and optimiser state, and of the gradients that no
-    OPTIM_STEP applies: these are there from call to call."""
+    """The bytes of weights, their copies and optimiser state, and of gradients that no OPTIM_STEP
+    applies: all of these stay from call to call."""
     schedule, columns = graph.schedule, graph.columns
     weight = _by_stage("weight", sizes.weight, schedule.stages)
     optimizer = _by_stage("optimizer", sizes.optimizer, schedule.stages)
@@ -204,8 +204,8 @@ def _base(graph: Graph, sizes: Sizes, gradient: Amounts) -> Amounts:
 
 
 def _copies(versions: StageVersions) -> int:
-    """The most copies of older weights at once: one of each version that outlives its OPTIM_STEP,
-    from when it is made to its last read."""
+    """The most copies of older weights at once. There is a copy of each version that outlives its
+    OPTIM_STEP, from when it is made to its last read."""
     changes = []
     for version in filter(versions.outlives_its_step, range(len(versions.steps))):
         made = versions.steps[version - 1] if version else -1

@@ -1,4 +1,4 @@
-"""When everything of a schedule happens, and what it had waited for."""
+"""When every entry of a schedule happens, and what it had waited for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANNEL = "edge"
 
 
 def as_run(schedule: Schedule) -> Schedule:
-    """A complete schedule as it is simulated: its batches split where they block."""
+    """A complete schedule as it is simulated: with its batches split if they block."""
     columns = schedule.columns
     if not (columns.joined & columns.is_kind(*COMMUNICATION)).any():
         return schedule
@@ -33,10 +33,10 @@ def as_run(schedule: Schedule) -> Schedule:
 # Not slotted, so that what is derived can be cached beside the fields.
 @attrs.frozen(eq=False, slots=False)
 class Moments:
-    """When everything begins and ends, by place, as floats; one more NaN stands for no place (-1).
+    """When every place begins and ends, as floats; one more NaN stands for no place (-1).
 
-    NaN is what is not known. Both ends of a transfer have the same times; where its start alone is
-    known, or that of a sum, nobody waited for its end: as if it had been over at once.
+    NaN stands for an unknown time. Both ends of a transfer have the same times. If only the start
+    of a transfer or of a sum is known, nobody waited for its end, and it counts as over at once.
     """
 
     schedule: Schedule
@@ -60,15 +60,15 @@ class Moments:
 
     @property
     def ahead(self) -> bool:
-        """Whether a transfer begins before its receive is listed, so that it was posted sooner."""
+        """True where a transfer begins before its receive is listed, so that the receive was posted
+        earlier."""
         receive = self.graph.transfers.receive
         before = np.where(receive >= 0, self.compute_before[receive], -1)
         return bool((self.begins[receive] < self.ends[before]).any())
 
 
 def last_before(columns: Columns, kinds: Iterable[Kind]) -> Ints:
-    """For every place, that of the last action of some kinds before its entry on its rank, -1 for
-    none."""
+    """For every place, the last place of these kinds before its entry on its rank, -1 for none."""
     places = np.where(columns.is_kind(*kinds), np.arange(len(columns)), -1)
     before = np.maximum.accumulate(np.append(-1, places))[:-1]
     if columns.together:
@@ -77,8 +77,8 @@ def last_before(columns: Columns, kinds: Iterable[Kind]) -> Ints:
 
 
 def moments_of(schedule: Schedule, starts: Numbers, ends: Numbers) -> Moments:
-    """The moments of a timeline. Raises UnsoundError where the lists are too wrong to tell what
-    belongs to what."""
+    """The moments of a timeline. Raises UnsoundError if the lists are too wrong to match
+    actions."""
     transfers, computes = graph_of(schedule).transfers, schedule.columns.is_kind(*COMPUTE)
     found = []
     for known in (starts, ends):

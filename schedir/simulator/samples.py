@@ -82,14 +82,14 @@ def _integers(values: Any) -> Ints:
 # Not slotted, so that what is derived can be cached beside the fields.
 @attrs.frozen(slots=False)
 class Samples:
-    """Observed durations in columns, all of shape [rows], and the numbers of the `steps`.
+    """Measured durations in columns, all of shape [rows], and the numbers of the `steps`.
 
-    `cost` is an index into COSTS; `step` one into `steps`, which holds what the runs themselves
-    call their steps. `turn` counts, within a step, the entries of one cost and stage, or the
-    transfers of one link, those whose duration is not known too. `duration` is in the unit of the
-    timelines; of a `transfer_within` it is a limit.
+    `cost` is an index into COSTS. `step` is an index into `steps`, which holds the runs' numbers of
+    their steps. `turn` counts, within a step, the entries of one cost and stage, or the transfers
+    of one link, including those of unknown duration. `duration` is in the unit of the timelines;
+    for a `transfer_within` it is a limit.
 
-    Raises ValueError where the columns do not fit each other, or a duration is no number >= 0.
+    Raises ValueError if the columns do not fit each other, or a duration is not a number >= 0.
     """
 
     steps: tuple[int, ...] = attrs.field(repr=False)
@@ -155,7 +155,7 @@ class Samples:
         return _grouped(rows, self.rank[rows], self.peer[rows])
 
     def plain(self) -> dict[str, Any]:
-        """What JSON can hold, exactly; `of_plain` is its inverse."""
+        """The samples as JSON can hold them, exactly; `of_plain` is the inverse."""
         columns = {name: column.tolist() for name, column in self._columns().items()}
         return {"costs": list(COSTS), "steps": list(self.steps), **columns}
 
@@ -180,7 +180,7 @@ def of_plain(content: object) -> Samples:
 
 
 def turns(*keys: Ints) -> Ints:
-    """For each row, how many before it have the same keys."""
+    """For each row, how many rows before it have the same keys."""
     order = np.lexsort(keys[::-1])  # stable
     ranked = np.stack(keys)[:, order]
     begins = np.append(True, (ranked[:, 1:] != ranked[:, :-1]).any(axis=0))[: len(order)]
@@ -225,11 +225,11 @@ class _Entries:
 
 
 def durations_of(timeline: Any) -> dict[tuple[int, int], float]:
-    """How long each entry of a timeline took, as far as that is known: what `simulate` takes as
-    `durations`, by (rank, index), to replay it.
+    """How long each entry of a timeline took, if known: the `durations` for `simulate`, by (rank,
+    index), that replay it.
 
-    A transfer has that of its send: where nobody waited for it, it was there at once; one that had
-    to queue has none.
+    A transfer has the duration of its send. If nobody waited for it, it arrived at once; a transfer
+    that had to queue has none.
     """
     schedule = timeline.schedule
     columns, transfers = schedule.columns, graph_of(schedule).transfers
@@ -256,8 +256,8 @@ def durations_of(timeline: Any) -> dict[tuple[int, int], float]:
 def observe(timelines: Sequence[Any]) -> Samples:
     """The samples of one or several runs, each given in the order of its steps.
 
-    The first step of each measured run is left out where it has others: it finds the shapes of
-    tensors, and makes what later ones use again.
+    The first step of each measured run is left out if the run has other steps: it finds the shapes
+    of tensors, and allocates what later steps use again.
     """
     steps: list[int] = []
     rows: list[tuple[Any, ...]] = []
@@ -374,8 +374,8 @@ def _observed(timeline: Any) -> Iterator[_Entries]:
 
 
 def _in_turn(starts: Numbers, ends: Numbers, arrived: Numbers) -> bool:
-    """Whether only one entry runs at a time, and none is seen to wait for what arrives: all ranks
-    are of one process."""
+    """True if only one entry runs at a time, and none is seen to wait: all ranks are in one
+    process."""
     if not np.isnan(arrived).all():
         return False
     known = np.flatnonzero(~np.isnan(ends - starts))
@@ -418,7 +418,7 @@ def _queued(schedule: Schedule, starts: Numbers, ends: Numbers) -> Bools:
 
 
 def _filled(gaps: Numbers, cost: Ints, followed: Bools) -> Numbers:
-    """The gaps, and for those that are not known the usual one after such an entry."""
+    """The gaps, with the usual gap after such an entry in place of unknown ones."""
     filled = np.where(np.isnan(gaps), 0, gaps)
     known = ~np.isnan(gaps)
     for one in np.unique(cost[followed]):
@@ -431,7 +431,7 @@ def _filled(gaps: Numbers, cost: Ints, followed: Bools) -> Numbers:
 def agreed(timelines: Sequence[Any]) -> tuple[int, Any]:
     """The number of stages, and the unit of time, that all timelines have.
 
-    Raises SchedirError where there are none, or they differ.
+    Raises SchedirError if there are no timelines, or if they differ.
     """
     if not timelines:
         raise SchedirError(
@@ -443,11 +443,11 @@ def agreed(timelines: Sequence[Any]) -> tuple[int, Any]:
         if line.schedule.stages != first.schedule.stages:
             raise SchedirError(
                 f"{line.schedule.name} has {line.schedule.stages} stages, {first.schedule.name} "
-                f"{first.schedule.stages}: costs are of one cut of a model; fit each on its own"
+                f"{first.schedule.stages}: costs belong to one cut of a model; fit them separately"
             )
         if line.unit != first.unit:
             raise SchedirError(
                 f"the times of {line.schedule.name} are in {line.unit or 'any unit'}, those of "
-                f"{first.schedule.name} in {first.unit or 'any unit'}: fit each on its own"
+                f"{first.schedule.name} in {first.unit or 'any unit'}: fit them separately"
             )
     return first.schedule.stages, first.unit

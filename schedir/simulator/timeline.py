@@ -147,7 +147,7 @@ class Timeline(DisplayedTimeline):
         found = load_timelines(path)
         if len(found) != 1:
             raise LoadError(
-                f"{path} holds {len(found)} timelines and not one; "
+                f"{path} holds {len(found)} timelines, not one; "
                 "schedir.simulator.load_timelines reads them all"
             )
         return found[0]

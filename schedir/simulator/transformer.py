@@ -18,13 +18,13 @@ _WHOLE = ("hidden", "heads", "vocabulary", "sequence", "microbatch", "feed_forwa
 
 @attrs.frozen(kw_only=True)
 class Transformer:
-    """The sizes of a model, as they are divided over devices, and what a device can do.
+    """The sizes of a model, as divided over devices, and the speed of a device.
 
     `layers` are those of each stage. `tensor` devices share each stage (Megatron's tensor
-    parallelism), what is left over too where `sequence_parallel` is set. `selective`: the scores
-    of the attention are computed again in the backward, and not kept. `data` copies of the model
-    are trained together, and share the optimiser's state where `shard_optimizer` is set. The
-    `…_element`s are bytes: of an element of an activation, and of what is kept of a parameter.
+    parallelism); with `sequence_parallel` they share everything else too. With `selective`,
+    attention scores are computed again in the backward, and not kept. `data` copies of the model
+    train together, and share the optimiser's state if `shard_optimizer` is set. Each `…_element` is
+    in bytes: of an element of an activation, and of what is kept of a parameter.
     """
 
     layers: tuple[int, ...]
@@ -63,7 +63,8 @@ class Transformer:
         _expect_whole("data", self.data)
 
     def _by_stage(self, layer: float, first: float, last: float) -> tuple[float, ...]:
-        """What layers have, by stage, and what the first and the last stage have besides."""
+        """The sum over each stage's layers, plus what the first and the last stage have in
+        addition."""
         found = [layers * layer for layers in self.layers]
         found[0] += first
         found[-1] += last
@@ -102,9 +103,12 @@ class Transformer:
         return self._by_stage(layer, embedding + self.sequence * h, head + 2 * h)
 
     def _seconds(self, attentions: int) -> tuple[float, ...]:
-        """How long each stage computes on a microbatch, with so many products of activations with
-        each other for one with weights: 1 in the forward, 2 in the backward for the input (3 where
-        it computes the forward's again), none in that for the weights."""
+        """How long each stage computes on a microbatch.
+
+        `attentions` is the number of products of activations with each other for one product with
+        weights: 1 in the forward, 2 in the backward for the input (3 if it computes the forward's
+        again), 0 in the backward for the weights.
+        """
         embedded, t = self.sequence * self.microbatch * self.hidden, self.tensor
         # 24 b s h² where the feed-forward part has 4 h.
         multiplied = 4 * embedded * (2 * self.hidden + self.feed_forward) / t
@@ -152,14 +156,14 @@ def _is_real(value: object) -> bool:
 
 
 def split(layers: int | Sequence[int], stages: int | None) -> tuple[int, ...]:
-    """The layers of each stage. Raises ValueError where they are not given so."""
+    """The layers of each stage. Raises ValueError for layers that can't be split evenly."""
     if not isinstance(layers, int):
         found = tuple(layers)
         if stages is not None and stages != len(found):
             raise ValueError(f"layers are given for {len(found)} stages, not {stages}")
         return found
     if stages is None:
-        raise ValueError("stages are missing: into how many are the layers split?")
+        raise ValueError("pass `stages`, the number of stages to split the layers into")
     _expect_whole("stages", stages)
     if layers % stages:
         raise ValueError(

@@ -166,7 +166,7 @@ def test_a_channel_is_busy() -> None:
 
 
 def test_costs_of_other_stages_are_refused() -> None:
-    with pytest.raises(SchedirError, match="forward has 3 numbers where 2 are needed"):
+    with pytest.raises(SchedirError, match="forward has 3 numbers, but 2 are needed"):
         lower_bound([0, 1], 4, CostModel(forward=(1, 2, 3)))
     with pytest.raises(SchedirError, match=r"latency has no number for the link \(1, 0\)"):
         lower_bound([0, 1], 4, CostModel(latency={(0, 1): 1}))

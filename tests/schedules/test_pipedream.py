@@ -285,13 +285,13 @@ def test_without_costs_by_stage_there_are_two_equal_ones() -> None:
 
 def test_what_can_not_be_planned_is_said() -> None:
     costs = CostModel(forward=(1, 2, 3))
-    with pytest.raises(ValueError, match="say how many `stages` there are"):
+    with pytest.raises(ValueError, match="pass the number of `stages`"):
         plan_replicas(CostModel(), 4)
-    with pytest.raises(ValueError, match="3 stages, each on ranks of its own, take 3 ranks"):
+    with pytest.raises(ValueError, match="3 stages need at least 3 ranks, one each"):
         plan_replicas(costs, 2)
-    with pytest.raises(LoadError, match="take 3 ranks or more"):
+    with pytest.raises(LoadError, match="need at least 3 ranks, one each"):
         schedir.build("1f1b-rr", ranks=2, microbatches=4, costs=costs)
-    with pytest.raises(schedir.SchedirError, match="forward has 3 numbers where 2 are needed"):
+    with pytest.raises(schedir.SchedirError, match="forward has 3 numbers, but 2 are needed"):
         plan_replicas(costs, 4, stages=2)
 
 

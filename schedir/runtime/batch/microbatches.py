@@ -83,8 +83,8 @@ def cut(
         )
     if len(ready) > microbatches:
         raise ExecutionError(
-            f"{what}: more than {microbatches} microbatches given, but the schedule has that many; to "
-            "take the next ones at each call, pass an iterator: iter(...), made once"
+            f"{what}: more than {microbatches} microbatches given, which the schedule has; to take "
+            "the next ones at each call, pass an iterator: iter(...), made once"
         )
     return Pieces([_normalised(piece, what) for piece in ready], ready=True)
 

@@ -73,7 +73,7 @@ class TensorMeta:
 
 
 Grads: TypeAlias = tuple[TensorMeta | None, ...]
-"""What is known of the gradients of some tensors: None where there is none."""
+"""The descriptions of the gradients of some tensors; None for no gradient."""
 
 
 @attrs.frozen(repr=False)

@@ -96,7 +96,7 @@ class NonFinite:
             self._losses.clear()
 
     def look_at_earlier(self, wait: bool) -> None:
-        """Look at the losses that earlier calls have left, as far as they are there, or at all.
+        """Check the losses of earlier calls that have arrived; with `wait`, all of them.
 
         Raises ExecutionError for one that is not finite.
         """
@@ -128,7 +128,7 @@ class NonFinite:
         return number, share
 
     def share_of_unfinite(self, loss: float, microbatch: int, share: Count) -> Count:
-        """What the backward of a loss that is not finite starts from. Raises ExecutionError where
+        """The start of the backward of a loss that is not finite. Raises ExecutionError where
         that is refused."""
         if share and self._raises:
             self._look_at_losses({microbatch: loss})
@@ -205,7 +205,7 @@ class NonFinite:
         return [step for step, flag in zip(due, flags, strict=True) if flag]
 
     def _read(self, scalars: Sequence[Tensor]) -> list[float]:
-        """Their values; on a device the losses come along, as the host waits for it only once."""
+        """Read the values; on a GPU with the losses, so that the host waits only once."""
         if not self._losses:
             return self._accelerator.read(scalars)
         values = self._accelerator.read([*scalars, *self._losses.values()])
@@ -290,7 +290,7 @@ class _Gradients:
 
 
 def _is_finite(grad: Tensor) -> Tensor:
-    """Whether all elements are, as a scalar."""
+    """Whether all elements are finite, as a scalar tensor."""
     return _values(grad).isfinite().all()
 
 
@@ -302,7 +302,7 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _names(plan: Plan, stage: int) -> dict[nn.Parameter, str]:
-    """What a stage's parameters are called, in their order, and then those of the loss."""
+    """The names of a stage's parameters, in order, and then those of the loss."""
     own = plan.arguments.stages[stage].named_parameters()
     found = {parameter: f"{name} of stage {stage}" for name, parameter in own}
     for name, parameter in plan.trained[stage].named_parameters():

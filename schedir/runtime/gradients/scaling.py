@@ -113,7 +113,7 @@ class Scaling:
             check_total(weight, group)
 
     def look(self, wait: bool = False) -> None:
-        """Look at the weights of earlier calls that the device has come to, or at all.
+        """Check the weights of earlier calls that have arrived; with `wait`, all of them.
 
         Raises ExecutionError where a step has no samples.
         """
@@ -147,7 +147,7 @@ class Scaling:
             ):
                 raise ExecutionError(
                     f"stage {stage} has gradients from before this call, but its first OPTIM_STEP "
-                    "scales what it has, as it steps after other microbatches than the loss "
+                    "scales them too, because it steps after other microbatches than the loss "
                     "stage; clear them (zero_grad), and leave update=False out"
                 )
 

@@ -89,7 +89,7 @@ class Shared:
         self.processors = min(claim.processors for claim in self._claims)
 
     def _digests(self) -> dict[str, tuple[int, ...]]:
-        """Of each copy here its digest, by what it is called."""
+        """The digests of the copies here, by their names."""
         found: dict[str, tuple[int, ...]] = {}
         for stage, module in self._stages.items():
             if len(self._processes(stage)) > 1:
@@ -174,7 +174,7 @@ class Shared:
         ]
 
     def accumulated(self) -> Accumulated:
-        """The gradients that are summed in every call, as the caller steps."""
+        """The gradients that are summed in every call, because the caller steps."""
         if self._plan.updates:  # sums are over all that an update applies
             return Accumulated([])
         summed = [stage for stages, _ in self._summed for stage in stages if stage in self._stages]
@@ -182,7 +182,7 @@ class Shared:
         return Accumulated([*copies, *(p for s in summed for p in self._stages[s].parameters())])
 
     def clipping(self, nonfinite: NonFinite) -> Clipping | None:
-        """Clipping by the norm over all stages, where that is asked for."""
+        """Clipping by the norm over all stages, if the user asked for it."""
         if self._plan.arguments.clip_grad_norm is None:
             return None
         for stage in self._stages:
@@ -194,7 +194,7 @@ class Shared:
         return Clipping(self._plan, trained, self._skipped, norms, nonfinite)
 
     def barriers(self, ties: Sequence[Tie], together: Callable[[], None] | None) -> Barriers:
-        """What the ranks here wait for before they step: ties, and what all do `together`."""
+        """The barriers before the steps of the ranks here: ties, and the work `together`."""
         plan, accelerator = self._plan, self._plan.accelerator
         found: list[tuple[Collection[int], Barrier]] = []
         for tie in ties:
@@ -286,7 +286,7 @@ class ReplicaCheck:
         self._copies = {label: copies[label] for label in sorted(copies)}
         self._own, self._control, self._accelerator = own, control, accelerator
         peers = sorted({n for held in holders.values() for n in held} - {own})
-        # What is shared with each peer.
+        # The copies that each peer shares.
         self._peers = {n: [label for label in self._copies if n in holders[label]] for n in peers}
         self._steps = 0
         self._pending: tuple[int, Callable[[], tuple[_Found, Sequence[Tensor]]]] | None = None

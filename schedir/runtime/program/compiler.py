@@ -189,7 +189,7 @@ class _List:
         return found
 
     def _made(self, index: int, turn: int, action: Action, poster: Poster) -> Iterator[Instruction]:
-        """What one action is compiled to: itself, and what has to be done before it."""
+        """The instructions of one action: the action itself, and the work before it."""
         place = self._rank, index, self._listed_at[index], action
         stage = self._stages[action.stage]
         if action.kind is Kind.OPTIM_STEP:
@@ -293,7 +293,7 @@ class _List:
         return receive_gradients(cell, poster, self._beside, peer, self._make)
 
     def _barriers(self, place: tuple[int, int, int, Action], turn: int) -> Instruction:
-        """What the consecutive OPTIM_STEPs from a turn on wait for; see `PassBarriers`."""
+        """The work before the consecutive OPTIM_STEPs from a turn on; see `PassBarriers`."""
         compiler, replicas = self._compiler, self._compiler.replicas
         assert compiler.barriers is not None  # asked where the executor steps
         steps = [

@@ -213,7 +213,7 @@ def _edges_of(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:
 
 
 def _for_caller(cell: Cell, output: Any, has_loss: bool) -> Any:
-    """What the last stage has returned, without its graph, with copies of what may change later."""
+    """The last stage's output, without its graph, with copies of tensors that may change later."""
     copied: Collection[int] = EVERY if has_loss else cell.learned.copied
     numbers = count()
     return tree_map_only(

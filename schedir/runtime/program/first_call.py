@@ -122,7 +122,7 @@ def first_forward(
 def _describe(
     stage: Stage, cell: Cell, output: Any, given: Sequence[Tensor], first: FirstCall
 ) -> None:
-    """What the stage hands on, made of what it was given."""
+    """The stage's output, computed from its input."""
     learned = cell.learned
     learned.after = boundary_of(output)
     example = first.declared.get(stage.index)

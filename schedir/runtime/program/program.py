@@ -55,7 +55,7 @@ _SPARE_BYTES = 1 << 20
 would wait for a timer tick rather than for data, are all posted ahead."""
 
 _MOST = 64
-"""Beyond so many signatures, the one that was used the longest ago is forgotten, on all ranks."""
+"""The most signatures that are kept; beyond it all ranks drop the least recently used one."""
 
 _MOST_POSTED = 4
 """So many programs keep receives posted between calls, each of `_SPARE_BYTES` at most."""
@@ -181,7 +181,7 @@ def _go_on(
 
 
 def listening() -> Sequence[Observer]:
-    """Who watches the call that begins now, beside those that always do: torch's profiler."""
+    """The observers of the next call beside the permanent ones: torch's profiler, if it is on."""
     return [profiler_ranges] if profiler._is_profiler_enabled else ()
 
 

@@ -39,7 +39,7 @@ class _Step:
     instruction: Instruction | None = None
 
     def awaited(self) -> str:
-        """What it waits for, in words."""
+        """The thing that it waits for, in words."""
         if self.instruction is None:
             return "the device to come to the end of a call"
         if self.instruction.parts:

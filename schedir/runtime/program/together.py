@@ -198,5 +198,5 @@ class Pair:
 
 
 def _shared(cell: Cell) -> object:
-    """What a cell has that either stream may have made."""
+    """The tensors of a cell that either stream may have made."""
     return cell.leaves, cell.outputs, cell.output_grads

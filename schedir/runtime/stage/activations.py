@@ -45,7 +45,7 @@ class Cell:
     result: Any = None  # the last stage's output, where it is asked for
     loss: float | Tensor | None = None  # a tensor on a device
     weight_part: WeightPart | None = None  # what I has left to W
-    saved: Saved | None = None  # what its forward has saved, where that is moved in between
+    saved: Saved | None = None  # the forward's saved tensors, if they are offloaded
     kept: Kept | None = None  # what the module held before a forward that is run again
     output_grads: tuple[Tensor | None, ...] = ()
     mask: Tensor | None = None  # which of `output_grads` are there, on the host, once it is known

@@ -1,8 +1,8 @@
 """A module's buffers and attributes, under activation recomputation.
 
-A forward that runs again finds BatchNorm's statistics, an RNN's hidden state and the like as they
-were before its first run, and its changes to them are dropped. So they count each forward once, in
-the order of the stage's forwards.
+A forward that runs again finds these (BatchNorm's statistics, an RNN's hidden state) as they were
+before its first run, and its changes to them are dropped. So they count each forward once, in the
+order of the stage's forwards.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _look(value: Any) -> list[tuple[int, int]]:
 
 
 def _snapshot(value: Any, deep: bool) -> Any:
-    """The attribute's value with containers of its own; `deep` with tensors of its own as well."""
+    """A copy of an attribute's containers; with `deep`, of its tensors too."""
     if isinstance(value, set):
         return value.copy()
     return pytree.tree_map(_copy_of if deep else _itself, value)  # copies containers

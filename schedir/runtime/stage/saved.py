@@ -133,7 +133,7 @@ def as_it_was(tensor: Tensor, version: int) -> Tensor:
 
 
 def _is_plain(value: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor with memory of its own kind, rather than one that wraps others."""
+    """Whether it is a plain tensor with memory, and not one that wraps others."""
     return (
         isinstance(value, Tensor)
         and type(value) in (Tensor, nn.Parameter)

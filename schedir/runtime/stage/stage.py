@@ -57,7 +57,7 @@ class Stage:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The module, and the loss where that is one."""
+        """The module, and the loss if it is a module."""
         if isinstance(self.loss_fn, nn.Module):
             return self.module, self.loss_fn
         return (self.module,)
@@ -70,7 +70,7 @@ class Stage:
         return self.loss_of(cell, output, target, keywords)
 
     def loss_of(self, cell: Cell, output: Any, target: Any, keywords: Mapping[str, Any]) -> Tensor:
-        """What the loss function makes of the cell's output."""
+        """The loss of the cell's output."""
         assert self.loss_fn is not None  # asked of the last stage
         if not isinstance(cell.loss_share, Tensor) and not cell.loss_share:
             _give_no_gradient(output)
@@ -112,11 +112,11 @@ def copy_of(tree: Any) -> Any:
 
 
 _ALIGNMENT = 64
-"""Bytes: matrix products may round otherwise where memory begins elsewhere within so many."""
+"""Bytes: matrix products may round differently if an address differs modulo this number."""
 
 
 def _aligned_copy(tensor: Tensor) -> Tensor:
-    """A copy that begins at such an address as the tensor does, so that kernels round alike."""
+    """A copy with the tensor's address modulo the alignment, so that kernels round as before."""
     copy = tensor.clone()
     shift = (tensor.data_ptr() - copy.data_ptr()) % _ALIGNMENT
     if not shift or tensor.device.type != "cpu" or copy.requires_grad:
@@ -130,7 +130,7 @@ def _aligned_copy(tensor: Tensor) -> Tensor:
 
 
 def arguments(stage: Stage, cell: Cell, with_graph: bool) -> tuple[Any, Any]:
-    """What a stage's module is about to be run on: its input, and what it gets beside that."""
+    """The arguments of a stage's module: its input, and its `stage_inputs`."""
     learned = cell.learned
     extra = copy_of(cell.extra) if learned.changes_extra else cell.extra
     if stage.index == 0:

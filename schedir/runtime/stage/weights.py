@@ -196,7 +196,7 @@ class StageWeights:
         self._pool.append(copy)
 
     def restore(self) -> None:
-        """Give the module its own parameters back and forget all older versions."""
+        """Install the module's own parameters again, and drop all older versions."""
         for version in list(self._stashed):
             self._drop(version)
         self.install(NEWEST)
