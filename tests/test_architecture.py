@@ -23,6 +23,7 @@ FLOORS = (
     {"graph"},
     {"passes"},
     {"checker"},
+    {"diagnosis"},
     {"simulator"},
     {"library"},
     {"finder"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from schedir.cli import TASKS
 from tests.command_line import Run, runner
 
+DUMPS = Path(__file__).parent / "data" / "flight_recorder"
 NAMES = [name for commands in TASKS.values() for name in commands]
 
 
@@ -58,6 +60,8 @@ def test_examples_come_first_and_work_in_an_empty_folder(
         assert f"schedir {name}" in example
         folder = Path(str(number))
         folder.mkdir()
+        if name == "blame":  # it needs the dumps of a job
+            shutil.copytree(DUMPS, folder / "dumps")
         script = f"set -o pipefail; {example}"
         done = subprocess.run(
             ["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=250

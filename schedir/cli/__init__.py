@@ -29,6 +29,7 @@ TASKS = {
     "prove one right": {
         "check": "prove a schedule free of deadlocks, or list its faults",
         "explain": "explain a code that check prints, such as S301",
+        "blame": "name the rank that a hung job waits for, from torch's dumps",
     },
     "compare and predict": {
         "compare": "rank schedules by time and memory, for your costs",

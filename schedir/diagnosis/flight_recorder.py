@@ -1,0 +1,276 @@
+"""Read the dumps of torch's flight recorder: what each rank has posted, and how far that is.
+
+A dump is a pickle or JSON, one file a rank, whose name ends with the rank: `nccl_trace_rank_3`. It
+comes from a machine that may be damaged, so nothing in it is believed before its type is looked at,
+and a file that can't be read is named, with why.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from schedir.diagnosis.plain_pickle import read_plain_pickle
+from schedir.errors import LoadError
+
+_MOST_BYTES = 64 << 20  # of a file
+_MOST_BRACKETS = 2_000_000  # lists and objects of a JSON file; each takes some 60 bytes
+_MOST_FILES = 1 << 16
+_MOST_ENTRIES = 50_000  # of a file, the last ones
+_MOST_MEMBERS = 4_000_000  # of all groups of a file
+_MOST_TENSORS, _MOST_SIZES = 16, 8  # of an operation that are compared
+_NAME = re.compile(r"(.*?)([0-9]{1,6})(?:\.(?:json|pkl|pickle|bin))?")
+_ENDS = re.compile(r"(send|recv) ([0-9]{1,9})(->|<-)([0-9]{1,9})")
+_SAME_SIZE = {
+    "all_reduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+}
+"""Collectives to which every member of the group brings as many elements."""
+
+
+@frozen
+class Record:
+    """One operation that a rank posted, as its dump has it.
+
+    `ends` are the poster and its peer of a send or receive, which may be numbered within the group.
+    `shape` is what all members of the group have to agree on: elements and types, "" if nothing.
+    """
+
+    id: int
+    group: str
+    collective: int
+    transfer: int
+    name: str
+    ends: tuple[int, int] | None
+    is_transfer: bool
+    is_finished: bool
+    has_started: bool
+    created: int
+    shape: str
+
+
+@frozen(slots=False)
+class Dump:
+    """What one rank said of itself.
+
+    `groups` has the ranks of each group that it knew, by the group's name, `words` what a group is
+    for. `enqueued` and `completed` are the numbers of the last operation of a group, collective or
+    transfer, that was posted and that has ended; `names_all` is False where it is not known of
+    which group some of these numbers are.
+    """
+
+    rank: int
+    groups: Mapping[str, tuple[int, ...]]
+    words: Mapping[str, str]
+    enqueued: Mapping[str, int]
+    completed: Mapping[str, int]
+    records: tuple[Record, ...]
+    names_all: bool = True
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether it has all that its rank ever posted."""
+        return bool(self.records) and all(record.id == at for at, record in enumerate(self.records))
+
+    @cached_property
+    def has_ends(self) -> bool:
+        """Whether it has what is finished too: it may be written of what goes on alone."""
+        return any(record.is_finished for record in self.records)
+
+
+@frozen
+class Dumps:
+    """All dumps of a job: those that were read by rank, and why others were not, by file name."""
+
+    of: Mapping[int, Dump] = field(factory=dict)
+    unreadable: Mapping[str, str] = field(factory=dict)
+
+
+def read_dumps(directory: str) -> Dumps:
+    """The dumps in a directory. Raises LoadError where it has none, readable or not."""
+    folder = Path(directory)
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise LoadError(f"{directory}: {error.strerror}: name the directory of the dumps") from None
+    if len(paths) > _MOST_FILES:
+        raise LoadError(f"{directory}: {len(paths)} files are more than a job's dumps")
+    named = [(path, found) for path in paths if (found := _NAME.fullmatch(path.name))]
+    prefixes = Counter(found[1] for _, found in named)
+    if not prefixes:
+        raise LoadError(
+            f"{directory}: no dump of a flight recorder, which is a file whose name ends with the "
+            "rank: set TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_DUMP_TEMP_FILE=DIR/rank_"
+        )
+    prefix, _ = prefixes.most_common(1)[0]
+    of: dict[int, Dump] = {}
+    unreadable = {}
+    for path, found in named:
+        try:
+            rank = int(found[2])
+            if found[1] != prefix:
+                raise ValueError(f"its name does not begin with {prefix!r}, as most do")
+            if rank in of:
+                raise ValueError(f"it is a second dump of rank {rank}")
+            of[rank] = dump_of(rank, _content(path))
+        except ValueError as error:
+            unreadable[path.name] = str(error)
+        except OSError as error:
+            unreadable[path.name] = error.strerror or "it can't be read"
+    return Dumps(of, unreadable)
+
+
+def dump_of(rank: int, content: object) -> Dump:
+    """The dump of a rank, of the value that its file holds. Raises ValueError."""
+    if not isinstance(content, dict) or not isinstance(content.get("pg_config"), dict):
+        raise ValueError("it is no dump of a flight recorder")
+    groups: dict[str, tuple[int, ...]] = {}
+    words = {}
+    members = 0
+    for name, config in content["pg_config"].items():
+        if isinstance(config, dict):
+            groups[_text(name)] = ranks = _ranks(config.get("ranks"), _MOST_MEMBERS - members)
+            words[_text(name)] = _text(config.get("desc"))
+            members += 1 + len(ranks)
+    entries = content.get("entries")
+    records: list[Record] = []
+    names: dict[str, str] = {}  # of groups, by their local number
+    for entry in entries[-_MOST_ENTRIES:] if isinstance(entries, list) else ():
+        record = _record(entry)
+        if record is not None:
+            records.append(record)
+            names[_text(entry.get("pg_id"))] = record.group
+            words.setdefault(record.group, _text(entry["process_group"][1]))
+    records.sort(key=lambda record: record.id)
+    status = content.get("pg_status")
+    numbers = {
+        _text(local): each
+        for local, each in (status if isinstance(status, dict) else {}).items()
+        if isinstance(each, dict)
+    }
+    names = _names(numbers, groups, names)
+    enqueued, completed = (
+        {
+            names[local]: _whole(each.get(f"last_{what}_collective"), -1)
+            for local, each in numbers.items()
+            if local in names
+        }
+        for what in ("enqueued", "completed")
+    )
+    every = names.keys() >= numbers.keys()
+    return Dump(rank, groups, words, enqueued, completed, tuple(records), every)
+
+
+def _content(path: Path) -> object:
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is no file")
+    with path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if not data:
+        raise ValueError("it is empty")
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it is larger than {_MOST_BYTES >> 20} MiB")
+    if not data.lstrip(b" \t\r\n").startswith(b"{"):
+        return read_plain_pickle(data)
+    if sum(map(data.count, (b"[", b"{", b","))) > 2 * _MOST_BRACKETS:
+        raise ValueError("it holds more than can be read")
+    try:
+        return json.loads(data.decode("utf-8", "replace"))
+    except RecursionError:
+        raise ValueError("it is JSON nested too deeply") from None
+    except ValueError:
+        raise ValueError("it is damaged JSON, or ends too early") from None
+
+
+def _record(entry: Any) -> Record | None:
+    """What an entry says; None if it is none."""
+    if not isinstance(entry, dict):
+        return None
+    group = entry.get("process_group")
+    name = entry.get("profiling_name")
+    if not isinstance(group, list | tuple) or len(group) < 2 or not isinstance(name, str):
+        return None
+    name = name.rpartition(":")[2][:80]
+    ends = _ENDS.fullmatch(name)
+    state = entry.get("state")
+    started, ended = (entry.get(f"time_discovered_{what}_ns") for what in ("started", "completed"))
+    return Record(
+        id=_whole(entry.get("record_id"), 0),
+        group=_text(group[0]),
+        collective=_whole(entry.get("collective_seq_id"), 0),
+        transfer=_whole(entry.get("p2p_seq_id"), 0),
+        name=ends[1] if ends else name,
+        ends=(int(ends[2]), int(ends[4])) if ends else None,
+        is_transfer=ends is not None or entry.get("is_p2p") is True,
+        is_finished=state == "completed" or bool(ended) or entry.get("retired") is True,
+        has_started=state == "started" or bool(started),
+        created=_whole(entry.get("time_created_ns"), 0),
+        shape=_shape(entry) if name in _SAME_SIZE else "",
+    )
+
+
+def _shape(entry: Mapping[str, Any]) -> str:
+    """How many elements of what types an operation reads."""
+    sizes, types = entry.get("input_sizes"), entry.get("input_dtypes")
+    many = 0
+    for size in _listed(sizes)[:_MOST_TENSORS]:
+        elements = 1
+        for each in _listed(size)[:_MOST_SIZES]:
+            elements = elements * _whole(each, 0) % (1 << 63)
+        many += elements
+    return f"{many} {'+'.join(sorted({_text(each) for each in _listed(types)[:_MOST_TENSORS]}))}"
+
+
+def _names(
+    numbers: Mapping[str, object], groups: Iterable[str], seen: Mapping[str, str]
+) -> dict[str, str]:
+    """The names of groups by the numbers that they have within a process.
+
+    An entry has both. For the groups without one: both count up as groups are made, so that they
+    are alike in order, if a dump has as many of them.
+    """
+    if not all(each.isdecimal() and len(each) < 10 for each in (*numbers, *groups)):
+        return dict(seen)
+    ordered = dict(zip(sorted(numbers, key=int), sorted(groups, key=int), strict=False))
+    fits = len(ordered) == len(set(groups)) == len(numbers)
+    agree = all(ordered.get(local, name) == name for local, name in seen.items())
+    return {**(ordered if fits and agree else {}), **seen}
+
+
+def _ranks(value: object, most: int) -> tuple[int, ...]:
+    """The ranks of a group, which are text in a dump: "[0, 1]". Raises ValueError."""
+    if isinstance(value, str):
+        if len(value) > 8 * most:
+            raise ValueError("its groups are larger than can be read")
+        value = [int(each) for each in re.findall("[0-9]+", value) if len(each) < 7]
+    ranks = _listed(value)
+    if len(ranks) > most:
+        raise ValueError("its groups are larger than can be read")
+    return tuple(dict.fromkeys(each for each in ranks if type(each) is int and each >= 0))
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _whole(value: object, default: int) -> int:
+    """A number, which JSON dumps have as text in some places."""
+    if isinstance(value, str) and re.fullmatch("-?[0-9]{1,18}", value):
+        value = int(value)
+    return value if type(value) is int and abs(value) < 1 << 63 else default
+
+
+def _text(value: object) -> str:
+    return str(value)[:120] if isinstance(value, str | int) else ""

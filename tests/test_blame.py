@@ -1,0 +1,639 @@
+"""`schedir blame`: the root of a hang, from the dumps of torch's flight recorder."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import schedir
+from schedir import Action
+from schedir.diagnosis.blame import Verdict, blame
+from schedir.diagnosis.flight_recorder import Dumps, dump_of, read_dumps
+from schedir.diagnosis.plain_pickle import read_plain_pickle
+from schedir.diagnosis.waits_for import chain, sinks
+from schedir.errors import LoadError
+from tests.command_line import Run, runner
+from tests.hangs import FAULTS, Job, Style, dumps_of, random_job, write
+from tests.sweeps import examples, sweep
+
+SAMPLE = Path(__file__).parent / "data" / "flight_recorder"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return runner(capsys)
+
+
+def verdict_of(dumps: Mapping[int, Mapping[str, Any]]) -> Verdict:
+    return blame(Dumps({rank: dump_of(rank, dump) for rank, dump in dumps.items()}))
+
+
+def roots_of(verdict: Verdict) -> dict[int, str]:
+    return {root.rank: root.reason for root in verdict.roots}
+
+
+# The graph
+
+
+def reachable(edges: Mapping[int, set[int]], rank: int) -> set[int]:
+    found, new = set(), [rank]
+    while new:
+        for other in edges.get(new.pop(), set()):
+            if other not in found:
+                found.add(other)
+                new.append(other)
+    return found
+
+
+GRAPHS = st.dictionaries(st.integers(0, 7), st.sets(st.integers(0, 7), max_size=3), max_size=8)
+
+
+@examples(300)
+@given(GRAPHS)
+def test_sinks_are_what_reaches_only_itself(edges: dict[int, set[int]]) -> None:
+    ranks = set(edges).union(*edges.values())
+    # By the definition: all that a rank of a sink reaches, reaches it back.
+    expected = {
+        tuple(sorted(reachable(edges, rank) | {rank}))
+        for rank in ranks
+        if all(rank in reachable(edges, other) for other in reachable(edges, rank) - {rank})
+    }
+    assert set(sinks(edges)) == expected
+
+
+@examples(100)
+@given(GRAPHS)
+def test_a_chain_leads_to_a_sink(edges: dict[int, set[int]]) -> None:
+    ends = {rank for ranks in sinks(edges) for rank in ranks}
+    way = chain(edges, ends)
+    assert bool(way) == bool(ends)
+    assert not way or way[-1] in ends
+    assert all(after in edges[rank] for rank, after in pairwise(way))
+
+
+# Jobs whose root is known
+
+
+def test_the_root_of_a_real_job() -> None:
+    verdict = blame(read_dumps(str(SAMPLE)))
+    assert roots_of(verdict) == {9: "missing", 14: "missing"}
+    assert verdict.is_sure
+    assert verdict.by_rules == (9, 14)
+    assert {each.rank for each in verdict.waiting} == set(range(16)) - {9, 14}
+    assert verdict.waiting[0].operation.text == "send 0->8"
+    assert verdict.waiting[0].waits_for == (8,)
+
+
+def dumped(
+    groups: Mapping[str, tuple[int, ...]],
+    posted: Mapping[int, list[tuple[Any, ...]]],
+) -> dict[int, dict[str, Any]]:
+    """Dumps of (group, number, name, state), with what they say of the last number of a group."""
+    dumps = {}
+    for rank, entries in posted.items():
+        own = [name for name, members in groups.items() if rank in members]
+        status: dict[str, dict[str, int]] = {}
+        for group, number, _, state in entries:
+            of = status.setdefault(str(own.index(group)), {"last_completed_collective": -1})
+            of["last_enqueued_collective"] = number
+            if state == "completed":
+                of["last_completed_collective"] = number
+        dumps[rank] = {
+            "version": "2.10",
+            "pg_config": {
+                name: {"name": name, "desc": "", "ranks": str(list(groups[name]))} for name in own
+            },
+            "pg_status": status,
+            "entries": [
+                {
+                    "record_id": at,
+                    "pg_id": own.index(group),
+                    "process_group": (group, ""),
+                    "collective_seq_id": 0 if "->" in name or "<-" in name else number,
+                    "p2p_seq_id": number if "->" in name or "<-" in name else 0,
+                    "profiling_name": f"nccl:{name}",
+                    "state": state,
+                    "time_created_ns": 10**18 + at,
+                    "is_p2p": "->" in name or "<-" in name,
+                }
+                for at, (group, number, name, state) in enumerate(entries)
+            ],
+        }
+    return dumps
+
+
+def test_a_rank_that_waits_in_one_group_is_not_blamed_in_another() -> None:
+    groups = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
+    ended = ("0", 1, "all_reduce", "completed")
+    verdict = verdict_of(
+        dumped(
+            groups,
+            {
+                0: [ended, ("3", 1, "all_reduce", "scheduled")],
+                1: [ended, ("4", 1, "all_reduce", "scheduled")],
+                2: [ended, ("2", 1, "all_reduce", "scheduled")],
+                3: [ended],
+            },
+        )
+    )
+    assert roots_of(verdict) == {3: "missing"}
+    assert verdict.by_rules == (2, 3)
+    assert verdict.chain == (0, 2, 3)
+
+
+def test_the_early_end_of_a_broadcasts_source_blames_nobody() -> None:
+    verdict = verdict_of(
+        dumped(
+            {"0": (0, 1, 2), "1": (1, 2)},
+            {
+                0: [("0", 1, "broadcast", "completed")],
+                1: [("1", 1, "recv 0<-1", "scheduled"), ("0", 1, "broadcast", "scheduled")],
+                2: [],
+            },
+        )
+    )
+    assert roots_of(verdict) == {2: "missing"}
+    assert 1 in verdict.by_rules
+
+
+def test_a_job_without_collectives_has_a_root() -> None:
+    verdict = verdict_of(
+        dumped(
+            {"0": (0, 1, 2)},
+            {
+                0: [("0", 1, "send 0->1", "completed"), ("0", 2, "recv 0<-1", "scheduled")],
+                1: [("0", 1, "recv 1<-0", "completed"), ("0", 2, "recv 1<-2", "scheduled")],
+                2: [],
+            },
+        )
+    )
+    assert roots_of(verdict) == {2: "missing"}
+    assert verdict.by_rules == ()
+    assert verdict.chain == (0, 1, 2)
+
+
+def test_both_ranks_that_differ_are_named() -> None:
+    entries = {
+        rank: [("0", 1, name, "scheduled")] for rank, name in enumerate(("broadcast", "reduce"))
+    }
+    verdict = verdict_of(dumped({"0": (0, 1)}, entries))
+    assert roots_of(verdict) == {0: "differs", 1: "differs"}
+    assert not verdict.is_sure
+
+
+def test_one_of_three_that_differs_is_named() -> None:
+    names = ("all_gather", "all_gather", "all_to_all")
+    entries = {rank: [("0", 1, name, "scheduled")] for rank, name in enumerate(names)}
+    verdict = verdict_of(dumped({"0": (0, 1, 2)}, entries))
+    assert roots_of(verdict) == {2: "differs"}
+
+
+def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
+    groups = {"0": (0, 1), "1": (0, 1)}
+    posted = {0: [("0", 1, "all_reduce", "scheduled")], 1: [("1", 1, "all_reduce", "scheduled")]}
+    verdict = verdict_of(dumped(groups, posted))
+    assert roots_of(verdict) == {0: "circle", 1: "circle"}
+    assert not verdict.is_sure
+
+
+def test_both_ends_of_a_transfer_are_named_where_both_have_posted_it() -> None:
+    posted = {
+        0: [("0", 1, "send 0->1", "scheduled")],
+        1: [("0", 1, "recv 1<-0", "scheduled")],
+        2: [("0", 1, "recv 2<-0", "scheduled")],
+    }
+    verdict = verdict_of(dumped({"0": (0, 1, 2)}, posted))
+    assert roots_of(verdict) == {0: "stuck", 1: "stuck"}
+    assert not verdict.is_sure
+
+
+def test_where_no_dump_names_the_members_of_a_group_a_set_is_named() -> None:
+    # As gloo writes them: rank 1 waits in a group that has, besides it, rank 2.
+    dumps = dumped(
+        {"0": (0, 1, 2), "1": (0, 2), "2": (1, 2)},
+        {
+            0: [("1", 1, "all_reduce", "completed"), ("1", 2, "all_reduce", "scheduled")],
+            1: [("2", 1, "all_reduce", "scheduled")],
+            2: [("1", 1, "all_reduce", "completed")],
+        },
+    )
+    for dump in dumps.values():
+        dump["pg_config"] = {"": {"name": "", "desc": "", "ranks": "[]"}}
+    verdict = verdict_of(dumps)
+    assert 2 in roots_of(verdict)
+    assert not verdict.is_sure
+
+
+def test_a_rank_on_which_a_collective_has_not_started_holds_the_others() -> None:
+    posted = {rank: [("0", 1, "all_reduce", "started")] for rank in range(3)}
+    posted[1] = [("0", 1, "all_reduce", "scheduled")]
+    verdict = verdict_of(dumped({"0": (0, 1, 2)}, posted))
+    assert roots_of(verdict) == {1: "stuck"}
+    assert verdict.is_sure
+
+
+def test_what_a_stream_held_before_something_that_ended_has_ended() -> None:
+    both = [("0", 1, "all_reduce", "scheduled"), ("0", 2, "all_reduce", "completed")]
+    posted = {0: both, 1: [*both, ("0", 3, "all_reduce", "scheduled")]}
+    assert roots_of(verdict_of(dumped({"0": (0, 1)}, posted))) == {0: "missing"}
+
+
+def test_what_is_retired_has_ended() -> None:
+    dumps = dumped({"0": (0, 1)}, {rank: [("0", 1, "all_reduce", "scheduled")] for rank in (0, 1)})
+    for dump in dumps.values():
+        dump["entries"][0]["retired"] = True
+    assert verdict_of(dumps).roots == ()
+
+
+def test_a_job_that_hangs_nowhere_has_no_root() -> None:
+    posted = {rank: [("0", 1, "all_reduce", "completed")] for rank in range(3)}
+    assert verdict_of(dumped({"0": (0, 1, 2)}, posted)).roots == ()
+
+
+# Random jobs
+
+SURE = {"stop", "unending"}
+"""Faults that show exactly: a rank posts nothing more, or it alone does not end a collective."""
+
+
+def style_of(seed: int) -> Style:
+    draw = random.Random(seed)
+    return Style(
+        ring=draw.choice((2000, 2000, 20)),
+        clocks=draw.random() < 0.4,
+        whole=draw.random() < 0.6,
+        hashed=draw.random() < 0.3,
+        unlike=draw.random() < 0.2,
+    )
+
+
+def hangs(job: Job) -> bool:
+    return bool(job.effective) and any(
+        each.ended is None for of in job.done.values() for each in of
+    )
+
+
+@sweep("seed", range(3000), quick=range(0, 3000, 10))
+def test_the_root_of_a_random_job_is_named(seed: int) -> None:
+    kind = FAULTS[seed % len(FAULTS)]
+    job, style = random_job(seed, (kind,)), style_of(seed)
+    verdict = verdict_of(dumps_of(job, style))
+    if not hangs(job):
+        assert not verdict.roots
+        return
+    unnoted = not style.whole and any(event.kind == "batch" for event in job.events)
+    if unnoted and kind == "kernel" and job.ahead > 1:
+        return  # it is held in a batch whose end nobody noted, and others have gone on
+    roots = roots_of(verdict).keys()
+    assert job.effective <= roots
+    if verdict.is_sure or (kind in SURE and not unnoted):
+        assert roots == job.effective
+
+
+@sweep("seed", range(1000), quick=range(0, 1000, 20))
+def test_with_two_faults_no_innocent_is_named_alone(seed: int) -> None:
+    job = random_job(seed, (("stop", "unending")[seed % 2], "stop"))
+    verdict = verdict_of(dumps_of(job, style_of(seed)))
+    if hangs(job):
+        assert roots_of(verdict)
+        assert roots_of(verdict).keys() <= job.effective
+
+
+@sweep("seed", range(1000), quick=range(0, 1000, 20))
+def test_lost_dumps_are_evidence(seed: int) -> None:
+    job = random_job(seed, ("stop",))
+    if hangs(job):
+        # The root's own dump, and somebody's.
+        lost = (*job.effective, seed % job.ranks)
+        verdict = verdict_of(dumps_of(job, Style(lost=lost)))
+        left = set(range(job.ranks)) - set(lost)
+        assert not left or set(verdict.missing_dumps) == set(lost)
+        if any(each.ended is None for rank in left for each in job.done[rank]):
+            assert roots_of(verdict).keys() & job.effective
+            named = {rank for rank, reason in roots_of(verdict).items() if reason == "no dump"}
+            assert named <= set(lost)
+
+
+@sweep("seed", range(1000), quick=range(0, 1000, 20))
+def test_dumps_of_what_goes_on_alone_tell_less_but_nothing_wrong(seed: int) -> None:
+    job = random_job(seed, ("stop",))
+    verdict = verdict_of(dumps_of(job, Style(active=True, hashed=seed % 2 == 1)))
+    if hangs(job) and verdict.roots:
+        assert roots_of(verdict).keys() & job.effective
+
+
+# Files
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_files_say_what_memory_does(tmp_path: Path, as_json: bool) -> None:
+    for seed in range(20):
+        job, style = random_job(seed), Style(json=as_json)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        write(job, style, folder)
+        read = blame(read_dumps(str(folder)))
+        assert roots_of(read) == roots_of(verdict_of(dumps_of(job, style)))
+
+
+def test_what_torch_itself_writes_is_read(tmp_path: Path) -> None:
+    script = (
+        "import torch, torch.distributed as dist\n"
+        "from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json\n"
+        f"dist.init_process_group('gloo', store=dist.FileStore({str(tmp_path / 'store')!r}, 1),"
+        " rank=0, world_size=1)\n"
+        "dist.all_reduce(torch.ones(4))\n"
+        "dist.broadcast(torch.ones(4), 0)\n"
+        "for name, dump in (('p', _dump_fr_trace()), ('j', _dump_fr_trace_json())):\n"
+        "    dump = dump if isinstance(dump, bytes) else dump.encode()\n"
+        f"    open({str(tmp_path)!r} + '/' + name + '_0', 'wb').write(dump)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        timeout=250,
+        env={"TORCH_FR_BUFFER_SIZE": "10", "PATH": "/usr/bin:/bin"},
+    )
+    for name in "pj":
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.move(tmp_path / f"{name}_0", folder / "trace_0")
+        dump = read_dumps(str(folder)).of[0]
+        assert [record.name for record in dump.records] == ["all_reduce", "broadcast"]
+        assert dump.enqueued == dump.completed == {"0": 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b"\x80\x02}", "ends too early"),
+        (b"{", "damaged JSON"),
+        (b"[" * 100_000, "stands for no plain value"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"{}", "no dump of a flight recorder"),
+        (pickle.dumps([1]), "no dump of a flight recorder"),
+        (pickle.dumps({"pg_config": Path()}), "stands for no plain value"),
+        (pickle.dumps({"pg_config": {(1,): 2}}), "neither text nor a number"),
+        (b"\x80\x02X\xff\xff\xff\xff", "ends too early"),
+        (b"\x80\x04\x8d" + b"\xff" * 8, "ends too early"),
+    ],
+)
+def test_what_cannot_be_read_is_named_and_used(tmp_path: Path, content: bytes, why: str) -> None:
+    shutil.copytree(SAMPLE, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "_dump_9").write_bytes(content)
+    dumps = read_dumps(str(tmp_path))
+    assert list(dumps.unreadable) == ["_dump_9"]
+    assert why in dumps.unreadable["_dump_9"]
+    verdict = blame(dumps)
+    assert roots_of(verdict) == {9: "no dump", 14: "missing"}
+    assert verdict.missing_dumps == (9,)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        return exec, ("raise SystemExit('it ran')",)
+
+
+def test_nothing_is_run() -> None:
+    for protocol in range(6):
+        with pytest.raises(ValueError, match="stands for no plain value"):
+            read_plain_pickle(pickle.dumps({"pg_config": Evil()}, protocol))
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda each: (
+        st.lists(each)
+        | st.lists(each).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), each)
+    ),
+    max_leaves=30,
+)
+
+
+@examples(300)
+@given(PLAIN, st.integers(2, 5))
+def test_plain_values_are_read_as_python_reads_them(value: object, protocol: int) -> None:
+    assert read_plain_pickle(pickle.dumps(value, protocol)) == value
+
+
+@examples(500)
+@given(st.data())
+def test_damaged_files_raise_nothing_else(data: st.DataObject) -> None:
+    whole = data.draw(st.sampled_from(FILES))
+    cut = bytearray(whole[: data.draw(st.integers(0, len(whole)))])
+    for _ in range(data.draw(st.integers(0, 8))):
+        if cut:
+            cut[data.draw(st.integers(0, len(cut) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(ValueError):
+        content = read_plain_pickle(bytes(cut))
+        blame(Dumps({0: dump_of(0, content), 1: dump_of(1, content)}))
+
+
+FILES = [(SAMPLE / "_dump_0").read_bytes(), (SAMPLE / "_dump_8").read_bytes()]
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda each: (
+        st.lists(each, max_size=4) | st.dictionaries(st.text(max_size=5), each, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+@examples(300)
+@given(st.data())
+def test_fields_of_any_type_raise_nothing_else(data: st.DataObject) -> None:
+    dumps = dumps_of(random_job(data.draw(st.integers(0, 50))), Style())
+    for dump in dumps.values():
+        parts = [dump, *dump["entries"]]
+        for _ in range(data.draw(st.integers(0, 3))):
+            of = data.draw(st.sampled_from(parts))
+            of[data.draw(st.sampled_from(sorted(of)))] = data.draw(JUNK)
+    with suppress(ValueError):
+        verdict_of(dumps)
+
+
+def bomb(kind: str) -> bytes:
+    """A small file that takes much of a careless reader."""
+    if kind == "memo":  # a memo of four thousand million places
+        return b"\x80\x02}r\xff\xff\xff\xff."
+    if kind == "containers":
+        return b"\x80\x02(" + b"]" * 3_000_000 + b"t."
+    if kind == "laughs":  # a list of two of a list of two of …
+        laughs = b"]" + b"".join(
+            b"\x940]h" + bytes([n]) + b"ah" + bytes([n]) + b"a" for n in range(60)
+        )
+        return b"\x80\x04" + laughs + b"."
+    if kind == "key":  # a tuple within a tuple, a million deep, of which a hash is taken
+        return b"\x80\x02}" + b"N" + b"\x85" * 1_000_000 + b"Ns."
+    out = io.BytesIO()  # one entry, a million times
+    sizes = [[4] * 1000] * 1000
+    one = {"process_group": ("0", ""), "profiling_name": "nccl:all_reduce", "input_sizes": sizes}
+    pickle.dump({"pg_config": {}, "entries": [one] * 1_000_000}, out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["memo", "containers", "laughs", "key", "entries"])
+def test_small_files_take_little(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "trace_0").write_bytes(bomb(kind))
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"
+        "from schedir.cli import main\n"
+        f"code = main(['blame', {str(tmp_path)!r}])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=250
+    )
+    assert "Traceback" not in done.stderr
+    assert int(done.stdout.split()[-1]) < 1000  # MiB
+
+
+# The command
+
+
+def test_the_command_names_the_roots_in_ten_lines(run: Run) -> None:
+    code, out, err = run("blame", str(SAMPLE))
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) <= 10
+    assert out.startswith("root: rank 9: missing: ")
+    assert "\nroot: rank 14: missing: " in out
+    assert "16 of 16" in out
+
+
+def test_the_command_as_json(run: Run) -> None:
+    code, out, _ = run("blame", str(SAMPLE), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [root["rank"] for root in found["roots"]] == [9, 14]
+    assert found["missing_dumps"] == []
+    assert found["sure"] is True
+    assert found["waiting"][0]["operation"] == "send 0->8"
+    assert found["waiting"][0]["waits_for"] == [8]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ten_lines_are_enough(seed: int, tmp_path: Path, run: Run) -> None:
+    job = random_job(seed, (FAULTS[seed % len(FAULTS)],))
+    write(job, Style(lost=(0, 1) if seed % 3 == 0 else ()), tmp_path)
+    (tmp_path / "trace_99").write_bytes(b"")
+    code, out, err = run("blame", str(tmp_path))
+    assert code == (not out.startswith("root:"))
+    assert len(out.splitlines()) <= 10
+    assert "trace_99: it is empty" in out
+    assert err == ""
+
+
+def test_a_directory_without_dumps_is_refused(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "notes.txt").write_text("none")
+    code, _, err = run("blame", str(tmp_path))
+    assert code == 2
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT=1" in err
+    assert run("blame", str(tmp_path / "nowhere"))[0] == 2
+    with pytest.raises(LoadError):
+        read_dumps(str(tmp_path / "notes.txt"))
+
+
+def test_hostile_names_are_harmless(tmp_path: Path, run: Run) -> None:
+    dumps = dumped({"\x1b[31m": (0, 1)}, {0: [("\x1b[31m", 1, "\x1b]0;x\x07", "scheduled")], 1: []})
+    for rank, dump in dumps.items():
+        (tmp_path / f"\x1b[1m{rank}").write_bytes(pickle.dumps(dump))
+    (tmp_path / "\x1b[1m7").write_bytes(b"")
+    code, out, err = run("blame", str(tmp_path))
+    assert code == 0
+    assert "\x1b" not in out + err
+
+
+# With a schedule
+
+
+def hung_schedule(
+    stop: tuple[int, int], steps: int = 2, ring: int = 2000
+) -> tuple[schedir.Schedule, dict[int, dict[str, Any]]]:
+    """A schedule, and dumps of ranks that run it, of which one posts no more from an index on."""
+    built = schedir.build("1f1b", ranks=4, microbatches=4)
+    lists = []
+    for rank in range(4):
+        actions = []
+        for index, action in enumerate(built.actions[rank]):
+            assert isinstance(action, Action)
+            kind = action.kind.name
+            if kind.startswith(("SEND", "RECV")):
+                peer = action.stage + (1 if kind in ("SEND_ACT", "RECV_GRAD") else -1)
+                actions.append((index, kind.startswith("SEND"), peer))
+        lists.append(actions * steps)
+    at = [0] * 4
+    halt = [len(of) for of in lists]
+    per = len(lists[stop[0]]) // steps
+    halt[stop[0]] = (steps - 1) * per + next(
+        n for n, (index, *_) in enumerate(lists[stop[0]]) if index >= stop[1]
+    )
+    changed = True
+    while changed:
+        changed = False
+        for rank in range(4):
+            if at[rank] < halt[rank]:
+                _, is_send, peer = lists[rank][at[rank]]
+                if at[peer] < halt[peer] and lists[peer][at[peer]][1:] == (not is_send, rank):
+                    at[rank] += 1
+                    at[peer] += 1
+                    changed = True
+    posted = {}
+    for rank in range(4):
+        done = [
+            ("0", n + 1, f"send {rank}->{peer}" if is_send else f"recv {rank}<-{peer}", "completed")
+            for n, (_, is_send, peer) in enumerate(lists[rank][: at[rank]])
+        ]
+        if at[rank] < halt[rank]:
+            _, is_send, peer = lists[rank][at[rank]]
+            name = f"send {rank}->{peer}" if is_send else f"recv {rank}<-{peer}"
+            done.append(("0", at[rank] + 1, name, "scheduled"))
+        posted[rank] = done
+    dumps = dumped({"0": (0, 1, 2, 3)}, posted)
+    for dump in dumps.values():
+        dump["entries"] = dump["entries"][-ring:]
+    return built, dumps
+
+
+@pytest.mark.parametrize("ring", [2000, 11])
+def test_a_schedule_names_the_actions(ring: int, tmp_path: Path, run: Run) -> None:
+    index = next(
+        n
+        for n, action in enumerate(schedir.build("1f1b", ranks=4, microbatches=4).actions[2])
+        if str(action) == "2RECV_ACT2"
+    )
+    built, dumps = hung_schedule((2, index), ring=ring)
+    for rank, dump in dumps.items():
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(dump))
+    given = ("--schedule", "1f1b", "--ranks", "4", "--microbatches", "4")
+    code, out, err = run("blame", str(tmp_path), *given, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert [(root["rank"], root["action"]) for root in found["roots"]] == [
+        (2, f"#{index} 2RECV_ACT2")
+    ]
+    for waiting in found["waiting"]:
+        number, token = waiting["action"].split()
+        assert str(built.actions[waiting["rank"]][int(number[1:])]) == token
+    assert {each["rank"] for each in found["waiting"]} == {0, 1, 3}
+
+
+def test_another_jobs_schedule_names_nothing(run: Run) -> None:
+    code, out, _ = run("blame", str(SAMPLE), "--schedule", "1f1b", "--ranks", "3", "--json")
+    assert code == 0
+    assert {root["action"] for root in json.loads(out)["roots"]} == {None}
