@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.pages import DOCS, ROOT, anchors, blocks, compare, links, ranks_of, run
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import long
 
 GENERATED = {"gallery.md", "reference/rules.md", "reference/commands.md", "reference/kinds.md"}
 """Pages that a tool writes from what the code does; other tests hold them to that."""
@@ -19,6 +20,8 @@ WRITTEN = [
     for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
     if str(page.relative_to(DOCS if page.is_relative_to(DOCS) else ROOT)) not in GENERATED
 ]
+LONG = {"docs/tutorials/first-pipeline.md", "docs/tutorials/hugging-face.md"}
+"""Pages that start many processes, which CI runs every time and `make test` leaves out."""
 HOW_TO = sorted((DOCS / "how-to").glob("*.md"))
 
 
@@ -31,7 +34,12 @@ def shows_something(page: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in WRITTEN if ranks_of(p) == 1 and shows_something(p)], ids=name_of
+    "page",
+    [
+        pytest.param(page, id=name_of(page), marks=[long] if name_of(page) in LONG else [])
+        for page in WRITTEN
+        if ranks_of(page) == 1 and shows_something(page)
+    ],
 )
 def test_a_page_runs_as_printed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
