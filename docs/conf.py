@@ -34,6 +34,7 @@ exclude_patterns = ["_build"]
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_class_signature = "mixed"
+autodoc_preserve_defaults = True  # `count=rows`, rather than the function's address
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 add_module_names = False
