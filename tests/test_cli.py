@@ -879,10 +879,10 @@ def test_check_takes_several_targets(run: Run) -> None:
     } | {"dead.sched": run("check", "dead.sched")}
     code, out, err = run("check", "1f1b", "gpipe", *shape)
     assert (code, err) == (0, "")
-    assert out == f"1f1b:\n{reports['1f1b'][1]}fill-drain:\n{reports['gpipe'][1]}"
+    assert out == f"1f1b:\n{reports['1f1b'][1]}gpipe:\n{reports['gpipe'][1]}"
     code, out, err = run("check", "1f1b", "dead.sched", "gpipe", "-r", "2")
     assert (code, err) == (1, "")
-    assert f"\ndead.sched:\n{reports['dead.sched'][1]}fill-drain:\n" in out
+    assert f"\ndead.sched:\n{reports['dead.sched'][1]}gpipe:\n" in out
     # What can't be loaded stops no other.
     code, out, err = run("check", "bad.sched", "dead.sched", "nope", "1f1b", "-r", "2")
     assert code == 2

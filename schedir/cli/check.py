@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
             pages += [each.code for each in wrong[:1]]
         content.append({**named, **report_data(report)})
         if several and form == "full":
-            write([Piece(f"{printable(subject)}:\n", "bold")], sys.stdout)
+            write([Piece(f"{printable(named['target'])}:\n", "bold")], sys.stdout)
         if not several or form != "json":
             page = page_for(sys.stdout, subject)
             write(outputs_of("check")[form].write(report, page).blocks, sys.stdout)
