@@ -247,7 +247,7 @@ class Task:
         costs, memory = self.costs, self.memory
         return steps_of(
             self.placement,
-            self.microbatches,
+            (self.microbatches,),
             {kind: getattr(costs, kind.name.lower()) for kind, _ in WAYS},
             {
                 "input": list(zip(costs.down, costs.down_holds, strict=True)),

@@ -13,6 +13,9 @@ So the k-th F of a stage is that of microbatch k, and so are its k-th B or I, an
 is split: all microbatches of a stage are alike. A *step* is one number for a way to run and a
 stage, `way * stages + stage` with a place in WAYS; a queue is one for a value and a stage, with a
 place in QUEUES. Each stage is on one rank.
+
+Pipelines side by side, as stages with replicas make them, have their stages one after the other:
+stage s of pipeline p is the Board's stage `p * depth + s`.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ DOWN, KEPT, BACK, DEFERRED = range(4)
 
 @attrs.frozen(eq=False)
 class Steps:
-    """The rules of one pipeline's steps, in numbers; -1 stands for none.
+    """The rules of the steps of pipelines, in numbers; -1 stands for none. `microbatches` has those
+    of each pipeline.
 
     By step: how long it `lasts`, the `queue` that it takes from, and the queue that it `needs` from
     another stage or that its rank has filled. It `feeds` a queue of another stage, and `puts` into
@@ -60,7 +64,7 @@ class Steps:
 
     placement: tuple[int, ...]
     queues_of: list[list[tuple[int, ...]]]
-    microbatches: int
+    microbatches: tuple[int, ...]
     lasts: list[float]
     queue: list[int]
     needs: list[int]
@@ -75,27 +79,34 @@ class Steps:
     channel: list[int]
     channels: int
 
+    @property
+    def depth(self) -> int:
+        """The number of stages of each pipeline."""
+        return len(self.placement) // len(self.microbatches)
+
 
 def steps_of(
     placement: Sequence[int],
-    microbatches: int,
+    microbatches: Sequence[int],
     lasts: Mapping[Kind, Sequence[float]],
     transfers: Mapping[str, Sequence[tuple[float, float]]],
     sizes: Mapping[str, Sequence[float]],
 ) -> Steps:
-    """The steps of a pipeline whose stage s is on rank `placement[s]`.
+    """The steps of pipelines whose stage s is on rank `placement[s]`. Each has its number of
+    `microbatches`, and as many stages as the others.
 
     By stage: how long each kind `lasts`; how long the `transfers` of values from other stages take,
     and occupy the channel; and the `sizes` of the values that a rank holds.
     """
     stages, ranks = len(placement), 1 + max(placement)
+    depth = stages // len(microbatches)
     links = [VALUES[value].link or ("", 0) for value in QUEUES]
     sized = [value for value in sizes if VALUES[value].per == "microbatch"]
     queue, feeds, puts, alone, changes, completes = [], [], [], [], [], []
     for way in WAYS:
         ended = _values(way, "end")
         for stage in range(stages):
-            first, last = "not " * (stage > 0), "not " * (stage < stages - 1)
+            first, last = "not " * (stage % depth > 0), "not " * ((stage + 1) % depth > 0)
             made = _values(way, "make", ("any", "not summed", f"{first}first", f"{last}last"))
             own = {value for value, name in enumerate(QUEUES) if name in made}
             fed = [
@@ -127,7 +138,7 @@ def steps_of(
     return Steps(
         placement=tuple(placement),
         queues_of=queues_of,
-        microbatches=microbatches,
+        microbatches=tuple(microbatches),
         lasts=[time for kind, _ in WAYS for time in lasts[kind]],
         queue=queue,
         needs=[each if each in fed_by_others else -1 for each in queue],
@@ -171,7 +182,8 @@ class Board:
     def of(cls, steps: Steps) -> Board:
         """The Board before anything has begun."""
         queues, ranks = len(steps.channel), len(steps.queues_of)
-        there: list[tuple[float, ...]] = [(0,) * steps.microbatches, *[()] * (queues - 1)]
+        there: list[tuple[float, ...]] = [()] * queues
+        there[: len(steps.placement) : steps.depth] = [(0,) * many for many in steps.microbatches]
         return cls(steps, there, [0] * queues, [0] * (ranks + steps.channels), [0] * ranks)
 
     def copy(self) -> Board:
@@ -238,7 +250,7 @@ def play(board: Board, choose: Callable[[int, float], tuple[float, int]]) -> Ord
     order: Order = [[] for _ in steps.queues_of]
     due: list[tuple[float, int]] = [(0, rank) for rank in range(len(order))]
     asked: list[float] = [0] * len(order)  # -1 for a rank that waits to be fed
-    left = stages * steps.microbatches
+    left = steps.depth * sum(steps.microbatches)
     while due:
         now, rank = heappop(due)
         if asked[rank] != now:

@@ -90,7 +90,7 @@ def _steps(block: Block, microbatches: int, costs: CostModel | None) -> Steps:
     one = [1] * stages
     return steps_of(
         [block.rank[n] for n in range(stages)],
-        microbatches,
+        (microbatches,),
         lasts,
         {"input": ways[:stages], "output gradient": ways[: stages - 1 : -1]},
         {"saved": one, "deferred": one},
