@@ -73,9 +73,11 @@ from schedir.passes import (
 )
 
 if TYPE_CHECKING:
+    from schedir.diagnosis.verdict import Diagnosis, Position, diagnose
     from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
     from schedir.finder.full_pipeline import steady_state
     from schedir.library.compaction import repeat_block
+    from schedir.passes.rerouting import without
     from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
     from schedir.simulator.steady_state import SteadyState
 
@@ -87,6 +89,7 @@ __all__ = [
     "Band",
     "Comparison",
     "CostModel",
+    "Diagnosis",
     "Diagnostic",
     "ExecutionError",
     "Generator",
@@ -95,6 +98,7 @@ __all__ = [
     "ParseError",
     "Pipeline",
     "Placement",
+    "Position",
     "ReplicaPlan",
     "Report",
     "SchedirError",
@@ -115,6 +119,7 @@ __all__ = [
     "build",
     "check",
     "compare",
+    "diagnose",
     "dumps",
     "equal_groups",
     "forecast",
@@ -142,13 +147,16 @@ __all__ = [
     "steady_state",
     "together",
     "wave",
+    "without",
     "wrapped",
 ]
 
 _ON_DEMAND = {
+    "schedir.diagnosis.verdict": ("Diagnosis", "Position", "diagnose"),
     "schedir.finder": ("Comparison", "ReplicaPlan", "compare", "plan_replicas", "search"),
     "schedir.finder.full_pipeline": ("steady_state",),
     "schedir.library.compaction": ("repeat_block",),
+    "schedir.passes.rerouting": ("without",),
     "schedir.render": (),
     "schedir.simulator": ("Band", "CostModel", "Timeline", "forecast", "simulate"),
     "schedir.simulator.steady_state": ("SteadyState",),

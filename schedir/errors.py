@@ -106,7 +106,8 @@ class ExecutionError(SchedirError):
     `rank`, `index` and `action` (a `schedir.Action`) name the action that failed. `index` is its
     place in the list as you gave it, before receives were moved ahead. All three are None if the
     failure belongs to no action, such as a wrong set of stages. `cause` is the exception that led
-    to the failure, if any.
+    to the failure, if any. `roots` are the ranks to blame where several processes run, a
+    `schedir.diagnosis.verdict.Root` each, with `rank`, `index`, `action` and `cause`.
 
     >>> import schedir
     >>> action = schedir.backward(1, 0)
@@ -124,6 +125,7 @@ class ExecutionError(SchedirError):
         index: int | None = None,
         action: Any = None,
         cause: BaseException | None = None,
+        roots: Sequence[Any] = (),
     ) -> None:
         place = f"rank {rank}" if rank is not None else ""
         if action is not None:
@@ -133,3 +135,4 @@ class ExecutionError(SchedirError):
         self.index = index
         self.action = action
         self.cause = cause
+        self.roots: tuple[Any, ...] = tuple(roots)

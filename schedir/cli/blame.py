@@ -6,10 +6,12 @@ import argparse
 import sys
 
 from schedir.cli.target import TARGET, add_shape, load_target, proved, subject_of
+from schedir.cli.terminal import about
 from schedir.diagnosis.blame import blame
 from schedir.diagnosis.flight_recorder import read_dumps
 from schedir.diagnosis.schedule_actions import name_actions
-from schedir.render.hang import hang_blocks, hang_data
+from schedir.diagnosis.standing import Standing, load_standing
+from schedir.render.hang import hang_blocks, hang_data, standing_blocks, standing_data
 from schedir.render.terminal import write
 from schedir.render.text import Piece, as_json
 
@@ -21,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Name the rank that a hung job waits for, from the dumps of torch's flight recorder. Any "
         "job that uses torch.distributed writes them if TORCH_NCCL_DUMP_ON_TIMEOUT=1 and "
-        "TORCH_FR_DUMP_TEMP_FILE=DIR/rank_ are set. If the evidence does not decide between "
+        "TORCH_FR_DUMP_TEMP_FILE=DIR/rank_ are set; an Executor writes where its ranks stood if "
+        "SCHEDIR_DUMP_DIR=DIR is set, on gloo too. If the evidence does not decide between "
         "several ranks, the command names all of them and says so. Exit code: 0 ranks are named, "
         "1 no rank is seen to wait, 2 the directory has no dumps."
     )
@@ -41,7 +44,12 @@ def run(args: argparse.Namespace) -> int:
     if args.schedule is not None:
         found = load_target(args, args.schedule)
         schedule = proved(found, subject_of(args.schedule, found))
-    verdict = blame(read_dumps(args.directory))
+    with about("blame-a-hang"):
+        standing = load_standing(args.directory)
+        if standing is not None:
+            return _print_standing(standing, args.json)
+        dumps = read_dumps(args.directory)
+    verdict = blame(dumps)
     if schedule is not None:
         verdict = name_actions(verdict, schedule)
     if args.json:
@@ -49,3 +57,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         write(hang_blocks(verdict), sys.stdout)
     return 0 if verdict.roots else 1
+
+
+def _print_standing(standing: Standing, json: bool) -> int:
+    """Print the verdict on a job of schedir, which has kept the positions of its ranks."""
+    found = standing.diagnosis()
+    if json:
+        write([Piece(as_json(standing_data(standing, found)))], sys.stdout)
+    else:
+        write(standing_blocks(standing, found), sys.stdout)
+    return 0 if found.roots else 1

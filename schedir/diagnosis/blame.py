@@ -97,7 +97,7 @@ def blame(dumps: Dumps) -> Verdict:
         ranks=ranks,
         roots=tuple(roots),
         waiting=waiting,
-        is_sure=sure,
+        is_sure=sure and all(job.dumps[rank].shows_ends for rank in named & job.dumps.keys()),
         chain=tuple(chain(graph.edges, named)),
         by_rules=tuple(sorted(_by_rules(job, graph))),
         missing_dumps=tuple(rank for rank in ranks if rank not in job.dumps),

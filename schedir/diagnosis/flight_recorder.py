@@ -86,8 +86,13 @@ class Dump:
 
     @cached_property
     def has_ends(self) -> bool:
-        """Whether it has what is finished too: it may be written of what goes on alone."""
+        """Whether it has finished operations too: torch can write the active ones alone."""
         return any(record.is_finished for record in self.records)
+
+    @property
+    def shows_ends(self) -> bool:
+        """Whether an operation that it lacks has not been posted, rather than been left out."""
+        return self.has_ends or self.is_whole or not self.records
 
 
 @frozen

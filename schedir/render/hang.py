@@ -8,6 +8,8 @@ from typing import Any
 
 from schedir.diagnosis.blame import REASONS, Root, Verdict, Waiting
 from schedir.diagnosis.operations import Operation
+from schedir.diagnosis.standing import Standing, stands
+from schedir.diagnosis.verdict import Diagnosis
 from schedir.ir import printable
 from schedir.render.text import Block, Piece, count
 
@@ -60,6 +62,52 @@ def hang_data(verdict: Verdict) -> dict[str, Any]:
         "missing_dumps": verdict.missing_dumps,
         "unreadable": verdict.unreadable,
         "ranks": len(verdict.ranks),
+    }
+
+
+def standing_blocks(standing: Standing, found: Diagnosis) -> Iterator[Block]:
+    """The roots of a job of schedir, and where its other ranks stood, in ten lines."""
+    for root in found.roots[:_MOST_ROOTS]:
+        yield Piece("root: ", "error")
+        yield Piece(f"{printable(str(root))}\n")
+    if len(found.roots) > _MOST_ROOTS:
+        yield Piece(f"root: also {_ranks(each.rank for each in found.roots[_MOST_ROOTS:])}\n")
+    if not found.roots:
+        yield Piece("No rank is seen to wait for another one.\n")
+    roots = {root.rank for root in found.roots}
+    others = [(rank, said) for rank, said in stands(standing, found).items() if rank not in roots]
+    for rank, said in others[:_MOST_WAITS]:
+        yield Piece(f"rank {rank} {said}\n")
+    if left := len(others[_MOST_WAITS:]):
+        yield Piece(f"{count(left, 'rank')} more\n")
+    if len(found.chain) > 1:
+        yield Piece(f"chain: {' → '.join(map(str, found.chain[-12:]))}\n")
+
+
+def standing_data(standing: Standing, found: Diagnosis) -> dict[str, Any]:
+    """The same for a program, with the keys of `hang_data`."""
+    said = stands(standing, found)
+    return {
+        "roots": [
+            {
+                "rank": root.rank,
+                "reason": root.cause,
+                "action": None if root.action is None else f"#{root.index} {root.action}",
+                "step": root.step,
+                "waited_for_by": [
+                    r for r, others in found.waits_for.items() if root.rank in others
+                ],
+            }
+            for root in found.roots
+        ],
+        "sure": len(found.roots) == 1,
+        "waiting": [
+            {"rank": rank, "waits_for": sorted(others), "stands": said[rank]}
+            for rank, others in sorted(found.waits_for.items())
+        ],
+        "chain": found.chain,
+        "missing_dumps": (),
+        "ranks": len(standing.ranks),
     }
 
 

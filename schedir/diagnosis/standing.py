@@ -1,0 +1,104 @@
+"""Where all ranks of a job stood when it failed: a file for `schedir blame`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+from attrs import frozen
+
+from schedir.diagnosis.verdict import WORDS, Diagnosis, Position, diagnose
+from schedir.errors import LoadError, ParseError
+from schedir.files import write_text
+from schedir.ir import Schedule, dumps, loads
+
+FILE = "schedir-positions.json"
+
+
+@frozen
+class Standing:
+    """The list that ran, and the position of each rank, pipeline by pipeline.
+
+    `ranks` has the number of each in the default process group; `ties` and `clips` are as in
+    `diagnose`.
+    """
+
+    schedule: Schedule
+    positions: tuple[Position, ...]
+    ranks: tuple[int, ...]
+    ties: tuple[tuple[int, ...], ...] = ()
+    clips: bool = False
+
+    def diagnosis(self) -> Diagnosis:
+        """Who is to blame, by the numbers in the default process group."""
+        lines = len(self.positions) // self.schedule.ranks
+        found = diagnose(
+            self.schedule, self.positions, ties=self.ties, clips=self.clips, pipelines=lines
+        )
+        names = self.ranks
+        return Diagnosis(
+            tuple(attrs.evolve(root, rank=names[root.rank]) for root in found.roots),
+            tuple(names[rank] for rank in found.chain),
+            {
+                names[rank]: frozenset(names[other] for other in others)
+                for rank, others in found.waits_for.items()
+            },
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the file into a folder, which is made if it is not there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {
+            "schedule": dumps(self.schedule),
+            "positions": [attrs.astuple(each) for each in self.positions],
+            "ranks": self.ranks,
+            "ties": self.ties,
+            "clips": self.clips,
+        }
+        write_text(folder / FILE, json.dumps(content))
+
+
+def load_standing(folder: str) -> Standing | None:
+    """Read the file from a folder; None if there is none. Raises LoadError if it is damaged."""
+    path = Path(folder) / FILE
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        standing = Standing(
+            loads(found["schedule"], file=str(path)),
+            tuple(Position(*each) for each in found["positions"]),
+            tuple(map(int, found["ranks"])),
+            tuple(map(tuple, found["ties"])),
+            bool(found["clips"]),
+        )
+        standing.diagnosis()
+    except (OSError, ValueError, TypeError, KeyError, IndexError, ParseError) as error:
+        raise LoadError(f"{path}: not the positions of a job: {error}") from None
+    return standing
+
+
+def stands(standing: Standing, found: Diagnosis) -> dict[int, str]:
+    """Where each rank stands, in words."""
+    schedule = standing.schedule
+    said = {}
+    for turn, (rank, position) in enumerate(zip(standing.ranks, standing.positions, strict=True)):
+        entries = schedule.actions[turn % schedule.ranks]
+        place = ""
+        if position.phase != "outside" and 0 <= position.index < len(entries):
+            place = f" #{position.index} {entries[position.index]}"
+        step = "" if position.step is None else f" step {position.step}"
+        if position.state != "alive":
+            said[rank] = f"is {position.state}, at{step}{place or ' no place of its list'}"
+        elif position.phase == "outside":
+            said[rank] = f"makes no call: {position.call} calls were made"
+        elif position.phase == "waiting":
+            others = sorted(found.waits_for.get(rank, ()))
+            whom = f" for rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
+            place = place or f" {WORDS.get(position.index, 'its place')}"
+            said[rank] = f"waits at{step}{place}{whom * bool(others)}"
+        else:
+            said[rank] = f"runs{step}{place}"
+    return said

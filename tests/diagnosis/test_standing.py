@@ -1,0 +1,90 @@
+"""Where the ranks of a job stood, written by the job and read by `schedir blame`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import schedir
+from schedir import Position
+from schedir.diagnosis.standing import FILE, Standing, load_standing
+from tests.command_line import Run, runner
+
+run = pytest.fixture(runner)
+
+SCHEDULE = schedir.build("1f1b", ranks=3, microbatches=2)
+STANDING = Standing(
+    SCHEDULE,
+    (
+        Position(7, 5, "waiting", step=7),
+        Position(7, 7, "waiting", step=7),
+        Position(7, 1, "running", "gone", "killed by SIGKILL", step=7),
+    ),
+    (4, 5, 6),
+    ((0, 2),),
+    clips=True,
+)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    assert load_standing(str(tmp_path)) is None
+    STANDING.save(tmp_path / "made")
+    assert load_standing(str(tmp_path / "made")) == STANDING
+
+
+def test_blame_names_the_root(run: Run, tmp_path: Path) -> None:
+    STANDING.save(tmp_path)
+    code, out, err = run("blame", str(tmp_path))
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "root: rank 6 step 7 #1 2F0: killed by SIGKILL",
+        "rank 4 waits at step 7 #5 0B0 for rank 5",
+        "rank 5 waits at step 7 #7 1B0 for rank 6",
+        "chain: 4 → 5 → 6",
+    ]
+    code, out, err = run("blame", str(tmp_path), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["roots"] == [
+        {
+            "rank": 6,
+            "reason": "killed by SIGKILL",
+            "action": "#1 2F0",
+            "step": 7,
+            "waited_for_by": [5],
+        }
+    ]
+    assert [each["rank"] for each in found["waiting"]] == [4, 5]
+    assert (found["chain"], found["missing_dumps"]) == ([4, 5, 6], [])
+
+
+def test_nobody_is_named_where_nobody_waits(run: Run, tmp_path: Path) -> None:
+    at = tuple(Position(0, 0, "outside") for _ in range(3))
+    Standing(SCHEDULE, at, (0, 1, 2)).save(tmp_path)
+    code, out, _ = run("blame", str(tmp_path))
+    assert code == 1
+    assert out.splitlines()[0] == "No rank is seen to wait for another one."
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"schedule": "schedir 1"}', json.dumps({"positions": [[0]] * 3})],
+)
+def test_a_damaged_file_is_refused(run: Run, tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    code, out, err = run("blame", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert f"{FILE}: not the positions of a job" in err
+    assert "Traceback" not in err
+
+
+def test_a_file_with_too_few_positions_is_refused(run: Run, tmp_path: Path) -> None:
+    STANDING.save(tmp_path)
+    found = json.loads((tmp_path / FILE).read_text())
+    found["positions"].pop()
+    (tmp_path / FILE).write_text(json.dumps(found))
+    code, _, err = run("blame", str(tmp_path))
+    assert code == 2
+    assert "not the positions of a job" in err

@@ -1,0 +1,153 @@
+"""Who is to blame: every rank is stopped at every place; the verdict names it and nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import schedir
+from schedir import Position, Schedule, diagnose
+from tests.built_in import EVERY
+from tests.diagnosis.standing import at_rest, position
+
+SHAPES = {
+    name: [{"ranks": 4, "microbatches": 8}] for name in EVERY if name not in ("1f1b-rr", "chimera")
+} | {
+    "1f1b": [{"ranks": 4, "microbatches": 8}, {"ranks": 3, "microbatches": 2}],
+    "chimera": [{"ranks": 4, "microbatches": 4}],
+}
+CASES = [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
+IDS = [f"{name} {'×'.join(map(str, shape.values()))}" for name, shape in CASES]
+
+
+def built(name: str, shape: dict[str, int]) -> Schedule:
+    return schedir.build(name, **shape)
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=IDS)
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_stopped_rank_is_the_root(name: str, shape: dict[str, int], clips: bool) -> None:
+    schedule = built(name, shape)
+    blamed = 0
+    for rank, entries in enumerate(schedule.actions):
+        for index in range(len(entries)):
+            at = at_rest(schedule, {rank: index}, clips=clips)
+            assert at[rank] == (0, index, "running")
+            waits = any(phase == "waiting" for _, _, phase in at)
+            found = diagnose(schedule, at, clips=clips)
+            assert [root.rank for root in found.roots] == [rank] * waits, (rank, index, at)
+            if waits:
+                blamed += 1
+                (root,) = found.roots
+                assert (root.call, root.index) == (0, index)
+                assert str(root.action) in str(entries[index])
+                assert found.chain[-1] == rank
+    if name == "1f1b" and shape["ranks"] == 4:
+        # Nobody waits for the last update of rank 1: it passes no announcement on.
+        assert blamed == sum(map(len, schedule.actions)) - 1
+
+
+def test_with_ties_and_sums_the_root_is_named() -> None:
+    schedule = schedir.insert_communication(
+        schedir.Schedule.of(
+            "replicas",
+            [(0, 2), (1, 3)],
+            [
+                "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP",
+                "1F0 1B0 1REDUCE_GRAD 1OPTIM_STEP",
+                "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP",
+                "1F1 1B1 1REDUCE_GRAD 1OPTIM_STEP",
+            ],
+            microbatches=2,
+        )
+    )
+    for ties in ((), ((0, 1),)):
+        for rank, entries in enumerate(schedule.actions):
+            for index in range(len(entries)):
+                at = at_rest(schedule, {rank: index}, ties=ties)
+                waits = any(phase == "waiting" for _, _, phase in at)
+                found = diagnose(schedule, at, ties=ties)
+                assert [root.rank for root in found.roots] == [rank] * waits, (rank, index, at)
+
+
+SCHEDULE = schedir.build("1f1b", ranks=4, microbatches=8)
+
+
+def names(*at: Any) -> list[int]:
+    return [root.rank for root in diagnose(SCHEDULE, at).roots]
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("state", ["gone", "silent"])
+def test_one_that_is_gone_or_silent_is_named_wherever_it_stands(rank: int, state: str) -> None:
+    for index in range(len(SCHEDULE.actions[rank])):
+        at = [position(each, "alive") for each in at_rest(SCHEDULE, {rank: index})]
+        at[rank] = Position(0, index, "running", state)  # type: ignore[arg-type]
+        assert names(*at) == [rank]
+
+
+def test_two_that_are_gone_are_both_named() -> None:
+    at = [position(each, "alive") for each in at_rest(SCHEDULE, {1: 6, 2: 9})]
+    at[1] = Position(0, 6, state="gone", cause="killed by SIGKILL")
+    at[2] = Position(0, 9, state="gone")
+    roots = diagnose(SCHEDULE, at).roots
+    assert [str(root) for root in roots] == [
+        "rank 1 #6 1RECV_ACT2: killed by SIGKILL",
+        f"rank 2 #9 {SCHEDULE.actions[2][9]}: gone",
+    ]
+
+
+def test_one_that_was_told_that_it_waits_in_vain_is_no_root() -> None:
+    at = [position(each, "alive") for each in at_rest(SCHEDULE, {2: 5})]
+    at[1] = Position(0, at[1].index, "waiting", "ended")
+    assert names(*at) == [2]
+
+
+def test_one_that_was_stopped_while_it_waited_is_named_with_the_end_of_its_wait() -> None:
+    at = [position(each, "alive") for each in at_rest(SCHEDULE, {3: 4})]
+    assert at[1].phase == "waiting"
+    at[1] = Position(0, at[1].index, "waiting", "silent")
+    assert names(*at) == [1, 3]
+
+
+def test_both_ends_are_named_where_a_message_is_lost() -> None:
+    """Rank 1 waits for what rank 0 has sent."""
+    at = [(0, 8, "waiting"), (0, 1, "waiting"), (0, 1, "waiting"), (0, 1, "waiting")]
+    assert names(*at) == [0, 1]
+    root = diagnose(SCHEDULE, at).roots[1]
+    assert str(root) == "rank 1 #1 1F0: lost what rank 0 sent"
+
+
+def test_both_ends_are_named_where_a_connection_is_cut() -> None:
+    at = [Position(0, 8, "waiting"), Position(0, 1, "running"), (0, 1, "waiting")]
+    at += [Position(0, 1, "waiting", cut=True)]
+    assert names(*at) == [2, 3]
+
+
+def test_one_that_makes_no_call_is_named() -> None:
+    at = [(3, 0, "outside"), (3, -2, "waiting"), (3, -2, "waiting"), (3, -2, "waiting")]
+    assert names(*at) == [0]
+    assert str(diagnose(SCHEDULE, at).roots[0]) == "rank 0 –: others wait for it to make the call"
+
+
+def test_nobody_is_named_while_nobody_waits() -> None:
+    assert names((3, 0, "outside"), (2, 5), (2, 5), (2, 1)) == []
+
+
+def test_of_two_pipelines_the_one_that_holds_the_sum_up_is_named() -> None:
+    schedule = schedir.insert_communication(
+        schedir.Schedule.of(
+            "one", [0, 1], ["0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "1F0 1B0 1REDUCE_GRAD 1OPTIM_STEP"]
+        )
+    )
+    step = len(schedule.actions[0]) - 1
+    at = [(0, step, "waiting"), (0, step + 0, "waiting"), (0, 0, "running"), (0, 1, "waiting")]
+    found = diagnose(schedule, at, pipelines=2)
+    assert [root.rank for root in found.roots] == [2]
+    assert found.chain[-1] == 2
+
+
+def test_wrong_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="positions of ranks 0 to 3, not"):
+        diagnose(SCHEDULE, [(0, 0, "running")])
