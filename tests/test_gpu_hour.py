@@ -293,11 +293,7 @@ def ended(*found: tuple[str, int | None, float]) -> list[Ended]:
 
 ROOT_CAUSE = "rank 1 #4 1F1: ValueError: no more of this"
 RAISED = (f"{BEGINS}100.0\nTraceback\n[rank1]: ExecutionError: {ROOT_CAUSE}", 1, 2.0)
-TOLD = (
-    f"ExecutionError: rank 0 #7 0B0: no; the first to fail was {ROOT_CAUSE}\n[W] leaving",
-    1,
-    3.0,
-)
+TOLD = ("schedir: rank 0 ended: root is rank 1\n[W] leaving", 1, 3.0)
 
 
 def test_failures_are_judged_by_time_and_words() -> None:
@@ -315,15 +311,13 @@ def test_failures_are_judged_by_time_and_words() -> None:
     assert "has not come to its second step: it" in broken(TOLD, ("it can't", 1, 0.0), TOLD)
 
 
-def test_of_a_rank_that_leaves_some_rank_says_so() -> None:
+def test_of_a_rank_that_leaves_another_says_so() -> None:
     promise = failures.PROMISES["leaves"]
     left = (f"{BEGINS}100.0", 0, 0.5)
+    said = ("schedir: root: rank 1 –: made its last call, or ended, after 1 calls; all", 1, 1.0)
+    assert not [*failures.broken(promise, ended(said, left, TOLD))]
     gone = ("ExecutionError: rank 0 #7 0B0: waited for it, but the connection has ended", 1, 1.0)
-    assert "no rank has said 'process 1 has closed" in "".join(
-        failures.broken(promise, ended(gone, left, gone))
-    )
-    said = (f"ExecutionError: rank 2: {promise.somewhere}, but", 1, 1.0)
-    assert not [*failures.broken(promise, ended(gone, left, said))]
+    assert "rank 2 has not said" in "".join(failures.broken(promise, ended(said, left, gone)))
 
 
 def assert_is_right(check: Check) -> None:

@@ -64,8 +64,8 @@ class Parts:
     progress: Progress
     clock: BusyClock
     trace: Trace | None
+    now: Now
     under_way: list[Work] = attrs.field(factory=list)
-    now: Now = attrs.field(factory=Now)
 
     @property
     def queues(self) -> bool:
@@ -129,7 +129,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
     optimizers = plan.optimizers()
     nonfinite = NonFinite(plan, session.control, optimizers)
     shared = Shared(plan, session)
-    handshake = Handshake(plan, session.control)
+    handshake = Handshake(plan, session.control, session.stops)
     transports = session.transports()
     reductions = shared.reductions()
     ties = shared.ties()
@@ -167,6 +167,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
         ),
         clock,
         Trace(plan, session.control, stages) if plan.traced else None,
+        Now(session.words),
     )
 
 

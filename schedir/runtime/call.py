@@ -32,7 +32,12 @@ INFER = Request("infer", has_loss=False)
 CLOSE = Request("close", has_loss=False)
 GATHER = Request("gather", has_loss=False)
 COLLECT = Request("collect", has_loss=False)
-REQUESTS = (STEP, RUN, ACCUMULATE, EVALUATE, INFER, CLOSE, GATHER, COLLECT)
+HAND_OUT = Request("hand_out", has_loss=False)
+TIMELINES = Request("timelines", has_loss=False)
+REQUESTS = (
+    *(STEP, RUN, ACCUMULATE, EVALUATE, INFER),
+    *(CLOSE, GATHER, COLLECT, HAND_OUT, TIMELINES),
+)
 
 
 Keep: TypeAlias = Callable[[Any, Any], Any]
@@ -69,6 +74,8 @@ class Call:
 
 @attrs.define(eq=False)
 class Now:
-    """The current call of a program; bound calls that depend on it read it here."""
+    """The current call of a program; bound calls that depend on it read it here. `at` says where
+    this process stands; see `schedir.runtime.processes.positions`."""
 
+    at: list[int] | memoryview[int]
     call: Call = attrs.field(factory=lambda: Call(STEP, 0))

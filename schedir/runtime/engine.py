@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from schedir.diagnosis.verdict import CLOSE as CLOSE_PLACE
+from schedir.diagnosis.verdict import END, HANDSHAKE, RESULTS
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator, Mark
@@ -22,8 +24,10 @@ from schedir.runtime.call import (
     CLOSE,
     COLLECT,
     GATHER,
+    HAND_OUT,
     RUN,
     STEP,
+    TIMELINES,
     Call,
     Keep,
     Request,
@@ -31,7 +35,14 @@ from schedir.runtime.call import (
 )
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control, Courier, Exchange
-from schedir.runtime.processes.failure import OneLineError, WaitError, describe
+from schedir.runtime.processes.failure import (
+    DifferError,
+    OneLineError,
+    WaitError,
+    describe,
+    users_line,
+)
+from schedir.runtime.processes.positions import CALL, CODE, OUTSIDE, at_place
 from schedir.runtime.program.compiler import set_autocast
 from schedir.runtime.program.handshake import Announcement
 from schedir.runtime.program.observers import BusyClock
@@ -47,6 +58,8 @@ from schedir.runtime.transports.transport import Work, wait_for
 from schedir.simulator import Timeline
 
 T = TypeVar("T")
+
+_AT_RESULTS = at_place(RESULTS)
 
 
 class Engine:
@@ -78,6 +91,7 @@ class Engine:
             ]
             self.training = parts.programs(trains=True, batch=batch)
             self.evaluation = parts.programs(trains=False, batch=None)
+        self._stop = False
         # Decided once, so that a step does not look at features that the plan does not use.
         accelerator, trained = plan.accelerator, parts.nonfinite
         self._queues = accelerator.queues
@@ -129,6 +143,12 @@ class Engine:
     def check_usable(self) -> None:
         """Raise ExecutionError if no call can be made now."""
         self._session.check_usable()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether all ranks are to stop, as of the latest call; see `Executor.stop_requested`."""
+        self._session.stop_on_signal()
+        return self._stop
 
     @property
     def is_broken(self) -> bool:
@@ -226,6 +246,7 @@ class Engine:
                 for check in self._checks:
                     check()
             try:
+                session.begin_call(request.trains, self.steps)
                 opened, exchanges = self._open(programs, call, given, feed)
                 cells = opened.program.cells
                 if autocast:
@@ -258,14 +279,17 @@ class Engine:
                 restore()
             saved.restore()
             busy = self._busy[0] if clock is None else clock.take()
-        session.calls += 1
+        session.end_call(busy)
         if request.trains and parts.trace is not None and first is not None:
             parts.trace.keep(call, opened.program.schedule, first, cells)
         programs.post_ahead(opened)
         norm = parts.clipping.norm if parts.clipping and request.updates else None
         skipped = self._skipped_since(told) if request.updates else ()
         read = partial(self._read, call, ended)
-        yield StepResult(found, norm, outputs, skipped, busy, self._since(began, started), read)
+        elapsed = self._since(began, started)
+        yield StepResult(
+            found, norm, outputs, skipped, busy, elapsed, read, self._session.stragglers
+        )
 
     def _skipped_since(self, told: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """The OPTIM_STEPs that were left out, without those that earlier results have listed."""
@@ -318,6 +342,7 @@ class Engine:
             look(wait=False)
         exchanges = [losses.expect() for losses in self._losses] if request.has_loss else []
         opened = programs.open(call, given.inputs, given.target, feed)
+        self._stop = bool(opened.announcement.stop)
         cells = opened.program.cells
         cells.fill(feed)
         shares = self._feeder.shares(feed.counts, request)
@@ -347,6 +372,7 @@ class Engine:
     ) -> tuple[Callable[[], CallLosses] | None, list[Any] | None]:
         """Clean up after the list; returns a function that gets the losses of the last batch, and
         the outputs if they are wanted."""
+        self._session.stand(END)
         self._session.control.settle()
         if call.request.trains:
             for end in self._ends:
@@ -376,11 +402,16 @@ class Engine:
 
     def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:
         """Read a value of a call, once the call has `ended`; `what` names it if that fails."""
+        words = self._session.words
+        place, number = words[CODE], words[CALL]
+        words[CALL], words[CODE] = call.number << 1 | call.request.trains, _AT_RESULTS
         try:
             self.parts.progress.reach(ended)
             return fetch()
         except WaitError as stalled:
             raise self._failed(stalled, f"the {what} of {call}") from None
+        finally:
+            words[CODE], words[CALL] = place, number
 
     def _failed(self, error: BaseException, where: str) -> BaseException:
         """Clean up after a call that failed; returns the error to raise. With several processes the
@@ -402,20 +433,36 @@ class Engine:
     def _message(self, what: str) -> Iterator[Control]:
         """Send messages beside the pipeline's traffic. If it fails here, no other rank waits."""
         self._session.check_usable()
+        self._session.stand(HANDSHAKE)
         try:
             yield self._session.control
         except (WaitError, OneLineError) as error:
-            raise self._session.failure(error, what) from None
+            raise self._failed(error, what) from None
         except Exception as error:
             rank = self._plan.grid.rank
             named = ExecutionError(f"{what}: {describe(error)}", rank=rank, cause=error)
-            raise self._session.failure(named, what) from error
+            raise self._failed(named, what) from error
+        finally:
+            self._session.words[CODE] = OUTSIDE
 
-    def gather(self, value: Any, request: Request = GATHER) -> list[Any]:
-        """The values of all processes, by number, on each of them; all make the same request."""
-        with self._message(request.name) as control:
+    def gather(self, value: Any, request: Request = GATHER, what: str = "") -> list[Any]:
+        """The values of all processes, by number, on each of them; all make the same request, for
+        `what`."""
+        what = what or request.name
+        with self._message(what) as control:
             self._announce(request)
-            return control.gather(value)
+            said, values = zip(*control.gather((what, value)), strict=True)
+            for number, other in enumerate(said):
+                if other != what:
+                    grid, call = self._plan.grid, self._session.calls
+                    raise DifferError(
+                        f"its call {call} is {what} ({users_line()}), but call {call} of process "
+                        f"{number} is {other}; every rank must make the same calls, in the same "
+                        "order",
+                        (number, grid.number(grid.rank)),
+                        rank=grid.rank,
+                    )
+            return [*values]
 
     def collect(self, value: Any) -> list[Any] | None:
         """The values of all processes, by number, on the first one; None on the others."""
@@ -424,7 +471,7 @@ class Engine:
             return control.collect(value)
 
     def _announce(self, request: Request) -> None:
-        """Raise OneLineError if another rank makes another call now."""
+        """Raise DifferError if another rank makes another call now."""
         self.parts.handshake.exchange(Announcement(request, self._session.calls, self.steps))
 
     def hand_out(self, values: Sequence[Any] | None) -> Any:
@@ -433,6 +480,7 @@ class Engine:
         speaker = self._plan.schedule.placement[0][0]
         number = grid.number(speaker)
         with self._message("hand_out") as control:
+            self._announce(HAND_OUT)
             if grid.number(grid.rank) != number:
                 return control.receive(speaker)
             if values is None or len(values) != grid.ranks:
@@ -452,17 +500,18 @@ class Engine:
             raise ExecutionError(
                 "nothing is recorded: make the executor with trace=True, on every rank"
             )
-        trace = self.parts.trace
-        if trace is None:
-            return []
-        with self._plan.accelerator.chosen(), self._session.together("timelines"):
+        with self._plan.accelerator.chosen(), self._message("timelines"):
+            self._announce(TIMELINES)
+            if self.parts.trace is None:
+                return []
             self.parts.progress.settle()
-            return trace.timelines()
+            return self.parts.trace.timelines()
 
     def close(self) -> None:
         """Release the process groups that were made for this; safe to call twice."""
         with self._plan.accelerator.chosen(), self._session.closing() as still_works:
             if still_works:
+                self._session.stand(CLOSE_PLACE)
                 # Finish what is under way, and announce that there is no other call.
                 self._leave.detach()
                 self.parts.progress.settle()  # on failure it names the place
@@ -473,9 +522,15 @@ class Engine:
                 for _ in range(2):  # the messages of the last step, and of the one before
                     self._session.control.settle()
                 self.parts.replica_check.compare()
+                for programs in (self.training, self.evaluation):
+                    programs.reset()  # receives that were posted ahead would hold connections
                 self._session.leave()
                 for look in self._look_at_earlier:
                     look(wait=True)
+
+    def abandon(self, error: BaseException) -> None:
+        """End all processes: an error of the caller's own code ends this one."""
+        self._session.abandon(error)
 
 
 def _at_once() -> bool:

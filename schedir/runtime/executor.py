@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
@@ -30,6 +31,7 @@ from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
 from schedir.runtime.chunk_specs import ChunkSpec
 from schedir.runtime.engine import Engine
 from schedir.runtime.plan import plan_of
+from schedir.runtime.processes.groups import declining
 from schedir.runtime.program.compiler import expect_carried_out
 from schedir.runtime.result import StepResult
 from schedir.runtime.segments import Segments
@@ -47,9 +49,13 @@ class Executor:
     >>> schedule = build("1f1b", ranks=2, microbatches=4)
     >>> stages = {0: nn.Linear(8, 8), 1: nn.Linear(8, 2)}
     >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
-    >>> with Executor(schedule, stages, nn.MSELoss(), sgd, in_process=True) as executor:
-    ...     executor.step(torch.ones(8, 8), target=torch.zeros(8, 2)).samples
-    8.0
+    >>> with Executor(schedule, stages, nn.MSELoss(), sgd, in_process=True, trace=True) as executor:
+    ...     trained = executor.step(torch.ones(8, 8), target=torch.zeros(8, 2))
+    ...     evaluated = executor.evaluate(torch.ones(8, 8), target=torch.zeros(8, 2))
+    ...     outputs = executor.infer(torch.ones(8, 8))
+    ...     (timeline,) = executor.timelines()
+    >>> evaluated.loss < trained.loss, len(outputs), timeline.measured.step
+    (True, 4, 0)
 
     The model and its training:
 
@@ -239,9 +245,10 @@ class Executor:
             in_process,
             trace,
         )
-        plan = plan_of(given)
-        check_loss(plan)
-        expect_carried_out(plan.schedule)
+        with nullcontext() if in_process else declining(mesh):
+            plan = plan_of(given)
+            check_loss(plan)
+            expect_carried_out(plan.schedule)
         self.rank = plan.grid.rank
         self.pipeline = plan.grid.pipeline
         self.device = plan.device
@@ -292,6 +299,17 @@ class Executor:
             raise ExecutionError(f"steps must be an int of at least 0, not {number!r}")
         self._engine.steps = number
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the training is to stop now, because a rank has got SIGTERM: job schedulers send
+        it before they take a machine back.
+
+        All ranks see the same value after the same call: save a checkpoint then, and end. From the
+        first time that this is read, SIGTERM no longer ends the process, unless another process
+        is gone: launchers send SIGTERM for that too, and nothing can be saved.
+        """
+        return self._engine.stop_requested
+
     def step(
         self,
         inputs: Batch | None = None,
@@ -303,17 +321,6 @@ class Executor:
         outputs: bool | Keep = False,
     ) -> StepResult:
         """Run the list once, from beginning to end: forwards, backwards and updates.
-
-        >>> import torch
-        >>> from torch import nn
-        >>> from schedir import build
-        >>> from schedir.runtime import Executor
-        >>> schedule = build("1f1b", ranks=2, microbatches=2)
-        >>> stages = {0: nn.Linear(4, 4), 1: nn.Linear(4, 1)}
-        >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)
-        >>> result = executor.step(torch.ones(6, 4), target=torch.ones(6, 1), outputs=True)
-        >>> [list(output.shape) for output in result.outputs]
-        [[3, 1], [3, 1]]
 
         `Executor` says what `inputs`, `target`, `stage_inputs` and `loss_kwargs` may be.
 
@@ -345,18 +352,6 @@ class Executor:
         segment: int = 256,
     ) -> Iterator[StepResult]:
         """Train on a stream of batches while the pipeline stays full; yield the result of each.
-
-        >>> import torch
-        >>> from torch import nn
-        >>> from schedir import build
-        >>> from schedir.runtime import Executor
-        >>> schedule = build("pipedream", ranks=2, microbatches=2)
-        >>> stages = {0: nn.Linear(4, 4), 1: nn.Linear(4, 1)}
-        >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.01)
-        >>> batches = [(torch.ones(6, 4), torch.ones(6, 1)) for _ in range(4)]
-        >>> with Executor(schedule, stages, nn.MSELoss(), sgd, in_process=True) as executor:
-        ...     print([result.samples for result in executor.run(batches)])
-        [6.0, 6.0, 6.0, 6.0]
 
         It is for lists that step between backwards, such as pipedream.
 
@@ -397,16 +392,6 @@ class Executor:
     ) -> StepResult:
         """Compute the loss of a batch with the current weights: run only the list's forwards.
 
-        >>> import torch
-        >>> from torch import nn
-        >>> from schedir import build
-        >>> from schedir.runtime import Executor
-        >>> schedule = build("1f1b", ranks=2, microbatches=2)
-        >>> stages = {0: nn.Flatten(), 1: nn.Identity()}
-        >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)
-        >>> executor.evaluate(torch.full((4, 1), 3.0), target=torch.ones(4, 1)).loss
-        4.0
-
         Modules are in eval mode during the call. No gradient, statistic or weight changes, and the
         call does not count as a step. The batch may have fewer rows than the schedule has
         microbatches. Arguments, result and errors are those of `step`.
@@ -422,30 +407,21 @@ class Executor:
     ) -> list[Any] | None:
         """Return the outputs of the last stage, a list by microbatch; None on ranks without it.
 
-        >>> import torch
-        >>> from torch import nn
-        >>> from schedir import build
-        >>> from schedir.runtime import Executor
-        >>> schedule = build("1f1b", ranks=2, microbatches=2)
-        >>> stages = {0: nn.Flatten(), 1: nn.ReLU()}
-        >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True)
-        >>> executor.infer(torch.tensor([[-1.0], [2.0]]))
-        [tensor([[0.]]), tensor([[2.]])]
-
         It runs as `evaluate` does, but without a target and a loss.
         """
         given = CallArguments(inputs, None, stage_inputs or {})
         return self._engine.call(INFER, given, _kept(True)).outputs
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "gather") -> list[Any]:
         """Return the values that all processes pass, in the order of their ranks, on each process.
 
         The ranks are those of the default process group. Every rank calls it, between two other
-        calls. Values are pickled, and sent beside the pipeline's traffic.
+        calls. Values are pickled, and sent beside the pipeline's traffic. `what` names the call in
+        errors; calls for different things are refused.
 
         Raises ExecutionError if other ranks make another call, or do not call it in time.
         """
-        return self._engine.gather(value)
+        return self._engine.gather(value, what=what)
 
     def collect(self, value: Any) -> list[Any] | None:
         """Return the values that all processes pass, on the first process; None on the others.
@@ -466,17 +442,6 @@ class Executor:
 
     def timelines(self) -> list[Timeline]:
         """Return a measured `Timeline` of each call of `step` since the last call of this method.
-
-        >>> import torch
-        >>> from torch import nn
-        >>> from schedir import build
-        >>> from schedir.runtime import Executor
-        >>> schedule = build("1f1b", ranks=2, microbatches=2)
-        >>> stages = {0: nn.Linear(4, 4), 1: nn.Linear(4, 1)}
-        >>> executor = Executor(schedule, stages, nn.MSELoss(), in_process=True, trace=True)
-        >>> result = executor.step(torch.ones(6, 4), target=torch.ones(6, 1))
-        >>> [timeline.measured.step for timeline in executor.timelines()]
-        [0]
 
         Rank 0 of the first pipeline gets the timelines of all its ranks; other ranks get an empty
         list. Every rank calls it, between two steps. The executor must have `trace=True` and must
@@ -522,6 +487,8 @@ class Executor:
         # After a failure the other ranks may never answer; the process is about to end anyway.
         if error is None:
             self.close()
+        else:
+            self._engine.abandon(error)
 
 
 def _step_of(timeline: Timeline) -> int:

@@ -63,6 +63,7 @@ class StepResult(Displayed):
     _busy: float | Callable[[], float]
     _elapsed: float | Callable[[], float]
     _read: Read
+    _stragglers: Callable[[], tuple[tuple[int, float], ...]] = tuple
 
     def __repr__(self) -> str:
         # To show a result does not wait for the loss.
@@ -102,6 +103,14 @@ class StepResult(Displayed):
     def busy(self) -> float:
         """The seconds that this rank spent in compute."""
         return self._read(self._busy, "time") if callable(self._busy) else self._busy
+
+    @cached_property
+    def stragglers(self) -> tuple[tuple[int, float], ...]:
+        """The ranks that hold the others up, each as (rank, ratio): their compute in the latest
+        eight steps took at least 1.5 times as long as the median rank's. A stage that has more
+        work than others shows as well. Ranks are those of the default process group; on a GPU,
+        and with one process, it is empty."""
+        return self._stragglers()
 
     @cached_property
     def elapsed(self) -> float:

@@ -9,31 +9,52 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from schedir.diagnosis.verdict import HANDSHAKE, Root
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, dumps, loads
+from schedir.passes import forward_only
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.connecting import connect
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import (
     Board,
+    DifferError,
     OneLineError,
+    Verdict,
     WaitError,
     describe,
     end_in_one_line,
+    end_in_silence,
     record,
     waiting,
 )
 from schedir.runtime.processes.groups import Groups, init_process_group
+from schedir.runtime.processes.monitor import watch, watch_no_longer
 from schedir.runtime.processes.nccl import ABORT
+from schedir.runtime.processes.positions import (
+    BUSY,
+    BUSY_OF,
+    CALL,
+    CODE,
+    OUTSIDE,
+    STEP,
+    Positions,
+    at_place,
+    nowhere,
+)
+from schedir.runtime.processes.watch import Lists, Member, Watch
 from schedir.runtime.transports.communicators import communicators_of
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
@@ -41,6 +62,8 @@ from schedir.runtime.transports.nccl import NcclTransport
 from schedir.runtime.transports.transport import Transport
 
 logger = logging.getLogger("schedir")
+
+_AT_HANDSHAKE = at_place(HANDSHAKE)
 
 
 class Session:
@@ -64,11 +87,71 @@ class Session:
         if self._made_group:
             init_process_group(plan.timeout)
         self.groups = Groups(grid.everyone, plan.timeout)
-        self._board = Board(self.groups.store)
+        # A connection of its own: on another one a call would wait for that of another thread.
+        clone = getattr(self.groups.store, "clone", lambda: self.groups.store)
+        self._board = Board(clone())
         self._hub = InProcessTransport(plan.accelerator)
         self.control = Control(grid)
+        self.words = nowhere()
+        self._watch: Watch | None = None
         with self.together("making the executor"):
+            if not grid.alone:
+                self.groups.come_together(len(grid.everyone))
             self.control.connect(self.groups)
+            if not grid.alone:
+                self._watch = self._watched()
+
+    def _watched(self) -> Watch:
+        """Tell the others where this process can be found, and begin to watch them."""
+        plan, grid = self._plan, self.grid
+        said = self.control.gather((Member.here(), secrets.token_hex(8)))
+        positions = Positions(said[0][1], grid.number(grid.rank))
+        self.words = positions.words
+        made = Watch(
+            positions,
+            [member for member, _ in said],
+            grid.number(grid.rank),
+            [grid.number(r, line) for line in range(grid.pipelines) for r in range(grid.ranks)],
+            partial(lists_of, plan),
+            self._board,
+            self.groups.timeout.total_seconds(),
+        )
+        watch(made)
+        return made
+
+    def stand(self, index: int) -> None:
+        """This process has come to a place beside its list; see `schedir.diagnosis.verdict`."""
+        self.words[CODE] = at_place(index)
+
+    def begin_call(self, trains: bool, step: int) -> None:
+        """A call begins here."""
+        words = self.words
+        words[CALL] = self.calls << 1 | trains
+        words[STEP] = step + 1 if trains else 0
+        words[CODE] = _AT_HANDSHAKE
+
+    def end_call(self, busy: object) -> None:
+        """A call has ended here; `busy` are its seconds of compute, where they are known."""
+        words = self.words
+        words[CODE] = OUTSIDE
+        if words[CALL] & 1 and isinstance(busy, float):
+            words[BUSY + self.calls % BUSY_OF] = int(busy * 1e9)
+        self.calls += 1
+        words[STEP] += words[CALL] & 1  # the step that comes next, after one that trained
+        words[CALL] = self.calls << 1
+
+    def stops(self) -> bool:
+        """Whether a process has been asked to end."""
+        return self._watch is not None and self._watch.stop
+
+    def stop_on_signal(self) -> None:
+        """From now on SIGTERM asks all processes to stop after a call, and ends none."""
+        if self._watch is not None:
+            self._watch.stops_on_signal = True
+
+    def stragglers(self) -> tuple[tuple[int, float], ...]:
+        """The processes that have been slower in compute lately; see `StepResult.stragglers`."""
+        return () if self._watch is None else self._watch.stragglers()
 
     def transports(self) -> Mapping[int, Transport]:
         """The transport of each rank here, connected to all others."""
@@ -91,11 +174,15 @@ class Session:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Name the work inside, in the error if a wait for other processes fails there."""
+        """Name the work inside, in the error if a wait for other processes fails there. Any failure
+        there ends the session."""
         try:
             yield
-        except WaitError as stalled:
-            raise self.failure(stalled, what) from None
+        except Exception as error:
+            failure = self.failure(error, what)
+            if failure is error:
+                raise
+            raise failure from None
 
     def check_usable(self) -> None:
         """Raise ExecutionError if no call can be made now."""
@@ -125,14 +212,21 @@ class Session:
         self._hub.clear()
         if self.grid.alone:
             return error
-        found = error
+        found, verdict = error, self._verdict(error, what)
+        roots = () if verdict is None else verdict.roots
         if isinstance(error, WaitError):
-            found = self._explained(error, what)
+            found = self._explained(error, what, verdict)
             error.forget_frames()
+        if isinstance(found, ExecutionError):
+            found.roots = roots
         self.broken = f"{what} has failed: {found}"
-        if self._board.write(str(found)) or found is error:
+        if verdict is None or verdict.by == self.grid.number(self.grid.rank) or found is error:
             record(found)
-        if isinstance(found, OneLineError):
+        if self._watch is not None:
+            self._watch.break_off()
+        if roots and isinstance(error, (OneLineError, WaitError, KeyboardInterrupt)):
+            end_in_silence(found)  # the verdict has said it
+        elif isinstance(found, OneLineError):
             end_in_one_line(found)
         if self.groups.asked:  # an abort may not return: log the failure before it
             said = found if isinstance(found, ExecutionError) else describe(found)
@@ -140,10 +234,60 @@ class Session:
         self._let_go(abort=True)
         return found
 
-    def _explained(self, stalled: WaitError, what: str) -> ExecutionError:
+    def _verdict(self, error: BaseException, what: str) -> Verdict | None:
+        """Who is to blame for an error here: this process, unless it waited for others."""
+        if self._watch is None:
+            if isinstance(error, WaitError):
+                return self._board.verdict()
+            return self._board.give(Verdict((), str(error), self.grid.number(self.grid.rank)))
+        if isinstance(error, WaitError):
+            peer = error.process
+            if peer is None and error.peer is not None:
+                peer = self.grid.number(error.peer)
+            return self._watch.explain(
+                None if error.timed_out else peer, error.timed_out, self._left
+            )
+        own = self.root(error)
+        roots = [own]
+        if isinstance(error, DifferError):  # both sides, of which nobody knows which is wrong
+            others = {*error.processes} - {own.rank}
+            roots += [Root(other, own.call, None, None, own.cause, own.step) for other in others]
+        return self._watch.blame(sorted(roots, key=lambda root: root.rank), str(error))
+
+    def _left(self) -> Root | None:
+        """The process that has closed after fewer calls than this one makes, if there is one."""
+        fewest = None if self.closed else self._board.fewest_calls(self.grid.everyone)
+        if fewest is None:
+            return None
+        calls, process = fewest
+        cause = f"made its last call, or ended, after {calls} calls; all ranks must make the same"
+        return Root(process, calls, None, None, cause)
+
+    def root(self, error: BaseException) -> Root:
+        """This process, as the one to blame for an error."""
+        assert self._watch is not None  # or nobody is told
+        at = self._watch.own_position()
+        inner = error.cause if isinstance(error, ExecutionError) and error.cause else error
+        cause = inner.args[0] if type(inner) is ExecutionError else describe(inner)
+        if isinstance(inner, DifferError):
+            cause = f"differs: {inner.message}"
+        index, action = None, None
+        if isinstance(error, ExecutionError):
+            index, action = error.index, error.action
+        return Root(self._watch.own, at.call, index, action, str(cause), at.step)
+
+    def abandon(self, error: BaseException) -> None:
+        """The caller's own code has failed: end the session, and with it the other processes."""
+        if self._watch is None or self.closed or self.broken is not None:
+            return
+        if not (isinstance(error, SystemExit) and not error.code):
+            self.failure(error, "the caller's code")
+
+    def _explained(self, stalled: WaitError, what: str, verdict: Verdict | None) -> ExecutionError:
         """An error that says where this rank stands, what it waits for, and why that won't come."""
         awaited = stalled.what or "the other ranks"
-        reason = self._board.reason()
+        own = self.grid.number(self.grid.rank)
+        reason = None if verdict is None or verdict.by == own else verdict.reason
         fewest = None if reason or self.closed else self._board.fewest_calls(self.grid.everyone)
         if fewest is not None:
             calls, process = fewest
@@ -161,13 +305,16 @@ class Session:
             said += f"; {stalled.advice}"
         if reason:
             said += f"; the first to fail was {reason}"
-        return OneLineError(
-            f"{what}: {said}",
-            rank=self.grid.rank if stalled.rank is None else stalled.rank,
-            index=stalled.index,
-            action=stalled.action,
-            cause=stalled.cause,
-        )
+        place: dict[str, Any] = {
+            "rank": self.grid.rank if stalled.rank is None else stalled.rank,
+            "index": stalled.index,
+            "action": stalled.action,
+            "cause": stalled.cause,
+        }
+        if fewest is not None:
+            both = fewest[1], self.grid.number(self.grid.rank)
+            return DifferError(f"{what}: {said}", both, **place)
+        return OneLineError(f"{what}: {said}", **place)
 
     @contextmanager
     def closing(self) -> Iterator[bool]:
@@ -183,6 +330,8 @@ class Session:
                     with waiting("the other ranks to close"):
                         dist.barrier()
         finally:
+            if self._watch is not None:
+                watch_no_longer(self._watch)
             if first and self._made_group:
                 dist.destroy_process_group()
 
@@ -201,12 +350,28 @@ class Session:
         self.groups.close(abort)
 
 
+def _torch() -> dict[str, str]:
+    """What must be the same of torch on all processes: its version, without the local part."""
+    return {
+        "torch.__version__": str(torch.__version__).partition("+")[0],
+        "torch.get_default_dtype()": str(torch.get_default_dtype()),
+    }
+
+
+def lists_of(plan: Plan) -> Lists:
+    """What the ranks of a plan run, and wait for."""
+    clips = plan.arguments.clip_grad_norm is not None or plan.arguments.nonfinite == "skip"
+    ties = tuple(tuple(stage for stage, _ in tie) for tie in plan.arguments.ties)
+    return Lists(plan.schedule, forward_only(plan.schedule), ties, clips and plan.steps_last)
+
+
 @attrs.frozen
 class Claim:
     """What a process tells the others before the first call, for all to compare.
 
-    `arguments` are those that must be equal on all processes, by name. `copies` are digests of the
-    tensors that must be equal on all processes that hold them, by label. `sizes` is the number of
+    `arguments` are those that must be equal on all processes, by name, and `torch` is what torch is
+    there. `copies` are digests of the tensors that must be equal on all processes that hold them,
+    by label, and `dtypes` their types. `sizes` is the number of
     gradients of each stage here, and `doubles` says whether any is in double precision. `cut` says
     where the model was cut into stages, None if unknown. `gpu` identifies the GPU and its host;
     empty if it doesn't matter. `processors` is the number of kernels that run there at once.
@@ -218,33 +383,45 @@ class Claim:
     processors: int
     arguments: Mapping[str, object]
     copies: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
     sizes: Mapping[int, int]
     doubles: bool
     cut: str | None
+    torch: Mapping[str, str] = attrs.field(factory=_torch)
 
 
 def agree(control: Control, own: Claim, schedule: Schedule) -> Sequence[Claim]:
     """Exchange the claims of all processes; returns them by number.
 
-    Raises ExecutionError if processes have different arguments or schedules, or different copies of
-    what they share.
+    Raises ExecutionError if processes have different arguments or schedules, another torch, or
+    different copies of what they share.
     """
     claims: list[Claim] = control.gather(own)
+    for name, here in claims[0].torch.items():
+        for process, found in enumerate(claims):
+            if found.torch[name] != here:
+                raise DifferError(
+                    f"{name} is {here} on process 0, but {found.torch[name]} on process "
+                    f"{process}; it must be the same on every rank",
+                    (0, process),
+                )
     for name, value in claims[0].arguments.items():
         for process, found in enumerate(claims):
             if found.arguments[name] != value:
-                raise ExecutionError(
+                raise DifferError(
                     f"the ranks were given different arguments: {name} is {value} on process 0, "
-                    f"but {found.arguments[name]} on process {process}"
+                    f"but {found.arguments[name]} on process {process}",
+                    (0, process),
                 )
     if any(claim.schedule != own.schedule for claim in claims):
         first, *others = map(loads, control.gather(dumps(schedule)))
         for process, other in enumerate(others, 1):
             if other != first:
-                raise ExecutionError(
+                raise DifferError(
                     "the ranks hold different schedules: "
                     f"{_difference(first, other, process)}; build the schedule from the same "
-                    "target with the same parameters on every rank"
+                    "target with the same parameters on every rank",
+                    (0, process),
                 )
     compare(claims)
     return claims
@@ -252,18 +429,22 @@ def agree(control: Control, own: Claim, schedule: Schedule) -> Sequence[Claim]:
 
 def compare(claims: Sequence[Claim]) -> None:
     """Raise ExecutionError if processes have different devices, cuts or copies, or share a GPU."""
-    if any(found.device != claims[0].device for found in claims):
-        listed = ", ".join(f"{process}: {found.device}" for process, found in enumerate(claims))
-        raise ExecutionError(
-            f"the stages must all be on GPUs or all on the CPU, but of processes {listed}"
-        )
+    devices = [found.device for found in claims]
+    for process, device in enumerate(devices):
+        if device != devices[0]:
+            listed = ", ".join(f"{process}: {device}" for process, device in enumerate(devices))
+            raise DifferError(
+                f"the stages must all be on GPUs or all on the CPU, but of processes {listed}",
+                (0, process),
+            )
     cuts = [(process, found.cut) for process, found in enumerate(claims) if found.cut is not None]
     for process, cut in cuts:
         if cut != cuts[0][1]:
-            raise ExecutionError(
+            raise DifferError(
                 f"the model was cut into stages {cuts[0][1]} on process {cuts[0][0]}, but into "
                 f"{cut} on process {process}, so layers would be left out or run twice; cut the "
-                "same layers in the same way on every rank"
+                "same layers in the same way on every rank",
+                (cuts[0][0], process),
             )
     gpus = [claim.gpu for claim in claims]
     for process, gpu in enumerate(gpus):
@@ -278,10 +459,18 @@ def compare(claims: Sequence[Claim]) -> None:
     for process, found in enumerate(claims):
         for label, digests in found.copies.items():
             other = first.setdefault(label, process)
+            theirs, dtype = claims[other].dtypes.get(label), found.dtypes.get(label)
+            if theirs != dtype:
+                raise DifferError(
+                    f"{label} is {theirs} on process {other}, but {dtype} on process {process}; "
+                    "copies of one stage or parameter must have the same dtype",
+                    (other, process),
+                )
             if claims[other].copies[label] != digests:
-                raise ExecutionError(
+                raise DifferError(
                     f"{label} differs between processes {other} and {process}; load the same "
-                    "values, or seed equally, before you make the executor"
+                    "values, or seed equally, before you make the executor",
+                    (other, process),
                 )
 
 

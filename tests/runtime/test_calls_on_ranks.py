@@ -5,10 +5,13 @@ A failure ends an executor and its connections, but not the process group.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import permutations
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
 from schedir.runtime import Executor
+from schedir.training import Checkpoint
 from tests.runtime.kit import MSE, adamw, everyone, linear_stages, message_of, random_batch
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
@@ -25,8 +29,8 @@ from tests.sweeps import sweep
 LONG = 60.0  # seconds, of which none should be waited
 
 
-def executor_on(rank: int, ranks: int = 2, **options: Any) -> Executor:
-    schedule = schedir.build("1f1b", ranks=ranks, microbatches=4)
+def executor_on(rank: int, ranks: int = 2, name: str = "1f1b", **options: Any) -> Executor:
+    schedule = schedir.build(name, ranks=ranks, microbatches=4)
     stages = {rank: linear_stages(ranks)[rank]}
     return Executor(schedule, stages, MSE, adamw, **{"timeout": LONG, **options})
 
@@ -42,13 +46,44 @@ def evaluate(executor: Executor, rows: int) -> object:
     return executor.evaluate(x, target=y).loss
 
 
+def run(executor: Executor, rows: int) -> None:
+    for result in executor.run([random_batch(rows)] * 2, segment=8):
+        assert result.loss
+
+
+def hand_out(executor: Executor, rows: int) -> object:
+    values = [*range(executor.schedule.ranks)]
+    return executor.hand_out(None if executor.rank else values)
+
+
+def save(executor: Executor, rows: int) -> None:
+    with TemporaryDirectory() as folder:
+        Checkpoint(executor).save(folder)
+
+
 CALLS: dict[str, Callable[[Executor, int], object]] = {
     "step": step,
     "step(update=False)": lambda executor, rows: step(executor, rows, update=False),
     "evaluate": evaluate,
     "infer": lambda executor, rows: executor.infer(random_batch(rows)[0]),
+    "run": run,
+    "gather": lambda executor, rows: executor.gather(rows),
+    "collect": lambda executor, rows: executor.collect(rows),
+    "hand_out": hand_out,
+    "timelines": lambda executor, rows: executor.timelines(),
+    "save": save,
     "close": lambda executor, rows: executor.close(),
 }
+ENDS = "ends"  # without a close
+LEAVES = "close", ENDS
+
+
+def names_both(text: str, own: str, other: str) -> bool:
+    """Whether an error has the calls of two ranks. Within a save there are only gathers."""
+    theirs = "has closed its executor, or ended, after" if other in LEAVES else other
+    within = {"save": "is gather", "close": "is close"}
+    mine = own in text or within.get(own, own) in text
+    return mine and (theirs in text or within.get(other, theirs) in text)
 
 
 def assert_differing_calls_are_named(
@@ -58,31 +93,44 @@ def assert_differing_calls_are_named(
     if warm:  # receives of the next call are posted by the shapes of this one
         step(executor, 8)
         evaluate(executor, 8)
+    name = names[rank]
     started = time.monotonic()
     # Calls of an executor's peers end with it; nobody waits for the whole timeout.
-    said = message_of(CALLS[names[rank]], executor, rows if rank else 8)
+    said = ""
+    if name == ENDS:
+        del executor
+        gc.collect()
+    else:
+        said = message_of(CALLS[name], executor, rows if rank else 8)
     everyone("all others have failed")
-    if names[rank] == "infer" and not said:
-        said = message_of(CALLS["infer"], executor, 8)
-    assert time.monotonic() - started < LONG / 2
+    if name in ("infer", "collect", "hand_out") and not said:
+        said = message_of(CALLS[name], executor, 8)  # who only sends is told in the next call
+    assert time.monotonic() - started < LONG / 4
     texts = everyone(said)
-    for name, text in zip(names, texts, strict=True):
-        assert text or name == "close"
+    others = {*names}
+    for own, text in zip(names, texts, strict=True):
+        if own not in LEAVES:
+            assert any(names_both(text, own, other) for other in others - {own}), texts
     number = 2 * warm
     assert any(f"call {number}" in text or f"after {number} calls" in text for text in texts)
-    for name in set(names):
-        assert any(name in text for text in texts), (name, texts)
-    again = "is closed" if names[rank] == "close" else "is broken"
-    assert again in message_of(step, executor, 8)
+    if name != ENDS:
+        again = "is closed" if name == "close" else "is broken"
+        assert again in message_of(step, executor, 8)
+
+
+PAIRS = [*permutations(CALLS, 2)]
+PAIRS += [pair for name in CALLS if name != "close" for pair in ((name, ENDS), (ENDS, name))]
+QUICK = [pair for pair in PAIRS if "step" in pair] + [("gather", "save"), ("save", "gather")]
 
 
 @on_ranks(2)
-@sweep("warm, rows", [(False, 8), (True, 8), (True, 64)], quick=[(True, 64)])
-@pytest.mark.parametrize("names", list(permutations(CALLS, 2)), ids=" and ".join)
+@sweep("warm, rows", [(False, 8), (True, 64)], quick=[(True, 64)])
+@sweep("names", PAIRS, quick=QUICK, ids=" and ".join)
 def test_differing_calls_are_named(
     rank: int, names: tuple[str, str], warm: bool, rows: int
 ) -> None:
-    assert_differing_calls_are_named(names, executor_on(rank), rank, warm, rows)
+    executor_here = partial(executor_on, rank, name="pipedream", trace=True)
+    assert_differing_calls_are_named(names, executor_here(), rank, warm, rows)
 
 
 ODD_CALLS = list(permutations(("step", "step(update=False)", "evaluate"), 2))
@@ -97,6 +145,41 @@ def test_one_rank_of_three_calls_something_else(
     name, odd = names
     called = [odd if other == odd_rank else name for other in range(3)]
     assert_differing_calls_are_named(called, executor_on(rank, 3), rank)
+
+
+OTHERS = [pair for pair in PAIRS if "step" in pair and "step(update=False)" not in pair]
+
+
+@on_ranks(4)
+@sweep("odd_rank", [0, 2], quick=[2])
+@sweep("names", OTHERS, quick=[("step", "hand_out"), ("gather", "step")], ids=" and ".join)
+def test_one_rank_of_four_calls_something_else(
+    rank: int, names: tuple[str, str], odd_rank: int
+) -> None:
+    name, odd = names
+    called = [odd if other == odd_rank else name for other in range(4)]
+    executor_here = partial(executor_on, rank, 4, "pipedream", trace=True)
+    assert_differing_calls_are_named(called, executor_here(), rank)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("longer", [0, 1])
+@pytest.mark.parametrize("leaves", LEAVES)
+def test_one_step_more_is_named(rank: int, longer: int, leaves: str) -> None:
+    executor = executor_on(rank)
+    for _ in range(2):
+        step(executor, 8)
+    said = ""
+    if rank == longer:
+        said = message_of(step, executor, 8)
+    elif leaves == ENDS:
+        del executor
+        gc.collect()
+    else:
+        executor.close()
+    text = everyone(said)[longer]
+    assert "call 2" in text
+    assert "after 2 calls" in text or "but call 2 of rank 0 is close" in text
 
 
 @on_ranks(4)

@@ -121,7 +121,7 @@ def test_the_device_of_the_stages_is_the_current_one(monkeypatch: pytest.MonkeyP
 
 
 def claim(gpu: str) -> Claim:
-    return Claim("the same", "cuda", gpu, 132, {}, {}, {}, False, None)
+    return Claim("the same", "cuda", gpu, 132, {}, {}, {}, {}, False, None)
 
 
 def test_two_processes_on_one_gpu_are_named() -> None:

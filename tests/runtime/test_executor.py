@@ -26,27 +26,26 @@ def test_a_failing_module_is_named_with_its_action() -> None:
     """By one traceback of its own, a line on every other rank, and torchrun's root cause."""
     (first, failing, last), box = failed("raise")
     root = "rank 1 #4 1F1: ValueError: no more of this"
+    assert failing[0] == "schedir: root: rank 1 step 0 #4 1F1: ValueError: no more of this"
     assert failing[-1].endswith(f"schedir.errors.ExecutionError: {root}")
     assert sum("Traceback" in line for line in failing) == 1
     assert any('raise ValueError("no more of this")' in line for line in failing)
-    for innocent in (first, last):
-        assert len(innocent) == 1, innocent
-        assert innocent[0].startswith("ExecutionError: rank ")
-        assert innocent[0].endswith(f"the first to fail was {root}")
+    assert first == ["schedir: rank 0 ended: root is rank 1"]
+    assert last == ["schedir: rank 2 ended: root is rank 1"]
     cause = box[box.index("Root Cause") :]
     assert root in cause
     assert 'raise ValueError("no more of this")' in cause
 
 
-def test_a_rank_that_dies_is_named_by_its_neighbours() -> None:
+def test_a_rank_that_dies_is_the_root() -> None:
     (first, _, last), box = failed("die")
     assert "Signal 9 (SIGKILL)" in box
-    for neighbour, waits in ((first, "0RECV_GRAD"), (last, "2RECV_ACT")):
-        assert len(neighbour) == 1, neighbour
-        (line,) = neighbour
-        assert "call 0, step: waited for " in line
-        assert waits in line
-        assert "from rank 1, but the connection has ended" in line
+    told, other = sorted((first, last), key=len, reverse=True)
+    assert told[0] == "schedir: root: rank 1 step 0 #4 1F1: killed by SIGKILL"
+    assert told[1].startswith("schedir: chain: ")
+    assert len(told) == 5
+    assert len(other) == 1
+    assert other[0].endswith(" ended: root is rank 1")
 
 
 @long
@@ -54,10 +53,11 @@ def test_a_rank_that_calls_too_rarely_is_named_first() -> None:
     """In a line of the others, and in torchrun's root cause, where gloo's words say less."""
     (first, rare, last), box = failed("leave")
     assert rare == []
-    root = "call 0, step: process 1 has closed its executor, or ended, after 0 calls, but every"
-    assert any(root in line for line in (*first, *last))
-    assert all(line.startswith("ExecutionError: rank ") for line in (*first, *last))
-    assert root in box
+    assert "call 0, step: process 1 has closed its executor, or ended, after 0 calls" in box
+    assert sorted((first, last), key=lambda lines: lines[0])[1] == [
+        "schedir: root: rank 1 –: made its last call, or ended, after 0 calls; all ranks must make "
+        "the same"
+    ]
     assert "gloo" not in "".join([*first, *last, box])
 
 
@@ -89,6 +89,15 @@ def test_outside_torchrun_the_fix_is_named(
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     with pytest.raises(schedir.ExecutionError, match="torchrun --nproc-per-node 2"):
         Executor(schedule, {0: nn.Linear(1, 1)}, MSE)
+
+
+def test_one_rank_is_not_trained_once_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    with pytest.raises(schedir.ExecutionError, match=r"1 ranks, but 2 processes run; .*pass mesh="):
+        Executor(schedule, {0: nn.Linear(1, 1)}, MSE)
+    Executor(schedule, {0: nn.Linear(1, 1)}, MSE, in_process=True).close()
 
 
 def test_one_rank_needs_no_process_group() -> None:

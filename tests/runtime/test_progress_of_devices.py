@@ -173,12 +173,12 @@ def test_what_nccl_says_is_not_lost() -> None:
     """Such as that two ranks have one GPU: no connection has ended."""
     session: Any = SimpleNamespace(
         groups=SimpleNamespace(timeout=SECOND),
-        grid=SimpleNamespace(rank=1, everyone=(0, 1)),
+        grid=SimpleNamespace(rank=1, everyone=(0, 1), number=lambda rank: rank),
         closed=False,
-        _board=SimpleNamespace(reason=lambda: None, fewest_calls=lambda everyone: None),
+        _board=SimpleNamespace(fewest_calls=lambda everyone: None),
     )
     stalled = WaitError(dist.DistBackendError("NCCL error: Duplicate GPU detected"))
-    assert str(Session._explained(session, stalled, "making the executor")) == (
+    assert str(Session._explained(session, stalled, "making the executor", None)) == (
         "rank 1: making the executor: waited for the other ranks, but DistBackendError: "
         "NCCL error: Duplicate GPU detected"
     )

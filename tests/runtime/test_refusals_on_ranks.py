@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
 from schedir.runtime import Executor
@@ -29,9 +31,9 @@ def schedule_of(microbatches: int = 4, ranks: int = 2) -> schedir.Schedule:
     return schedir.build("1f1b", ranks=ranks, microbatches=microbatches)
 
 
-def executor_on(rank: int, ranks: int = 2) -> Executor:
+def executor_on(rank: int, ranks: int = 2, make: Any = adamw) -> Executor:
     stages = {rank: linear_stages(ranks)[rank]}
-    return Executor(schedule_of(ranks=ranks), stages, MSE, adamw, timeout=LONG)
+    return Executor(schedule_of(ranks=ranks), stages, MSE, make, timeout=LONG)
 
 
 @on_ranks(2)
@@ -107,6 +109,40 @@ def test_wrong_arguments_are_named(rank: int, text: str) -> None:
         WRONG[text]({rank: linear_stages()[rank]})
 
 
+@on_ranks(2, 4)
+@pytest.mark.parametrize("given", [[], [0], [0, 1]], ids=str)
+def test_wrong_stages_are_named_on_every_rank(rank: int, ranks: int, given: list[int]) -> None:
+    """At once, though only one rank has been given none, another's or more; then all try again."""
+    whole = linear_stages(ranks)
+    own = {rank: whole[rank]}
+    started = time.monotonic()
+    stages = {stage: whole[stage] for stage in given} if rank == 1 else own
+    said = message_of(Executor, schedule_of(ranks=ranks), stages, MSE, adamw, timeout=LONG)
+    assert time.monotonic() - started < LONG / 4
+    assert f"rank 1 holds stages [1], but modules were given for {given}" in said
+    assert rank == 1 or said.startswith("making the executor: not all processes have come together")
+    Executor(schedule_of(ranks=ranks), own, MSE, adamw, timeout=LONG).close()
+
+
+@on_ranks(2)
+def test_a_rank_without_an_optimizer_is_named_on_every_rank(rank: int) -> None:
+    """The processes are connected by then."""
+
+    def refuse(parameters: Any) -> torch.optim.Optimizer:
+        raise ValueError("no such option")
+
+    said = "", ""
+    try:
+        executor_on(rank, make=refuse if rank else adamw)
+    except (ValueError, schedir.ExecutionError) as error:
+        said = type(error).__name__, str(error)
+    (kind, first), (_, second) = everyone(said)
+    assert second == "no such option"
+    assert kind == "OneLineError"
+    assert first.startswith("rank 0: making the executor: waited for ")
+    assert first.endswith("the first to fail was no such option")
+
+
 @on_ranks(2)
 def test_wrong_batches_are_named(rank: int) -> None:
     x, y = random_batch(rows=3)
@@ -137,6 +173,49 @@ def test_an_argument_that_differs_is_named(rank: int, name: str, odd: int) -> No
     said = message_of(Executor, schedule_of(), {rank: linear_stages()[rank]}, MSE, **options)
     assert f"different arguments: {name} is" in said
     assert "but" in said
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_another_version_of_torch_is_named(
+    rank: int, odd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The local part, such as +cpu, says how it was built."""
+    stages = {rank: linear_stages()[rank]}
+    monkeypatch.setattr(torch, "__version__", f"2.13.1+built{rank}")
+    Executor(schedule_of(), stages, MSE, adamw).close()
+    if rank == odd:
+        monkeypatch.setattr(torch, "__version__", "2.12.0")
+    said = message_of(Executor, schedule_of(), stages, MSE, adamw)
+    versions = ("2.12.0", "2.13.1") if odd == 0 else ("2.13.1", "2.12.0")
+    assert said.startswith("torch.__version__ is {} on process 0, but {} on".format(*versions))
+
+
+@on_ranks(2)
+def test_another_default_dtype_is_named(rank: int) -> None:
+    stages = {rank: linear_stages()[rank]}
+    torch.set_default_dtype((torch.float32, torch.float64)[rank])
+    try:
+        said = message_of(Executor, schedule_of(), stages, MSE, adamw)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert said.startswith("torch.get_default_dtype() is torch.float32 on process 0, but ")
+    assert "torch.float64 on process 1" in said
+
+
+@on_ranks(2)
+def test_copies_of_other_dtypes_are_named(rank: int) -> None:
+    """Stages of their own may have other dtypes, as in mixed precision; copies may not."""
+    cast = [torch.nn.Module.float, torch.nn.Module.bfloat16][rank]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    stage = cast(linear_stages(1)[0])
+    said = message_of(Executor, schedule_of(ranks=1), {0: stage}, MSE, adamw, mesh=mesh)
+    assert "stage 0 is torch.float32 on process 0, but torch.bfloat16 on process 1" in said
+    stages = {rank: cast(linear_stages()[rank])}
+    ties = [[(0, "0.bias"), (1, "0.bias")]]
+    said = message_of(Executor, schedule_of(), stages, MSE, adamw, ties=ties)
+    assert "tied as 0:0.bias and 1:0.bias is torch.float32 on process 0, but torch.bfl" in said
+    Executor(schedule_of(), stages, MSE, adamw).close()
 
 
 def batch_of(case: str, rank: int) -> tuple[Any, Any]:
@@ -199,6 +278,116 @@ def test_rows_that_differ_are_found_before_the_step(rank: int) -> None:
     inputs, target = (x, None) if rank == 0 else (None, y[:6])
     said = everyone(message_of(executor_on(rank).step, inputs, target=target))
     assert "`target` has 6 rows here at step 0, but `inputs` 8 on rank 0 at its step 0" in said[1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("call", ["step", "evaluate", "infer"])
+def test_batches_of_other_sizes_are_found_before_the_call(rank: int, call: str, odd: int) -> None:
+    """Also of sizes that all ranks know by now."""
+    x, y = random_batch()
+    executor = executor_on(rank)
+
+    def made(rows: int) -> object:
+        if call == "infer":
+            return executor.infer(x[:rows])
+        return getattr(executor, call)(x[:rows], target=y[:rows]).loss
+
+    made(8)
+    made(6)
+    said = message_of(made, 6 if rank == odd else 8)
+    everyone("rank 1 has failed")
+    said = said or message_of(made, 8)  # who only sends is told in the next call
+    first, last = everyone(said)
+    if call == "infer":
+        assert "`inputs` is another batch here at step 0 than on rank 0" in last
+    else:
+        sizes = (8, 6) if odd == 1 else (6, 8)
+        assert "`inputs` {} on rank 0".format(*sizes) in last
+        assert "`target` has {1} rows here".format(*sizes) in last
+    assert "the first to fail was rank 1" in first
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_with_another_number_of_microbatches_ends_all(rank: int, odd: int) -> None:
+    """The call is refused there alone, which leaves the executor."""
+    x, y = random_batch()
+    number = 3 if rank == odd else 4
+
+    def train() -> None:
+        with executor_on(rank) as executor:
+            executor.step([*x.chunk(4)][:number], target=[*y.chunk(4)][:number])
+
+    started = time.monotonic()
+    said = everyone(message_of(train))
+    assert time.monotonic() - started < LONG / 4
+    assert "3 microbatches given" in said[odd]
+    assert "3 microbatches given" in said[1 - odd]
+
+
+DTYPES = [torch.float32, torch.float64]
+
+
+class Scaling(torch.nn.Module):
+    """Its output has a dtype, or by default that of its input."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((4,), 0.3))
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = self.dtype or x.dtype
+        return x.to(dtype) * self.weight.to(dtype)
+
+
+class Casting(torch.nn.Module):
+    """Returns its output in another dtype, or shape, from its fifth microbatch on."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.change, self.calls = change, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.calls += 1
+        if self.calls > 4:
+            y = y.bfloat16() if self.change == "dtype" else torch.cat([y, y])
+        return y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("declares", [False, True])
+@pytest.mark.parametrize("change", ["dtype", "shape"])
+def test_an_output_that_changes_is_refused_before_it_is_sent(
+    rank: int, change: str, declares: bool
+) -> None:
+    """The receiver has buffers for the former, and would take the bytes for something else."""
+    x, y = random_batch()
+    stage = Casting(change) if rank == 0 else linear_stages()[1]
+    boundaries = {0: torch.empty(2, 4)} if declares else None
+    executor = Executor(
+        schedule_of(), {rank: stage}, MSE, adamw, boundaries=boundaries, timeout=LONG
+    )
+    executor.step(x, target=y)
+    first, last = everyone(message_of(executor.step, x, target=y))
+    returned = "bfloat16[2, 4]" if change == "dtype" else "float32[4, 4]"
+    assert f"rank 0 #0 0F0: the stage returned {returned} requires grad, but float32[2, 4]" in first
+    assert f"the first to fail was rank 0 #0 0F0: the stage returned {returned}" in last
+
+
+@on_ranks(2)
+def test_inputs_of_another_dtype_are_learned_anew(rank: int) -> None:
+    """Nothing of what was agreed for the former is taken for it."""
+    x, y = random_batch()
+    stage = Scaling(torch.float64 if rank else None)
+    with Executor(schedule_of(), {rank: stage}, MSE, timeout=LONG) as executor:
+        losses = [executor.step(x.to(dtype), target=y.double()).loss for dtype in DTYPES * 2]
+    assert losses[:2] == losses[2:]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0] != losses[1]
 
 
 @on_ranks(2)

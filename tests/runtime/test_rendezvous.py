@@ -18,7 +18,7 @@ SET = "on each host set GLOO_SOCKET_IFNAME to the name of a network interface"
 def first_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is the first of two, and the other one never comes."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, unlisted
-    monkeypatch.setattr(groups, "rendezvous", lambda url: iter([(store, 0, 2)]))
+    monkeypatch.setattr(groups, "rendezvous", lambda url, timeout: iter([(store, 0, 2)]))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -55,5 +55,6 @@ def test_nor_where_no_time_was_too_short(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("unsupported gloo device")
 
+    monkeypatch.setattr(groups, "_roll_call", lambda *_: "")
     monkeypatch.setattr(dist, "init_process_group", refuse)
     assert said().endswith("unsupported gloo device")

@@ -78,6 +78,7 @@ class Shared:
             plan.accelerator.processors,
             plan.compared,
             self._digests(),
+            self._dtypes(),
             {
                 stage: sum(p not in self._skipped for p in self._trained(stage))
                 for stage in self._stages
@@ -106,6 +107,17 @@ class Shared:
                         f"{_label(tie)} differs in stage {stage}, in shape or values; load the same"
                     )
         return found
+
+    def _dtypes(self) -> dict[str, str]:
+        """The dtypes of the copies here, by their names."""
+        found = {_label(tie): [*held.values()] for tie, held in self._plan.tied if held}
+        for stage, module in self._stages.items():
+            if len(self._processes(stage)) > 1:
+                found[f"stage {stage}"] = [*module.parameters()]
+        return {
+            label: " and ".join(sorted({str(copy.dtype) for copy in copies}))
+            for label, copies in found.items()
+        }
 
     def _holders(self, tie: TieOf) -> set[int]:
         """The ranks that hold a copy of a tied parameter."""

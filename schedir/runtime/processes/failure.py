@@ -12,26 +12,31 @@ has failed.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, unlisted
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from schedir.diagnosis.verdict import Root
 from schedir.errors import ExecutionError
 from schedir.ir import Action
+from schedir.ir.tokens import parse_action
 
 _PACKAGE = str(Path(__file__).parents[2])
 _ROOT = "failure"
 _CLOSED = "closed"
+_PLACE = "place"
+_STOP = "stop"
 _PAUSE = 20e-6  # seconds from look to look
 _ASK = 0.5  # seconds after which to ask whether another process has failed: over the network
 _Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -41,14 +46,19 @@ class WaitError(Exception):
     """A wait for other processes has failed.
 
     `what` says in words what was waited for; empty if the rank's current action says it. `advice`
-    says what may help if nothing came in time.
+    says what may help if nothing came in time. `process` is the number of the one that was waited
+    for, `peer` its rank in the pipeline; None if unknown.
     """
 
-    def __init__(self, cause: BaseException, what: str = "", advice: str = "") -> None:
+    def __init__(
+        self, cause: BaseException, what: str = "", advice: str = "", process: int | None = None
+    ) -> None:
         super().__init__(str(cause))
         self.cause = cause
         self.what = what
         self.advice = advice
+        self.process = process
+        self.peer: int | None = None
         self.rank: int | None = None
         self.index: int | None = None
         self.action: Action | None = None
@@ -69,6 +79,14 @@ class WaitError(Exception):
 
 class OneLineError(ExecutionError):
     """An error whose message says everything: a traceback would only hide it."""
+
+
+class DifferError(OneLineError):
+    """Two `processes`, by number, make different calls or hold different things."""
+
+    def __init__(self, message: str, processes: tuple[int, int], **place: Any) -> None:
+        super().__init__(message, **place)
+        self.message, self.processes = message, processes
 
 
 @contextmanager
@@ -135,16 +153,50 @@ class Patience:
 
 
 @attrs.frozen
+class Verdict:
+    """Who is to blame for a failure, the same on all processes.
+
+    `reason` is the first error in words, and `by` the number of the process that has found out.
+    """
+
+    roots: tuple[Root, ...]
+    reason: str
+    by: int
+
+    def dumps(self) -> str:
+        """The verdict as text; `loads` reads it."""
+        roots = [
+            [r.rank, r.call, r.index, None if r.action is None else str(r.action), r.cause, r.step]
+            for r in self.roots
+        ]
+        return json.dumps([roots, self.reason, self.by])
+
+    @classmethod
+    def loads(cls, text: str) -> Verdict:
+        """The verdict of a text from `dumps`."""
+        roots, reason, by = json.loads(text)
+        return cls(
+            tuple(
+                Root(rank, call, index, None if token is None else parse_action(token), *rest)
+                for rank, call, index, token, *rest in roots
+            ),
+            reason,
+            by,
+        )
+
+
+@attrs.frozen
 class Board:
-    """Notes for all processes: the reason of the first failure, and which processes have closed."""
+    """Notes for all processes: the verdict, which processes have closed, and where those of other
+    hosts stand."""
 
     _store: Store
 
-    def write(self, reason: str) -> bool:
-        """Write the reason, if there is none yet; returns whether this one was written."""
+    def give(self, verdict: Verdict) -> Verdict:
+        """Give the verdict, unless there is one; returns the one that stands."""
         with suppress(RuntimeError):  # the store may be gone already
-            return self._store.compare_set(_ROOT, "", reason).decode() == reason
-        return True
+            return Verdict.loads(self._store.compare_set(_ROOT, "", verdict.dumps()).decode())
+        return verdict
 
     def has_failed(self) -> bool:
         """Whether some process has."""
@@ -152,25 +204,49 @@ class Board:
             return bool(self._store.check([_ROOT]))
         return True  # the store is gone, and with it the process that holds it
 
+    def verdict(self) -> Verdict | None:
+        """The verdict, or None."""
+        found = self._read(_ROOT)
+        return None if found is None else Verdict.loads(found)
+
+    def tell(self, number: int, words: Sequence[int]) -> None:
+        """Say where a process stands, for other hosts."""
+        with suppress(RuntimeError):
+            self._store.set(f"{_PLACE}/{number}", json.dumps([time(), *words]))
+
+    def told(self, number: int) -> tuple[list[int], float] | None:
+        """What a process of another host has told of itself, and how many seconds ago by the hosts'
+        clocks; None if nothing."""
+        found = self._read(f"{_PLACE}/{number}")
+        if found is None:
+            return None
+        moment, *words = json.loads(found)
+        return words, time() - moment
+
+    def ask_to_stop(self) -> None:
+        """Ask the processes of all hosts to stop after a call."""
+        with suppress(RuntimeError):
+            self._store.set(_STOP, "1")
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether somebody has."""
+        return self._read(_STOP) is not None
+
     def leave(self, number: int, calls: int) -> None:
         """Note that a process makes no more calls, after `calls` of them."""
         with suppress(RuntimeError):
             self._store.set(f"{_CLOSED}/{number}", str(calls))
 
-    def reason(self) -> str | None:
-        """The reason that the first failing process has written, or None."""
-        with suppress(RuntimeError):
-            if self._store.check([_ROOT]):
-                return self._store.get(_ROOT).decode()
-        return None
-
     def fewest_calls(self, everyone: Sequence[int]) -> tuple[int, int] | None:
         """Among the processes that make no more calls, the one with the fewest: (calls, process).
         None if all still may call."""
+        found = [(n, self._read(f"{_CLOSED}/{n}")) for n in range(len(everyone))]
+        return min(((int(calls), n) for n, calls in found if calls is not None), default=None)
+
+    def _read(self, key: str) -> str | None:
         with suppress(RuntimeError):
-            keys = [f"{_CLOSED}/{number}" for number in range(len(everyone))]
-            left = [n for n, key in enumerate(keys) if self._store.check([key])]
-            return min(((int(self._store.get(keys[n])), n) for n in left), default=None)
+            if self._store.check([key]):
+                return self._store.get(key).decode()
         return None
 
 
@@ -190,17 +266,27 @@ def record(error: BaseException) -> None:
 
 def end_in_one_line(error: OneLineError) -> None:
     """If this error ends the process, print its message alone."""
+    _at_the_end(error, lambda found: print(f"{ExecutionError.__name__}: {found}", file=sys.stderr))
+
+
+def _at_the_end(error: BaseException, say: Callable[[BaseException], object]) -> None:
+    """If this error ends the process, say it in this way."""
     before: _Hook = sys.excepthook
 
     def hook(
         kind: type[BaseException], found: BaseException, traceback: TracebackType | None
     ) -> None:
         if found is error:
-            print(f"{ExecutionError.__name__}: {found}", file=sys.stderr)
+            say(found)
         else:
             before(kind, found, traceback)
 
     sys.excepthook = hook
+
+
+def end_in_silence(error: BaseException) -> None:
+    """If this error ends the process, print nothing: its line has been printed."""
+    _at_the_end(error, lambda _: None)
 
 
 def users_line() -> str:

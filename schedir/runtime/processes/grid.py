@@ -74,10 +74,10 @@ def grid(ranks: int, mesh: DeviceMesh | None) -> Grid:
         return _of_mesh(ranks, mesh)
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
-    elif ranks == 1:
-        return Grid()
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    elif ranks == 1:
+        return Grid()
     else:
         raise ExecutionError(
             f"the schedule has {ranks} ranks, but this process has no rank; start it with "
@@ -90,7 +90,7 @@ def grid(ranks: int, mesh: DeviceMesh | None) -> Grid:
             if world % ranks == 0
             else f"start them with torchrun --nproc-per-node {ranks}"
         )
-        if world == 1:
+        if 1 in (world, ranks):
             write += ", or pass in_process=True and all stages"
         raise ExecutionError(f"the schedule has {ranks} ranks, but {run}; {write}")
     return Grid((tuple(range(world)),), 0, rank)

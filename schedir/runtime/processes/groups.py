@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -26,13 +26,17 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, unliste
     Store,
 )
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
+from schedir.errors import SchedirError
 from schedir.runtime.processes.failure import (
     Board,
+    OneLineError,
     Patience,
     WaitError,
+    describe,
     interface_advice,
     joining,
     waiting,
@@ -40,6 +44,7 @@ from schedir.runtime.processes.failure import (
 from schedir.runtime.processes.nccl import Shares, end, nccl_backend
 
 _MAKING = "all ranks to make their executors"
+_NOT_ALL = "making the executor: not all processes have come together"
 
 
 @attrs.frozen(eq=False)
@@ -60,6 +65,7 @@ class Message:
 
     _value: Tensor
     _what: str
+    _process: int
     _work: dist.Work | None
     _dropped: bool = False
 
@@ -71,7 +77,8 @@ class Message:
             try:
                 self._work.wait()
             except RuntimeError as error:
-                raise WaitError(error, self._what) from error
+                self.drop()  # the error's frames hold this message
+                raise WaitError(error, self._what, process=self._process) from error
             self._work = None
         return self._value
 
@@ -128,9 +135,9 @@ class Group:
     ) -> Message:
         what = f"{what} process {rank}"
         try:
-            return Message(value, what, post([value], rank, tag))
+            return Message(value, what, rank, post([value], rank, tag))
         except WaitError as error:
-            raise WaitError(error.cause, what) from error
+            raise WaitError(error.cause, what, process=rank) from error
 
 
 @attrs.frozen
@@ -223,9 +230,7 @@ class Groups:
     _told_rank: ClassVar[bool] = False
 
     def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
-        # All members have made the same number of executors together, so they use the same keys.
-        self._name = f"schedir/{_attempt()}/{everyone}/{Groups._made[everyone]}"
-        Groups._made[everyone] += 1
+        self._name = Groups._named(everyone)
         alone = len(everyone) == 1
         self.store = PrefixStore(self._name, HashStore() if alone else _get_default_store())
         self.timeout = _timeout_of_user() if timeout is None else timeout
@@ -234,6 +239,29 @@ class Groups:
         self.asked: list[NcclGroup] = []
         self._for_numbers: dict[tuple[int, ...], Group] = {}
         self._groups: list[Group] = []
+
+    @classmethod
+    def _named(cls, everyone: tuple[int, ...]) -> str:
+        """The name of the next groups of these processes. All of them have made, or tried to make,
+        the same number of executors together, so they use the same keys."""
+        cls._made[everyone] += 1
+        return f"schedir/{_attempt()}/{everyone}/{cls._made[everyone]}"
+
+    @classmethod
+    def decline(cls, everyone: tuple[int, ...], reason: str) -> None:
+        """In place of making groups, tell the other processes why this one can't."""
+        store = PrefixStore(cls._named(everyone), _get_default_store())
+        _decline(store, f"process {dist.get_rank()}: {reason}")
+
+    def come_together(self, number: int) -> None:
+        """Wait until all of a number of processes make their groups.
+
+        Raises WaitError if they don't in time, OneLineError if one of them can't.
+        """
+        with waiting(_MAKING, interface_advice()):
+            declined = _roll_call(self.store, number, self.timeout)
+        if declined:
+            raise OneLineError(f"{_NOT_ALL}: {declined}")
 
     def make(
         self, purpose: str, processes: Sequence[int], device: torch.device | None = None
@@ -332,14 +360,62 @@ def _attempt() -> str:
 
 
 _groups_made = count()
+_CALLED, _CAME = "called", "came"  # keys of a roll call
+_SOON = timedelta(seconds=5)
+_kept: list[Store] = []  # until this process ends, so that others can read why
 
 
-def init_process_group(timeout: timedelta | None) -> None:
-    """Join the ranks that torchrun has started, on keys of the store that no group has used.
+def _roll_call(store: Store, number: int, timeout: timedelta) -> str:
+    """Wait until all of a number of processes have come; returns why one can't, or nothing."""
+    if store.add(_CAME, 1) == number:
+        store.set(_CALLED, "")
+    store.wait([_CALLED], timeout)
+    return store.get(_CALLED).decode()
+
+
+def _decline(store: Store, reason: str) -> None:
+    """In place of coming to a roll call, say why this process can't."""
+    _kept.append(store)
+    store.compare_set(_CALLED, "", reason)
+
+
+@contextmanager
+def declining(mesh: DeviceMesh | None) -> Iterator[None]:
+    """Inside, an error is told to the other processes, so that they don't wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, SchedirError) else describe(error)
+        with suppress(RuntimeError, ValueError):  # it may not be one of several, or be alone yet
+            if not dist.is_initialized():
+                store, rank, world = _joined(_SOON)
+                if world > 1:
+                    _decline(store, f"process {rank}: {reason}")
+            elif mesh is None:
+                Groups.decline(tuple(range(dist.get_world_size())), reason)
+            else:
+                Groups.decline(tuple(sorted(mesh.mesh.flatten().tolist())), reason)
+        raise
+
+
+def _joined(timeout: timedelta) -> tuple[Store, int, int]:
+    """The store of the processes that torchrun has started, with keys that no group has used; this
+    process's rank there, and their number.
 
     gloo would find the addresses of an earlier group of this job, or of the run before a restart.
     """
-    store, rank, world = next(rendezvous("env://"))
-    own = PrefixStore(f"schedir/{_attempt()}/{next(_groups_made)}", store)
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    return PrefixStore(f"schedir/{_attempt()}/{next(_groups_made)}", store), rank, world
+
+
+def init_process_group(timeout: timedelta | None) -> None:
+    """Join the ranks that torchrun has started.
+
+    Raises ExecutionError if they don't come in time, or if one of them can't make its executor.
+    """
+    limit = default_pg_timeout if timeout is None else timeout
+    own, rank, world = _joined(default_pg_timeout)
     with joining():
+        if declined := _roll_call(own, world, limit):
+            raise RuntimeError(declined)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timeout)

@@ -14,7 +14,7 @@ input signature never meet those for another.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -27,7 +27,7 @@ from schedir.runtime.batch.microbatches import Batch
 from schedir.runtime.call import REQUESTS, Call, Request
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control
-from schedir.runtime.processes.failure import OneLineError, users_line
+from schedir.runtime.processes.failure import DifferError, users_line
 from schedir.runtime.processes.grid import Grid
 
 UNKNOWN = -1
@@ -43,7 +43,7 @@ class Announcement:
     `call` counts the calls before this one, and `step` those of `step`, which seeds the forwards;
     `precision` is the caller's autocast dtype. `rows` are those of the whole batches that are cut
     here, `inputs` and `target` the fingerprints of the arguments. The first stage's rank knows the
-    number of the input `signature`.
+    number of the input `signature`, and whether all are to `stop` after this call.
     """
 
     request: Request
@@ -54,6 +54,7 @@ class Announcement:
     inputs: int = NOTHING
     target: int = NOTHING
     signature: int = UNKNOWN
+    stop: bool = False
 
     def __str__(self) -> str:
         under = "" if self.precision is None else f" under autocast to {self.precision}"
@@ -66,7 +67,7 @@ _SIZE = len(attrs.fields(Announcement))
 def _encoded(a: Announcement) -> Tensor:
     """An announcement as it is sent: a vector of integers."""
     kind, precision = REQUESTS.index(a.request), _PRECISIONS.index(a.precision)
-    sent = kind, a.call, a.step, precision, a.rows, a.inputs, a.target, a.signature
+    sent = kind, a.call, a.step, precision, a.rows, a.inputs, a.target, a.signature, a.stop
     return torch.tensor(sent, device="cpu")
 
 
@@ -76,9 +77,13 @@ def _decoded(received: Tensor) -> Announcement:
 
 
 class Handshake:
-    """Sends the announcements of the rank that speaks for each pipeline to all processes."""
+    """Sends the announcements of the rank that speaks for each pipeline to all processes.
 
-    def __init__(self, plan: Plan, control: Control) -> None:
+    `stops` says whether a process has been asked to end.
+    """
+
+    def __init__(self, plan: Plan, control: Control, stops: Callable[[], bool]) -> None:
+        self._stops = stops
         self._grid = grid = plan.grid
         self._speaker = speaker = plan.schedule.placement[0][0]
         # One rank alone has nobody to compare with; others don't read what they are given.
@@ -107,21 +112,19 @@ class Handshake:
         if self._compares:
             found = fingerprint(inputs), fingerprint(target)
         known = UNKNOWN if rows is None else rows
-        return self.exchange(
-            Announcement(
-                call.request, call.number, call.step, call.precision, known, *found, signature
-            )
-        )
+        made = call.request, call.number, call.step, call.precision, known, *found, signature
+        return self.exchange(Announcement(*made, self._stops()))
 
     def exchange(self, own: Announcement) -> Announcement:
         """Compare this process's announcement with that of the pipeline's speaker; returns that.
 
-        Raises OneLineError if they make different calls, or hold different batches.
+        Raises DifferError if they make different calls, or hold different batches.
         """
         grid, speaker = self._grid, self._speaker
         if self._between is not None:
             first = _decoded(self._between.pass_on(_encoded(own)))
             _check_same_call(own, first, grid, speaker, pipeline=0)
+            own = attrs.evolve(own, stop=first.stop)
         if self._within is None:
             return own
         if grid.rank == speaker:
@@ -129,7 +132,7 @@ class Handshake:
             return own
         found = _decoded(self._within.pass_on(None))
         _check_same_call(own, found, grid, speaker, grid.pipeline)
-        _check_same_batch(own, found, grid.rank, speaker)
+        _check_same_batch(own, found, grid, speaker)
         return found
 
     def last(self, call: Call) -> None:
@@ -142,46 +145,52 @@ class Handshake:
 def _check_same_call(
     own: Announcement, received: Announcement, grid: Grid, speaker: int, pipeline: int
 ) -> None:
-    """Raise OneLineError if this rank makes another call than the speaker of a pipeline, or is at
+    """Raise DifferError if this rank makes another call than the speaker of a pipeline, or is at
     another step, and so would draw other dropout."""
+    both = grid.number(speaker, pipeline), grid.number(grid.rank)
     if own.request is not received.request or own.precision is not received.precision:
-        raise OneLineError(
+        raise DifferError(
             f"its call {own.call} is {own} ({users_line()}), but call {received.call} of "
             f"{grid.name(speaker, pipeline)} is {received}; every rank must make the same "
             "calls, in the same order",
+            both,
             rank=grid.rank,
         )
     if own.step != received.step:
-        raise OneLineError(
+        raise DifferError(
             f"{_where(own)} is at step {own.step} here, but {grid.name(speaker, pipeline)} is at "
             f"step {received.step}, so they would draw dropout of different steps; set "
             "executor.steps to the same number on every rank",
+            both,
             rank=grid.rank,
         )
 
 
-def _check_same_batch(own: Announcement, received: Announcement, rank: int, speaker: int) -> None:
-    """Raise OneLineError if this rank holds another batch than the speaker: a step would take the
+def _check_same_batch(own: Announcement, received: Announcement, grid: Grid, speaker: int) -> None:
+    """Raise DifferError if this rank holds another batch than the speaker: a step would take the
     inputs from one rank and the target from the other."""
+    both = grid.number(speaker), grid.number(grid.rank)
     if UNKNOWN not in (own.rows, received.rows) and own.rows != received.rows:
         cut_here = "stage_inputs" if own.target == NOTHING else "target"
-        raise OneLineError(
+        raise DifferError(
             f"{_where(own)}: `{cut_here}` has {own.rows} rows here at step {own.step}, but "
             f"`inputs` {received.rows} on rank {speaker} at its step {received.step}; whole "
             "batches of a call must have the same rows: draw the same batches on every rank",
-            rank=rank,
+            both,
+            rank=grid.rank,
         )
     if own.inputs == received.inputs and own.target == received.target:
         return
     for what in ("inputs", "target"):
         if differ(getattr(own, what), getattr(received, what)):
-            raise OneLineError(
+            raise DifferError(
                 f"{_where(own)}: `{what}` is another batch here at step {own.step} than on rank "
                 f"{speaker} at its step {received.step}, so inputs of one would go with the target "
                 "of the other; draw the same batches on every rank (with the same seed, or by "
                 "schedir.training.Batches), or pass inputs only on the first stage's rank and "
                 "target only on the last one's",
-                rank=rank,
+                both,
+                rank=grid.rank,
             )
 
 

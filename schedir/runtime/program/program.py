@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.utils import _pytree as pytree
 
+from schedir.diagnosis.verdict import END, SENDS, Phase
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Kind, Schedule
@@ -42,6 +43,7 @@ from schedir.runtime.call import Call
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe
+from schedir.runtime.processes.positions import CODE, Words, at_place, code, number_of, numbered
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.first_call import FirstCall
 from schedir.runtime.program.handshake import UNKNOWN, Announcement, Handshake
@@ -66,7 +68,8 @@ class Program:
 
     It is compiled from `schedule`; `ahead` posts the receives at the beginning of its only list. In
     a call of several batches the lists stop at the end of each batch: `ends` has, for each list,
-    the numbers of instructions up to the end of each batch but the last.
+    the numbers of instructions up to the end of each batch but the last. `at[0]` says where this
+    process stands, for errors and for other processes; see `schedir.runtime.processes.positions`.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Program:
         schedule: Schedule,
         cells: Cells,
         lists: Sequence[Sequence[Instruction]],
+        at: Words,
         ahead: Sequence[Bound] = (),
         ends: Sequence[Sequence[int]] = (),
     ) -> None:
@@ -81,7 +85,7 @@ class Program:
         self._ahead, self._ends = ahead, ends or [()] * len(lists)
         self.posts_ahead = bool(ahead)
         self.is_posted = False
-        self._at = [0]
+        self._at = at
         self._flat = _flat(lists[0])
 
     def post_ahead(self) -> None:
@@ -103,28 +107,30 @@ class Program:
         Raises ExecutionError, or WaitError for what never comes, with the place in the list.
         """
         instructions = observed(self.lists[0], observers) if observers else self.lists[0]
-        calls, places = _flat(instructions) if observers else self._flat
+        calls, codes, places = _flat(instructions) if observers else self._flat
         at, start = self._at, 0
-        at[0] = 0
+        at[0] = codes[0] if codes else at[0]
         try:
             self.post_ahead()
             self.is_posted = False
             for batch, end in enumerate(self._ends[0]):
                 stop = len(_flat(instructions[:end])[0])
-                for at[0], call in enumerate(calls[start:stop], start):
+                for at[0], call in zip(codes[start:stop], calls[start:stop], strict=True):
                     call()
                 start = stop
                 yield batch
-            for at[0], call in enumerate(calls[start:] if start else calls, start):  # for an error
+            if start:
+                calls, codes = calls[start:], codes[start:]
+            for at[0], call in zip(codes, calls, strict=True):
                 call()
         except WaitError as stalled:
-            place = places[at[0]]
+            place = places[number_of(at[0])]
             stalled.at(place.rank, place.listed_at, place.action)
             if not stalled.what:
-                stalled.what = _awaited(self.schedule, place.action)
+                stalled.what, stalled.peer = _awaited(self.schedule, place.action)
             raise
         except Exception as error:
-            raise _placed(error, places[at[0]]) from None
+            raise _placed(error, places[number_of(at[0])]) from None
 
     def run_in_turn(
         self, observers: Sequence[Observer], accelerator: Accelerator, streams: Sequence[Any]
@@ -185,16 +191,32 @@ def listening() -> Sequence[Observer]:
     return [profiler_ranges] if profiler._is_profiler_enabled else ()
 
 
-def _flat(instructions: Sequence[Instruction]) -> tuple[list[Bound], list[Instruction]]:
-    """The calls of some instructions, and which one each is of."""
+def _flat(
+    instructions: Sequence[Instruction],
+) -> tuple[list[Bound], list[int], list[Instruction]]:
+    """The calls of some instructions, the code of the place of each, and which one each is of.
+
+    A receive that is posted ahead stands at the entry before which it is posted.
+    """
     calls: list[Bound] = []
-    places = []
-    for instruction in instructions:
-        for call in (instruction.wait, instruction.run):
+    codes: list[int] = []
+    places: list[Instruction] = []
+    index = END
+    for instruction in reversed(instructions):
+        is_receive = instruction.action.kind in RECEIVES and not instruction.parts
+        index = min(index, instruction.listed_at) if is_receive else instruction.listed_at
+        # What stands before an action, but a batch, waits for others.
+        waits = not instruction.listed and not instruction.parts
+        run: Phase = "waiting" if waits else "running"
+        phases: tuple[tuple[Bound | None, Phase], ...]
+        phases = (instruction.run, run), (instruction.wait, "waiting")
+        for call, phase in phases:
             if call is not None and call is not nothing:
                 calls.append(call)
+                codes.append(code(index, phase))
                 places.append(instruction)
-    return calls, places
+    codes = [found | numbered(number) for number, found in enumerate(reversed(codes))]
+    return calls[::-1], codes, places[::-1]
 
 
 def _run_until_blocked(instructions: Sequence[Instruction], at: int, limit: int) -> int:
@@ -225,14 +247,14 @@ def _placed(error: Exception, instruction: Instruction) -> ExecutionError:
     ).with_traceback(inner)
 
 
-def _awaited(schedule: Schedule, action: Action) -> str:
-    """What an action waits for of another rank, in words."""
+def _awaited(schedule: Schedule, action: Action) -> tuple[str, int | None]:
+    """What an action waits for of another rank, in words, and that rank."""
     kind = CONSUMES.get(action.kind, action.kind)
     transfer = attrs.evolve(action, kind=kind, version=None)
     if kind not in COMMUNICATION:
-        return str(action)
+        return str(action), None
     peer = graph_of(schedule).peer(transfer)
-    return f"{transfer} {'from' if kind in RECEIVES else 'to'} rank {peer}"
+    return f"{transfer} {'from' if kind in RECEIVES else 'to'} rank {peer}", peer
 
 
 @attrs.frozen(eq=False)
@@ -335,6 +357,7 @@ class Programs:
         self.compiler.now.call = call
         # What the call before sent last; its receivers have posted their part within that one.
         if self._under_way:
+            self.compiler.now.at[CODE] = at_place(SENDS)
             self._wait_for_sends("the call before")
         for pool in self.compiler.pools.values():
             pool.trim()
@@ -447,7 +470,8 @@ class Programs:
                 posted = (attrs.evolve(one, run=nothing) for one in instructions[:first_of])
                 instructions = [*posted, *instructions[first_of:]]
             lists.append(observed(instructions, self.compiler.observers))
-        return Program(schedule, cells, lists, ahead, self._ends(schedule, lists))
+        at = self.compiler.now.at
+        return Program(schedule, cells, lists, at, ahead, self._ends(schedule, lists))
 
     def _ends(self, schedule: Schedule, lists: Sequence[Sequence[Instruction]]) -> list[list[int]]:
         """Of each list, how many instructions there are up to the end of each batch."""

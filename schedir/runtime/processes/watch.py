@@ -1,0 +1,443 @@
+"""Finds out who is to blame when a process fails, and says so once for all processes.
+
+Each process watches the others; what it sees leads to one verdict, which the first to give it
+prints:
+
+    rank 2   is killed
+    rank 0   sees that it is gone ─▶ reads all positions ─▶ the verdict: prints the root
+    rank 1   sees that it is gone ─▶ finds the verdict: prints one line
+             └─ if its main thread has not raised an error within half a second, it leaves
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median_low
+from time import monotonic, sleep
+from typing import NoReturn
+
+from attrs import evolve, frozen
+
+from schedir.diagnosis.standing import Standing, stands
+from schedir.diagnosis.verdict import END, Position, Root, State
+from schedir.ir import Schedule
+from schedir.runtime.processes.failure import Board, Verdict
+from schedir.runtime.processes.positions import (
+    ALIVE,
+    BROKEN,
+    CALL,
+    LEFT,
+    ORPHANED,
+    SILENT,
+    STATE,
+    Place,
+    Positions,
+    place_of,
+)
+
+PAUSE = 0.05
+"""Seconds from look to look."""
+GRACE = 0.5
+"""Seconds for the main thread to raise its error."""
+_TELL = 1.0  # seconds from one position to the next that other hosts are told
+_SLOWER = 1.5  # times the median rank's compute, for a straggler
+_MOST_LINES = 16
+"""The most ranks whose positions are printed."""
+
+
+@frozen
+class Member:
+    """A process that takes part: its host, and its process id there."""
+
+    host: str
+    process: int
+
+    @classmethod
+    def here(cls) -> Member:
+        """This process. Containers of one host that do not see each other count as hosts."""
+        sees = [socket.gethostname()]
+        with suppress(OSError):
+            sees += [os.readlink("/proc/self/ns/pid"), str(os.stat("/dev/shm").st_dev)]
+        return cls(" ".join(sees), os.getpid())
+
+
+@frozen
+class Lists:
+    """The lists that all ranks run in training and in evaluation, and what else they wait for."""
+
+    training: Schedule
+    evaluation: Schedule
+    ties: tuple[tuple[int, ...], ...]
+    clips: bool
+
+
+class Watch:
+    """Watches the other processes of an executor, in all its pipelines.
+
+    `members` are all processes and `own` the number of this one; `ranks` are their numbers in the
+    order of the positions: pipeline by pipeline. `timeout` is in seconds.
+    """
+
+    def __init__(
+        self,
+        positions: Positions,
+        members: Sequence[Member],
+        own: int,
+        ranks: Sequence[int],
+        lists: Callable[[], Lists],
+        board: Board,
+        timeout: float,
+    ) -> None:
+        self._positions, self._members, self.own = positions, members, own
+        self._ranks, self._lists, self._board, self.timeout = ranks, lists, board, timeout
+        here = members[own]
+        self._near = [n for n, member in enumerate(members) if member.host == here.host]
+        self._far = [n for n in range(len(members)) if n not in self._near]
+        self.others: dict[int, int] = {}  # the process ids of those that can be watched, by number
+        if hasattr(os, "pidfd_open"):
+            self.others = {n: members[n].process for n in self._near if n != own}
+        self._places: dict[int, Place] = {}  # the last that was read of each process
+        self._place(own)
+        self._gone: dict[int, str] = {}  # by number, how it has ended
+        self.verdict: Verdict | None = None
+        self._known = threading.Event()
+        self._lock = threading.RLock()
+        self._leave_at: float | None = None
+        self._told = self._looked = 0.0
+        self._no_progress = f"no progress for {timeout:.1f} s"
+        self._still = 0, 0.0  # where this process stands, and since when
+        self._slow_said = False
+        self.stops_on_signal = False  # otherwise SIGTERM ends the process
+        self.stop = False  # some process has got it
+
+    # What the main thread tells, and asks.
+
+    def blame(self, roots: Sequence[Root], reason: str) -> Verdict:
+        """These are to blame, unless the verdict has been given already; returns it."""
+        causes = {root.rank: root.cause for root in roots}
+        standing = self._standing()
+        at = [
+            evolve(each, state="gone", cause=causes[number]) if number in causes else each
+            for number, each in zip(self._ranks, standing.positions, strict=True)
+        ]
+        verdict = Verdict(tuple(roots), reason, self.own)
+        return self._give(verdict, evolve(standing, positions=tuple(at)))
+
+    def explain(
+        self, cut_from: int | None, timed_out: bool, left: Callable[[], Root | None]
+    ) -> Verdict | None:
+        """The verdict after this process has waited in vain: another's, or that a process has
+        `left`, or that the connection to one is cut, or by all positions. None if these do not
+        tell."""
+        until = monotonic() + (PAUSE if timed_out else GRACE)
+        while self.verdict is None and monotonic() < until:
+            self._known.wait(PAUSE / 10)
+            self._read_verdict()
+        if self.verdict is None and (root := left()) is not None:
+            self.blame([root], str(root))
+        if self.verdict is None:
+            self._judge(cut_from, cut=not timed_out)
+        return self.verdict
+
+    def stragglers(self) -> tuple[tuple[int, float], ...]:
+        """Each process whose compute lately took much longer than the median process's, and the
+        ratio."""
+        places = {number: self._place(number) for number in range(len(self._members))}
+        busy = {n: place.busy for n, place in places.items() if place is not None and place.busy}
+        if not busy:
+            return ()
+        usual = median_low(busy.values())
+        ratios = ((n, seconds / usual) for n, seconds in sorted(busy.items()))
+        return tuple((n, ratio) for n, ratio in ratios if ratio >= _SLOWER)
+
+    def own_position(self) -> Position:
+        """Where this process stands."""
+        place = self._positions.read(self.own)
+        return Position(0, 0) if place is None else place.position
+
+    def break_off(self) -> None:
+        """The main thread raises an error: its caller decides what comes then."""
+        self._positions.words[STATE] = BROKEN
+
+    def be_orphaned(self) -> None:
+        """This process ends because its launcher is gone."""
+        self._positions.words[STATE] = ORPHANED
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the main thread has taken over."""
+        return self._positions.words[STATE] != ALIVE
+
+    # What the watching thread does.
+
+    def look(self, ended: Sequence[int]) -> None:
+        """Look once; `ended` are the process ids that are known to have ended since."""
+        self._positions.beat()
+        for number, process in self.others.items():
+            if process in ended and number not in self._gone:
+                self._see_gone(number, process)
+        now = monotonic()
+        if now - self._looked > (_TELL / 2 if self._far else 0.0):
+            self._looked = now
+            self._read_verdict()
+            if self.stops_on_signal and not self.stop:
+                asked = self._positions.is_asked_to_stop
+                self.stop = asked or (bool(self._far) and self._board.is_asked_to_stop())
+        if self._far and now - self._told > _TELL:
+            self._told = now
+            self._board.tell(self.own, self._positions.words)
+        if self.verdict is None:
+            self._look_for_slow(now)
+        elif self._leave_at is None:
+            self._leave_at = now + GRACE
+        elif now > self._leave_at and self._gone and not self.is_broken:
+            leave(1, [self])  # the main thread waits, or runs, and does not know
+
+    def _see_gone(self, number: int, process: int) -> None:
+        place = self._place(number)
+        how, failed = _ending(process)
+        if place is not None and place.state == ALIVE and place.age > SILENT:  # its timer in C
+            how = self._no_progress
+        if place is not None and place.state == ORPHANED:
+            how = "launcher gone"
+        if place is not None and place.state == LEFT and not failed:
+            self.others = {n: p for n, p in self.others.items() if n != number}
+            return
+        self._gone[number] = how
+        if self.verdict is None and (place is None or place.state == ALIVE or failed):
+            self._read_verdict()
+            if self.verdict is None and (place is None or place.state != BROKEN):
+                self._judge()
+
+    def _read_verdict(self) -> None:
+        """Look whether the verdict is there, and say it."""
+        if self.verdict is None:
+            text = self._positions.taken()
+            found = None if text is None else Verdict.loads(text)
+            if found is None and self._far:
+                found = self._board.verdict()
+            if found is not None:
+                self._take(found)
+
+    def _judge(self, cut_from: int | None = None, cut: bool = False) -> None:
+        """Give the verdict by where all ranks stand, or by the connection that was cut."""
+        standing = self._standing(cut)
+        found = standing.diagnosis()
+        if cut_from is not None:
+            roots = tuple(self._cut(*pair) for pair in ((self.own, cut_from), (cut_from, self.own)))
+            found = evolve(found, roots=roots, chain=(self.own, cut_from))
+        if found.roots:
+            lines = [f"chain: {' → '.join(map(str, found.chain))}"]
+            lines += [f"rank {rank} {said}" for rank, said in stands(standing, found).items()]
+            reason = "; ".join(map(str, found.roots))
+            self._give(Verdict(found.roots, reason, self.own), standing, lines[: _MOST_LINES + 1])
+
+    def _standing(self, cut: bool = False) -> Standing:
+        """Where all ranks stand."""
+        lists = self._lists()
+        places = {n: self._place(n) for n in range(len(self._members))}
+        own = places[self.own]
+        assert own is not None  # this process has a file
+        at = [self._position(number, places[number], own) for number in self._ranks]
+        if cut:
+            here = self._ranks.index(self.own)
+            at[here] = evolve(at[here], cut=True)
+        inside = [p for p in places.values() if p is not None and 0 <= p.position.index < END]
+        latest = max(inside, key=lambda place: place.position.call, default=own)
+        schedule = lists.training if latest.trains else lists.evaluation
+        return Standing(schedule, tuple(at), tuple(self._ranks), lists.ties, lists.clips)
+
+    def _position(self, number: int, place: Place | None, own: Place) -> Position:
+        """Where a process stands, and what has become of it."""
+        if number in self._gone:
+            state: State = "gone" if place is None or place.state != BROKEN else "ended"
+            position = Position(own.position.call, 0) if place is None else place.position
+            return evolve(position, state=state, cause=self._gone[number])
+        if place is None:
+            cause = "it has closed its executor, or ended"
+            return Position(own.position.call, 0, "outside", cause=cause)
+        position = place.position
+        if number != self.own:
+            position = place.seen
+        if position.state == "silent" or position.phase != "waiting":
+            return evolve(position, cause=self._no_progress)
+        return position
+
+    def _cut(self, number: int, other: int) -> Root:
+        """One end of a connection that was cut."""
+        place = self._place(number)
+        at = Position(0, 0) if place is None else place.position
+        return Root(number, at.call, None, None, f"lost its connection to rank {other}", at.step)
+
+    def _place(self, number: int) -> Place | None:
+        place = None
+        if number in self._near:
+            place = self._positions.read(number)
+        elif (told := self._board.told(number)) is not None:
+            words, age = told
+            place = evolve(place_of(words), age=age - _TELL)
+        if place is not None:
+            self._places[number] = place
+        return self._places.get(number)
+
+    def _give(self, verdict: Verdict, standing: Standing, lines: Sequence[str] = ()) -> Verdict:
+        """Give a verdict, unless another process was first; returns the one that stands."""
+        with self._lock:
+            if self.verdict is not None:
+                return self.verdict
+            given = self._board.give(Verdict.loads(self._positions.take(verdict.dumps())))
+            if (folder := os.environ.get("SCHEDIR_DUMP_DIR")) and given.by == self.own:
+                with suppress(OSError):
+                    standing.save(Path(folder))
+            self._take(given, lines)
+            return given
+
+    def _take(self, verdict: Verdict, lines: Sequence[str] = ()) -> None:
+        """The verdict is known: say it, and end those who do not answer."""
+        with self._lock:
+            if self.verdict is not None:
+                return
+            self.verdict = verdict
+        self._known.set()
+        roots = {root.rank for root in verdict.roots}
+        if verdict.by == self.own:
+            for root in verdict.roots:
+                say(f"root: {root}")
+            for line in lines:
+                say(line)
+        else:
+            say_ended(self.own, verdict.roots)
+        self._end_the_silent(roots)
+        if any((r.rank, r.cause) == (self.own, self._no_progress) for r in verdict.roots):
+            say("".join(["it stands at\n", *self._stack()]).rstrip())
+
+    def _end_the_silent(self, roots: set[int]) -> None:
+        """SIGKILL to processes of this host that are to blame and do not answer. One that holds
+        the interpreter's lock has the time to print its stack."""
+        until = monotonic() + again(self.timeout) + 2 * PAUSE
+        for number in roots & self.others.keys() - self._gone.keys():
+            place, process = self._positions.read(number), self.others[number]
+            if place is not None and place.seen.state == "silent":
+                while monotonic() < until and _state(process) not in ("T", "Z", ""):
+                    sleep(PAUSE)
+                with suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
+
+    def _stack(self) -> list[str]:
+        """Where the main thread stands in Python."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        return [] if frame is None else traceback.format_stack(frame)[-_MOST_LINES // 2 :]
+
+    def _look_for_slow(self, now: float) -> None:
+        """Say once, after a part of the timeout, who is waited for."""
+        here = self._positions.words[CALL], self._positions.words[0]
+        key = hash(here)
+        if key != self._still[0]:
+            self._still, self._slow_said = (key, now), False
+        patience = min(self.timeout / 4, 60.0)
+        if self._slow_said or now - self._still[1] < patience:
+            return
+        self._slow_said = True
+        place = self._positions.read(self.own)
+        if place is None:
+            return
+        standing = self._standing()
+        found = standing.diagnosis()
+        at = stands(standing, found)
+        waiting = [rank for rank in found.waits_for if at[rank].startswith("waits")]
+        roots = [root.rank for root in found.roots]
+        if not waiting or not roots:
+            return
+        silent = not any(self._is_heard(rank) for rank in roots)
+        if self.own in roots or (silent and self.own == min(waiting)):
+            first = min(waiting)
+            where = ""
+            if self.own in roots and (stack := self._stack()):
+                where = f", in {stack[-1].strip().splitlines()[0]}"
+            said = f"for {patience:.1f} s now rank {first} {at[first]}"
+            say(f"slow: {said}; rank {roots[0]} {at[roots[0]]}{where}")
+
+    def _is_heard(self, number: int) -> bool:
+        place = self._place(number)
+        return place is not None and place.seen.state != "silent"
+
+    def terminated(self) -> bool:
+        """This process has got SIGTERM; returns whether it goes on until a call is over. A launcher
+        sends it as well when a process is gone: then nothing can be saved."""
+        if self.stops_on_signal and not self._gone and self.verdict is None:
+            self._positions.ask_to_stop()
+            self._board.ask_to_stop()
+            self.stop = True
+        return self.stop
+
+    def close(self) -> None:
+        """Remove the file of this process."""
+        self._positions.close()
+
+
+def _ending(process: int) -> tuple[str, bool]:
+    """How a process of this host has ended, in words, and whether that is a failure. The launcher
+    has not asked for it yet, so it is still known."""
+    found = _status(process)
+    if not found:
+        return "ended without a word", True
+    status = int(found[-1])
+    if status & 0x7F:
+        return f"killed by {_signal(status & 0x7F)}", True
+    ended = status >> 8
+    return f"exited with code {ended}", bool(ended)
+
+
+def _state(process: int) -> str:
+    """T of a process that is stopped, Z of one that has ended, empty if there is none."""
+    return (_status(process) or [""])[0]
+
+
+def _status(process: int) -> list[str]:
+    """The fields of a process in /proc behind its name, none if it is not known."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return []
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def say(line: str) -> None:
+    """Print a line of this process on stderr, at once."""
+    with suppress(OSError, ValueError):
+        os.write(2, f"schedir: {line}\n".encode())
+
+
+def say_ended(own: int, roots: Sequence[Root]) -> None:
+    """Print the one line of a process that is not to blame."""
+    ranks = ", ".join(str(rank) for rank in sorted({root.rank for root in roots}))
+    several = len({root.rank for root in roots}) > 1
+    say(f"rank {own} ended: {f'roots are ranks {ranks}' if several else f'root is rank {ranks}'}")
+
+
+def leave(status: int, watches: Sequence[Watch]) -> NoReturn:
+    """End this process now, whatever its main thread does."""
+    for watch in watches:
+        watch.close()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
+def again(limit: float) -> float:
+    """The seconds after which to set the timer in C again."""
+    return min(0.5, limit / 10)

@@ -1,0 +1,40 @@
+"""Faults strike a training of four processes: the root is named, and it resumes bit for bit.
+
+How soon all ranks end is no test, as machines are noisy: `tools/fault_table.py` tells.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sweeps import sweep
+
+TOOLS = Path(__file__).parents[2] / "tools"
+ROWS = [
+    "exception",
+    "SIGKILL",
+    "exit",
+    "segfault",
+    "SIGSTOP",
+    "hang",
+    "loader stalls",
+    "lock held",
+    "socket",
+    "launcher SIGKILL",
+    "launcher SIGTERM",
+    "Ctrl-C",
+    "slowed 2x",
+    "slowed 10x",
+]
+
+
+@pytest.mark.timeout(250)
+@sweep("row", ROWS, quick=["SIGKILL", "lock held"])
+def test_the_root_is_named_and_the_training_resumes(row: str) -> None:
+    command = [sys.executable, "fault_table.py", "--rows", row, "--trials", "1", "--patient"]
+    done = subprocess.run(command, cwd=TOOLS, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,190 @@
+"""One rank of a small training in which a fault strikes; run by `tools/fault_table.py`.
+
+It trains 1F1B with AdamW, saves a checkpoint every five steps, and goes on from the latest one. The
+truth (rank, step and action of the fault, and the time) goes to a file before the fault strikes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Tensor, nn
+
+import schedir
+from schedir.runtime import Executor
+from schedir.training import Checkpoint
+
+MICROBATCHES, WIDTH, SAVE_EVERY = 8, 16, 5
+
+
+@define
+class Fault:
+    """Where a fault strikes: at the n-th forward, backward, loss, update or batch of a step."""
+
+    kind: str
+    rank: int
+    step: int
+    where: str = "F"
+    number: int = 0
+
+
+def strike(kind: str) -> None:
+    """Do what the fault is."""
+    if kind == "exception":
+        raise ValueError("no more of this")
+    if kind == "memory":
+        raise MemoryError("no room")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exit":
+        os._exit(7)
+    if kind == "segfault":
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        ctypes.string_at(0)
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "hang":
+        while True:
+            time.sleep(0.01)
+    if kind == "lock":  # sleeps in C, with the interpreter's lock held
+        ctypes.PyDLL(None).sleep(1000)
+    if kind == "socket":
+        cut_one_socket()
+    if kind == "launcher":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+    if kind == "terminate":
+        os.kill(os.getppid(), signal.SIGTERM)
+    if kind == "interrupt":
+        os.kill(os.getppid(), signal.SIGINT)
+
+
+def cut_one_socket() -> None:
+    """Shut down the connection over which most has gone, but for that to the store."""
+    most: list[tuple[int, int]] = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            found = socket.socket(fileno=os.dup(number))
+            peer, own = found.getpeername(), found.getsockname()
+            if isinstance(peer, tuple) and int(os.environ["MASTER_PORT"]) not in (peer[1], own[1]):
+                info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                most.append((sum(struct.unpack_from("QQ", info, 120)), number))
+            found.close()
+        except OSError:
+            continue
+    socket.socket(fileno=os.dup(max(most)[1])).shutdown(socket.SHUT_RDWR)
+
+
+class Faulty:
+    """Counts what a rank does in a step, and strikes once, when its turn comes."""
+
+    def __init__(self, fault: Fault | None, rank: int, folder: Path) -> None:
+        self.fault = fault if fault is not None and fault.rank == rank else None
+        self.rank, self.folder, self.step = rank, folder, 0
+        self.counts: dict[str, int] = {}
+
+    def begin(self, step: int) -> None:
+        self.step, self.counts = step, {}
+
+    def at(self, where: str, action: Callable[[int], str]) -> None:
+        """The rank is about to do something."""
+        number = self.counts[where] = self.counts.get(where, -1) + 1
+        fault = self.fault
+        if fault is None or (self.step, where, number) != (fault.step, fault.where, fault.number):
+            return
+        self.fault = None
+        truth = {"rank": self.rank, "step": self.step, "action": action(number)}
+        (self.folder / "truth").write_text(json.dumps({**truth, "time": time.time()}))
+        strike(fault.kind)
+
+
+class Stage(nn.Module):
+    """Layers of one stage, in which faults strike."""
+
+    def __init__(self, stage: int, faulty: Faulty, seconds: float) -> None:
+        super().__init__()
+        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.layers = nn.ModuleDict({str(stage): layers})  # a name of its own in the whole model
+        self.stage, self.faulty, self.seconds = stage, faulty, seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.faulty.at("F", lambda n: f"{self.stage}F{n}")
+        if self.seconds:
+            time.sleep(self.seconds)
+        y: Tensor = self.layers[str(self.stage)](x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.faulty.at("B", lambda n: f"{self.stage}B{n}"))
+        return y
+
+
+def optimizer_of(rank: int, faulty: Faulty) -> Callable[[Any], torch.optim.Optimizer]:
+    def made(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        optimizer.register_step_pre_hook(lambda *_: faulty.at("O", lambda n: f"{rank}OPTIM_STEP"))
+        return optimizer
+
+    return made
+
+
+def batches(first: int, steps: int, faulty: Faulty) -> Iterator[tuple[int, Tensor, Tensor]]:
+    for step in range(first, steps):
+        faulty.begin(step)
+        faulty.at("L", lambda n: "–")
+        x, y = torch.randn(
+            2, 2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(step)
+        )
+        yield step, x, y
+
+
+def main(given: dict[str, Any]) -> None:
+    """Train, with what the driver says."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    folder = Path(given["folder"])
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    fault = Fault(**given["fault"]) if given["fault"] else None
+    faulty = Faulty(fault, rank, folder)
+    torch.manual_seed(rank)
+    slowed = given.get("slowed", {}).get(str(rank), 0.0)
+    stage = Stage(rank, faulty, slowed)
+    schedule = schedir.build("1f1b", ranks=ranks, microbatches=MICROBATCHES)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        faulty.at("loss", lambda n: f"{rank}F{n}")
+        return nn.functional.mse_loss(output, target)
+
+    stragglers = []
+    with Executor(
+        schedule, {rank: stage}, loss_fn, optimizer_of(rank, faulty), timeout=given["timeout"]
+    ) as executor:
+        checkpoint = Checkpoint(executor)
+        saved = sorted(folder.glob("step-*"), key=lambda path: int(path.name[5:]))
+        saved = [path for path in saved if Checkpoint.is_at(path)]
+        if saved:
+            checkpoint.load(saved[-1])
+        for step, x, y in batches(executor.steps, given["steps"], faulty):
+            result = executor.step(x, target=y)
+            if given.get("slowed"):
+                stragglers.append(result.stragglers)
+            if (step + 1) % SAVE_EVERY == 0:
+                checkpoint.save(folder / f"step-{step + 1}")
+        state = torch.cat([p.detach().flatten() for p in stage.parameters()])
+        (folder / f"end{rank}").write_bytes(state.numpy().tobytes())
+        if stragglers:
+            (folder / f"stragglers{rank}").write_text(json.dumps(stragglers[-1]))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
