@@ -4,6 +4,7 @@ You can do all of this without it: the executor takes any modules and any batche
 """
 
 from schedir.training.callbacks import Callback, Logger
+from schedir.training.checkpoint.background import Saving
 from schedir.training.checkpoint.checkpoint import Checkpoint
 from schedir.training.checkpoint.whole_names import gathered_state
 from schedir.training.cutting.cuts import balanced
@@ -38,6 +39,7 @@ __all__ = [
     "Logger",
     "Monitor",
     "Record",
+    "Saving",
     "Stages",
     "TensorBoard",
     "Trainer",

@@ -51,7 +51,7 @@ class Callback:
 
         The `figures` are the mean "loss" of these steps, the last step's "lr",
         "samples_per_second" (or the Trainer's `unit`), over several processes the last step's
-        "bubble", and the figures of all callbacks.
+        "bubble", the figures of all callbacks, and with `async_save` "copy_seconds" and "copy_gib".
         """
 
     def after_record(self, history: History) -> None:
@@ -116,11 +116,12 @@ def callbacks_of(given: object) -> list[Callback]:
                 "a callback is a Callback or a function of the history, not "
                 + (f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__)
             )
-    own = (one for one in given if _is_first() or not isinstance(one, Logger))
+    own = (one for one in given if is_first() or not isinstance(one, Logger))
     return [one if isinstance(one, Callback) else _Function(one) for one in own]
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
+    """Whether this is the first process."""
     return not (dist.is_initialized() and dist.get_rank())
 
 
@@ -175,7 +176,7 @@ def shown(total: int | None, wanted: bool) -> list[Callback]:
 
     `total` is the number of steps, None if unknown.
     """
-    return [_Shown(total)] if wanted and _is_first() else []
+    return [_Shown(total)] if wanted and is_first() else []
 
 
 def _short(value: float) -> str:

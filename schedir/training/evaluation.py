@@ -32,13 +32,11 @@ def evaluate(
     """Compute the loss and metrics of the current weights over all of `batches`, on every rank.
 
     >>> import torch
-    >>> from torch import nn
-    >>> from schedir import build
+    >>> import schedir
     >>> from schedir.runtime import Executor
     >>> from schedir.training import accuracy, evaluate
-    >>> schedule = build("1f1b", ranks=2, microbatches=2)
-    >>> stages = {0: nn.Flatten(), 1: nn.Identity()}
-    >>> executor = Executor(schedule, stages, nn.CrossEntropyLoss(), in_process=True)
+    >>> schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    >>> executor = Executor(schedule, {0: torch.nn.Identity()}, torch.nn.CrossEntropyLoss())
     >>> batches = [(torch.eye(4), torch.tensor([0, 1, 2, 0]))]
     >>> evaluate(executor, batches, {"accuracy": accuracy}).metrics
     {'accuracy': 0.75}

@@ -59,12 +59,9 @@ class JSONLines(_File):
     """Writes each log as a line of JSON: the step and the figures, null for NaN and infinity.
 
     >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
     >>> from schedir.training import JSONLines
-    >>> with TemporaryDirectory() as folder:
-    ...     log = JSONLines(Path(folder, "log.jsonl"))
-    ...     log.after_log(10, {"loss": 0.5})
-    ...     Path(folder, "log.jsonl").read_text()
+    >>> JSONLines("log.jsonl").after_log(10, {"loss": 0.5})
+    >>> Path("log.jsonl").read_text()
     '{"step": 10, "loss": 0.5}\\n'
 
     Pass it in the `callbacks` of a Trainer. If the file exists, a resumed training appends to it,
@@ -82,12 +79,9 @@ class CSV(_File):
     """Writes each log as a row with the step and the figures. New figures extend the header.
 
     >>> from pathlib import Path
-    >>> from tempfile import TemporaryDirectory
     >>> from schedir.training import CSV
-    >>> with TemporaryDirectory() as folder:
-    ...     log = CSV(Path(folder, "log.csv"))
-    ...     log.after_log(10, {"loss": 0.5})
-    ...     Path(folder, "log.csv").read_text().splitlines()
+    >>> CSV("log.csv").after_log(10, {"loss": 0.5})
+    >>> Path("log.csv").read_text().splitlines()
     ['step,loss', '10,0.5']
 
     Pass it in the `callbacks` of a Trainer. If the file exists, a resumed training appends to it,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ import torch
 from schedir.errors import ExecutionError
 from schedir.ir import is_number
 from schedir.runtime import Executor, StepResult
-from schedir.training.callbacks import AfterRecord, Callback, callbacks_of, shown
+from schedir.training.callbacks import AfterRecord, Callback, callbacks_of, is_first, shown
 from schedir.training.checkpoint.checkpoint import Checkpoint, Stateful
 from schedir.training.checkpoint.run_folder import RunFolder
 from schedir.training.data import Batches
@@ -25,6 +26,8 @@ from schedir.training.evaluation import Metric, evaluate, measures, pairs
 from schedir.training.history import Evaluation, History, Mode
 from schedir.training.progress import Progress
 from schedir.training.schedulers import takes_metric
+
+logger = logging.getLogger("schedir")
 
 _PROGRESS = "progress"
 
@@ -77,11 +80,18 @@ class Trainer:
     data and the history. `others` maps names to more objects to save, with `state_dict` and
     `load_state_dict`: a scheduler that a callback steps, say, or averaged weights. Checkpoints are
     saved after the `callbacks`. If a callback raises, what is due is saved first, and the training
-    ends.
+    ends. With `async_save` the files are written while the training goes on; see
+    `Checkpoint.async_save`. The next save and the end of `fit` wait for them, and raise what was
+    wrong. The log then has "copy_seconds" and "copy_gib", the time and size of the last copy on
+    this process.
 
     **Resuming.** `fit` goes on from the last checkpoint as if the training had never stopped. If
     that one is damaged, it logs a warning and goes on from the one before. `batches` must know
     where it is, as `Batches` does.
+
+    **Stopping.** If the executor is asked to stop (`executor.stop_requested`), as by a cluster that
+    needs the machine, `fit` saves a checkpoint after the step and returns. `stopped` is True then,
+    and nothing is evaluated or entered in the history: a resumed training does that in its time.
 
     **Segments.** With `segment`, an epoch is a stream that keeps the pipeline full, in segments of
     that many microbatches; see `Executor.run`. It trains differently from one step for each batch,
@@ -116,6 +126,7 @@ class Trainer:
         patience: int | None = None,
         checkpoint: str | PathLike[str] | None = None,
         keep: int = 2,
+        async_save: bool = False,
         others: Mapping[str, Stateful] | None = None,
         segment: int | None = None,
         autocast: torch.dtype | None = None,
@@ -192,6 +203,7 @@ class Trainer:
         self._progress = Progress(
             History((), best or "loss", best_mode), executor.nonfinite == "skip", segment
         )
+        self.stopped = False
         self._folder: RunFolder | None = None
         if checkpoint is None:
             return
@@ -207,29 +219,15 @@ class Trainer:
             data = _Data(data, evaluation)
         others = {_PROGRESS: self._progress, **(others or {})}
         saves = Checkpoint(executor, scheduler=scheduler, batches=data, others=others)
-        self._folder = RunFolder(Path(checkpoint), saves, keep, executor)
+        self._folder = RunFolder(Path(checkpoint), saves, keep, executor, async_save)
 
     def fit(self) -> History:
-        """Train to the end, or until patience ends, and return the history.
-
-        >>> import torch
-        >>> from torch import nn
-        >>> from schedir import build
-        >>> from schedir.runtime import Executor
-        >>> from schedir.training import Batches, Trainer
-        >>> schedule = build("1f1b", ranks=1, microbatches=1)
-        >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.5)
-        >>> layer = nn.Linear(1, 1, bias=False)
-        >>> weight = nn.init.zeros_(layer.weight)
-        >>> executor = Executor(schedule, {0: layer}, nn.MSELoss(), sgd)
-        >>> batches = Batches([(torch.ones(1, 1), torch.ones(1, 1))])
-        >>> [entry.loss for entry in Trainer(executor, batches, epochs=2, progress=False).fit()]
-        [1.0, 0.0]
+        """Train to the end, or until patience ends or a stop is asked for; return the history.
 
         A training that has a checkpoint is resumed from it; see `Trainer`. Called again, `fit`
         trains on if the training has not ended.
         """
-        now = self._progress
+        now, self.stopped = self._progress, False
         if now.step:
             now.begin_epoch()
         elif self._folder is not None:
@@ -242,8 +240,17 @@ class Trainer:
         for callback in self._called:
             callback.before_training(now.step)
         try:
-            while not self._is_over():
+            while not (self._is_over() or self.stopped):
                 self._train()
+            if self._folder is not None:
+                self._folder.wait()
+            if self.stopped and is_first():
+                saved = "" if self._folder is None else ", and has saved a checkpoint"
+                logger.warning("the training stops after step %d, as asked%s", now.step, saved)
+        except BaseException:
+            if self._folder is not None:
+                self._folder.end()
+            raise
         finally:
             for callback in self._called:
                 callback.after_training(self.history)
@@ -280,7 +287,7 @@ class Trainer:
         together = (self.segment or size) // size  # steps
         often = self.log_every, self.eval_every, self.save_every
         ended = False
-        while not (ended or self.is_stale):
+        while not (ended or self.is_stale or self.stopped):
             before, began, result = now.step, perf_counter(), None
             results = self._results(batches)
             for result in results:
@@ -288,7 +295,7 @@ class Trainer:
                 # At an epoch's end, if it is known, everything that is due is done together.
                 if (now.step - before) % together or now.in_epoch == self._length:
                     continue
-                if any(self._is_due(every, before) for every in often):
+                if self._is_asked_to_stop or any(self._is_due(every, before) for every in often):
                     break
             else:
                 ended = True
@@ -328,20 +335,28 @@ class Trainer:
         """Whether a multiple of `every` steps was reached since step `before`."""
         return every is not None and self._progress.step // every > before // every
 
+    @property
+    def _is_asked_to_stop(self) -> bool:
+        """Whether the executor is to stop; after a step all ranks know the same."""
+        return getattr(self.executor, "stop_requested", False)
+
     def _arrive(self, before: int, began: float, result: StepResult | None, is_epoch: bool) -> None:
         """Log, evaluate, call back and save, as is due after the steps since `before`.
 
         These steps began at the time `began`, and `result` is that of the last one.
         """
-        now = self._progress
+        now, asked = self._progress, self._is_asked_to_stop
         figures = {}
         loss = now.logged.mean  # reading it waits for the last step
         now.seconds += perf_counter() - began
         if result is not None and self._is_due(self.log_every, before):
             figures = {"loss": loss, "lr": now.lr, **self._rates(result)}
+            if self._folder is not None:
+                figures |= self._folder.figures
             now.begin_log()
         if is_epoch:
             now.epoch, now.in_epoch = now.epoch + 1, 0
+        self.stopped = asked and not self._is_over()
         enters = self._is_due(self.eval_every, before) if self.eval_every else is_epoch
         if self._is_over() and (not self.history or self.history[-1].step != now.step):
             enters = True
@@ -362,7 +377,7 @@ class Trainer:
             saves = enters if self.epochs is None else is_epoch
             if self.save_every:
                 saves = self._is_due(self.save_every, before)
-            saves = saves or self._is_over()
+            saves = saves or self._is_over() or self.stopped
         finally:
             if self._folder is not None:
                 if enters and self.best and self.history.best is self.history[-1]:

@@ -15,9 +15,11 @@ from torch.optim import Optimizer, lr_scheduler
 
 from schedir import ExecutionError
 from schedir.runtime import Executor, StepResult
-from schedir.training import Batches, Callback, Checkpoint, Trainer, gathered_state
+from schedir.training import Batches, Callback, Checkpoint, History, Trainer, gathered_state
 from tests.runtime.kit import everyone, message_of
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import sweep
+from tests.training.test_checkpoint import assert_same
 from tests.training.test_damaged_checkpoints import cut, data_of, files_of, flip, lengthen
 from tests.training.test_trainer import HELD_OUT, TRAINED, noisy_executor
 
@@ -288,3 +290,108 @@ def test_ranks_agree_on_the_checkpoint_before_a_damaged_one(
     assert len(caplog.records) == (rank == 0)
     everyone(None)
     assert folders(folder) == ["epoch-3", "epoch-4"]
+
+
+def asked_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let executors be asked to stop, as by the runtime, from the end of a step on."""
+    stop = property(lambda self: self.steps >= step)
+    monkeypatch.setattr(Executor, "stop_requested", stop, raising=False)
+
+
+def stopped_and_resumed(
+    rank: int | None, folder: Path, step: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[History, Any]:
+    with monkeypatch.context() as patch, noisy_executor(rank) as executor:
+        asked_after(step, patch)
+        trainer = trainer_of(executor, folder, 3, **options)
+        trainer.fit()
+        assert executor.steps == step
+        assert trainer.stopped
+    with noisy_executor(rank) as executor:
+        trainer = trainer_of(executor, folder, 3, **options)
+        history = trainer.fit()
+        assert not trainer.stopped
+        return history, gathered_state(executor)
+
+
+def trained(rank: int | None, **options: Any) -> tuple[History, Any]:
+    with noisy_executor(rank) as executor:
+        history = trainer_of(executor, None, 3, **options).fit()
+        return history, gathered_state(executor)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"save_every": 4}, {"eval_every": 2, "evaluation": HELD_OUT, "async_save": True}],
+)
+@sweep("step", range(1, 9), quick=(2, 3))  # within an epoch, and at its end
+def test_a_stopped_training_goes_on_as_if_it_had_not(
+    step: int,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = stopped_and_resumed(None, tmp_path, step, monkeypatch, **options)
+    expected = trained(None, **{**options, "async_save": False})
+    assert found[0] == expected[0]
+    assert found[1] is not None
+    assert_same(found[1], expected[1])
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said == f"the training stops after step {step}, as asked, and has saved a checkpoint"
+
+
+def test_a_training_that_is_over_has_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked_after(9, monkeypatch)
+    with noisy_executor(None) as executor:
+        trainer = trainer_of(executor, tmp_path, 3)
+        assert len(trainer.fit()) == 3
+        assert not trainer.stopped
+    assert not caplog.records
+
+
+def test_a_stop_waits_for_the_end_of_a_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2 steps, as a call of the executor is one: the pipeline is full before."""
+    expected: Any = None
+    for asked in (False, True):
+        folder = tmp_path if asked else None
+        with monkeypatch.context() as patch, noisy_executor(None, segment=8) as executor:
+            patch.setattr(Executor, "stop_requested", asked, raising=False)
+            trainer = trainer_of(executor, folder, 2, segment=8)
+            trainer.fit()
+            assert trainer.stopped == asked
+            if asked:
+                assert folders(tmp_path) == ["step-2"]
+            else:
+                expected = trainer.history, gathered_state(executor)
+    with noisy_executor(None, segment=8) as executor:
+        history = trainer_of(executor, tmp_path, 2, segment=8).fit()
+        assert history == expected[0]
+        assert_same(gathered_state(executor) or {}, expected[1])
+
+
+def test_without_checkpoints_a_stop_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked_after(2, monkeypatch)
+    with noisy_executor(None) as executor:
+        trainer = trainer_of(executor, None, 3)
+        assert not trainer.fit()
+        assert trainer.stopped
+    assert caplog.messages == ["the training stops after step 2, as asked"]
+
+
+@on_ranks(2)
+def test_ranks_stop_after_the_same_step(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder, _) = everyone(tmp_path)
+    expected = trained(rank)
+    history, weights = stopped_and_resumed(rank, folder, 4, monkeypatch, async_save=True)
+    assert history == expected[0]
+    if weights is not None:
+        assert_same(weights, expected[1])

@@ -23,6 +23,7 @@ from schedir.ir import is_number
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import accelerator_of
 from schedir.runtime.processes.failure import describe
+from schedir.training.checkpoint.background import Saving, Snapshot
 from schedir.training.checkpoint.collective import Gather, alone, everywhere
 from schedir.training.checkpoint.optimizer_state import (
     SECTION,
@@ -32,7 +33,7 @@ from schedir.training.checkpoint.optimizer_state import (
     loads_of,
     merged,
 )
-from schedir.training.checkpoint.storage import Stored, is_complete, packed, write
+from schedir.training.checkpoint.storage import Save, Stored, is_complete, packed, write
 from schedir.training.checkpoint.whole_names import LOSS, Held, Names, held_by, names_of
 
 _SHOWN = 5
@@ -105,6 +106,7 @@ class Checkpoint:
                     "has not"
                 )
         self._model, self._step = model, 0
+        self._saving: Saving | None = None
         self._scheduler, self._batches, self._others = scheduler, batches, others
         self._optimizers: Optimizers
         self._gather: Gather
@@ -123,6 +125,7 @@ class Checkpoint:
                 f"{type(model).__name__}"
             )
         self._held = held_by(model, loss_fn)
+        self._snapshot = Snapshot(self._device)
 
     @property
     def step(self) -> int:
@@ -147,25 +150,42 @@ class Checkpoint:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save to a folder, which is made if needed. Every rank calls it, between two steps.
 
-        >>> from tempfile import TemporaryDirectory
-        >>> import torch
-        >>> from torch import nn
-        >>> from schedir.training import Checkpoint
-        >>> model = nn.Linear(4, 1)
-        >>> with TemporaryDirectory() as folder:
-        ...     Checkpoint(model, torch.optim.AdamW(model.parameters())).save(folder)
-        ...     Checkpoint.is_at(folder)
-        True
-
         A checkpoint in the folder is replaced at once, at the very end. If the save is interrupted,
         the folder has the old checkpoint or the new one.
 
         Raises ExecutionError on all ranks if any rank fails, and keeps the old checkpoint. Some
         reasons: one name stands for different tensors in two stages, a state can't be saved,
-        gradients of `step(…, update=False)` wait for an update, or the folder can't be made.
+        gradients of `step(…, update=False)` wait for an update, or the folder can't be made. An
+        earlier `async_save` that has failed is another.
         """
+        state, number = self._collected()
+        write(Path(path), state, self._gather, number)
+
+    def async_save(
+        self, path: str | os.PathLike[str], *, then: Callable[[], object] | None = None
+    ) -> Saving:
+        """Save as `save` does, but write the files while the training goes on.
+
+        Every rank calls it, between two steps. It copies the state to host memory, which is kept
+        for the next copy, and returns. A thread writes the copy. At the end one rename makes the
+        checkpoint valid, and `then()` is called in that thread, on the first process only. `wait`
+        of the result waits for all that; so does the next save or load of this Checkpoint. Call one
+        of them before the executor is closed, to know of an error.
+
+        Raises ExecutionError as `save` does, here or from `wait`.
+        """
+        state, number = self._collected()
+        everywhere(self._gather, lambda: state.update(self._snapshot.copy(state)))
+        save = Save(Path(path), state, self._gather, number)
+        self._saving = Saving(save, self._gather, self._snapshot, then)
+        return self._saving
+
+    def _collected(self) -> tuple[dict[str, Any], int]:
+        """The tensors that this process writes, and its number among the processes; after the save
+        that is under way."""
+        self._wait()
         accelerator_of(self._device).synchronize()
-        names = names_of(self._model, self._held, self._gather)
+        names = names_of(self._model, self._held, partial(self._gather, what="save"))
         state: dict[str, Any] = {}
         parts = dict(everywhere(self._gather, lambda: (self._place, self._put(state, names))))
         number = list(parts).index(self._place)
@@ -188,23 +208,14 @@ class Checkpoint:
             state["others"] = {name: _state(one, name) for name, one in self._others.items()}
 
         everywhere(self._gather, complete)
-        write(Path(path), state, self._gather, number)
+        return state, number
+
+    def _wait(self) -> None:
+        if self._saving is not None:
+            self._saving.wait()
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load from a folder, in place. Every rank calls it, and reads only what it needs.
-
-        >>> from tempfile import TemporaryDirectory
-        >>> from torch import nn
-        >>> from schedir.training import Checkpoint
-        >>> whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        >>> with TemporaryDirectory() as folder:
-        ...     saved = Checkpoint(whole)
-        ...     saved.step = 100
-        ...     saved.save(folder)
-        ...     resumed = Checkpoint(whole)
-        ...     resumed.load(folder)
-        >>> resumed.step
-        100
 
         First the ranks share out the files, and compare each file with its hash. State in the
         checkpoint that nothing here takes is ignored, such as an optimiser's if there is none.
@@ -243,6 +254,7 @@ class Checkpoint:
         return kept
 
     def _load(self, folder: Path, weights_only: bool) -> Stored:
+        self._wait()
         stored: Stored
 
         def opened() -> tuple[tuple[int, int], bytes]:
@@ -250,7 +262,7 @@ class Checkpoint:
             stored = Stored(folder)
             return self._place, stored.mark
 
-        marks = dict(everywhere(self._gather, opened))
+        marks = dict(everywhere(partial(self._gather, what="load"), opened))
         first, *others = marks.values()
         for process, mark in enumerate(others, 1):
             if mark != first:

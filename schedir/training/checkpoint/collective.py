@@ -10,11 +10,12 @@ from schedir.runtime.processes.failure import describe
 
 T = TypeVar("T")
 
-Gather: TypeAlias = Callable[[Any], list[Any]]
-"""Takes a value from each process, and returns all values on each: `executor.gather`."""
+Gather: TypeAlias = Callable[..., list[Any]]
+"""Takes a value from each process, and perhaps `what` it is for, and returns all values on each:
+`executor.gather`."""
 
 
-def alone(value: Any) -> list[Any]:
+def alone(value: Any, what: str = "") -> list[Any]:
     """Gather for a single process."""
     return [value]
 

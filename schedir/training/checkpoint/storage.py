@@ -18,6 +18,7 @@ run code.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import io
 import json
@@ -52,6 +53,10 @@ VERSION = 2
 Entry: TypeAlias = dict[str, Any]
 """A file's `size` in bytes, and its `sha256` in hexadecimal."""
 
+Part: TypeAlias = tuple[list[WriteResult], dict[str, Entry]]
+"""What a process has written: where its tensors are, and its files."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _METADATA = ".metadata"
 _FILE = "it is a file, not a folder"
 _KEY = "schedir checkpoint"
@@ -69,39 +74,98 @@ def write(folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -
     `number` is this process's number among those of `gather`. An older checkpoint in the folder
     stays valid until everything is written. Raises ExecutionError on all processes if one fails.
     """
-    writer, planner = _Writer(folder), DefaultSavePlanner()
-    first = number == 0
-
-    def planned() -> SavePlan:
-        if first:
-            make_folder(folder)
-        planner.set_up_planner(dict(state), is_coordinator=first)
-        return planner.create_local_plan()
-
-    def divided() -> tuple[list[SavePlan], Metadata] | None:
-        if not first:
-            return None
-        plans, metadata = planner.create_global_plan(found)
-        return writer.prepare_global_plan(plans), metadata
-
-    def written() -> tuple[list[WriteResult], dict[str, Entry]]:
-        results = writer.write_data(planner.finish_plan(plans[number]), planner).wait()
-        names = {one.storage_data.relative_path for one in results}
-        return results, {name: writer.files.streams[name].entry for name in names}
-
-    found = everywhere(gather, planned)
-    ((plans, metadata),) = filter(None, everywhere(gather, divided))
+    save = Save(folder, state, gather, number)
     try:
-        results, entries = zip(*everywhere(gather, written), strict=True)
-        files = {name: entry for own in entries for name, entry in own.items()}
-        everywhere(gather, lambda: writer.publish(metadata, results, files) if first else None)
+        parts = everywhere(gather, save.write)
+        everywhere(gather, lambda: save.publish(parts))
     except ExecutionError:
-        if first:
-            _remove(folder, f"*{writer.mark}*")
+        save.discard()
         raise
-    if first:  # the files of earlier saves, complete or not
-        kept = {info.relative_path for info in metadata.storage_data.values()}
-        _remove(folder, "*.distcp", f"{_METADATA}.*", but=kept)
+
+
+class Save:
+    """One save, which all processes plan together when they make it.
+
+    Then each process calls `write`, in any thread, and the first one calls `publish` with the parts
+    of all. A process can leave its part in the folder (`leave`) for the first one (`found`).
+    """
+
+    def __init__(self, folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -> None:
+        self.is_first = first = number == 0
+        self.folder, self._number = folder, number
+        self._writer, self._planner = _Writer(folder), DefaultSavePlanner()
+        self._is_published = False
+
+        def planned() -> SavePlan:
+            if first:
+                make_folder(folder)
+            self._planner.set_up_planner(dict(state), is_coordinator=first)
+            return self._planner.create_local_plan()
+
+        def divided() -> tuple[list[SavePlan], Metadata] | None:
+            if not first:
+                return None
+            plans, metadata = self._planner.create_global_plan(found)
+            return self._writer.prepare_global_plan(plans), metadata
+
+        found = everywhere(gather, planned)
+        ((self._plans, self._metadata),) = filter(None, everywhere(gather, divided))
+
+    def write(self) -> Part:
+        """Write the files of this process. Raises ExecutionError if that fails."""
+        plan = self._planner.finish_plan(self._plans[self._number])
+        results = self._writer.write_data(plan, self._planner).wait()
+        names = {one.storage_data.relative_path for one in results}
+        return results, {name: self._writer.files.streams[name].entry for name in names}
+
+    def leave(self, part: Part) -> None:
+        """Leave this process's part, which `write` has returned, in the folder."""
+        file = self._left()[self._number]
+        aside = file.with_name(f"{file.name}.tmp")
+        with self._writer.files.create_stream(aside, "wb") as stream:
+            pickle.dump(part, stream)
+        aside.replace(file)
+
+    def found(self) -> list[Part] | None:
+        """The parts of all processes; None until all have left theirs."""
+        files = self._left()
+        if not all(file.exists() for file in files):
+            return None
+        return [_Unpickler(io.BytesIO(file.read_bytes())).load() for file in files]
+
+    def publish(self, parts: Sequence[Part]) -> None:
+        """Make the checkpoint valid, and remove the files of earlier saves, complete or not; on the
+        first process only."""
+        if not self.is_first:
+            return
+        files = {name: entry for _, own in parts for name, entry in own.items()}
+        self._writer.publish(self._metadata, [results for results, _ in parts], files)
+        self._is_published = True
+        kept = {info.relative_path for info in self._metadata.storage_data.values()}
+        _remove(self.folder, "*.distcp", f"{_METADATA}.*", but=kept)
+
+    def discard(self) -> None:
+        """Remove what a save that failed has written; on the first process only."""
+        if self.is_first and not self._is_published:
+            _remove(self.folder, f"*{self._writer.mark}*")
+
+    def _left(self) -> list[Path]:
+        """The files in which the processes leave their parts."""
+        return [self.folder / f"{_METADATA}.{p.storage_data.prefix}" for p in self._plans]
+
+
+@contextmanager
+def writing(file: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise ExecutionError, with the file's name, if it can't be written."""
+    try:
+        yield
+    except OSError as error:
+        mend = "make room there, or save" if error.errno in _FULL else "save"
+        raise ExecutionError(
+            f"{file} can't be written: {error.strerror}; {mend} in another folder (a checkpoint "
+            "that was complete before is still good)",
+            cause=error,
+        ) from error
 
 
 def make_folder(folder: Path) -> None:
@@ -352,20 +416,28 @@ class _HashingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """Open a new file for writing, whatever the mode."""
-        with _Hashing(path) as stream:
+        with writing(path), _Hashing(path) as stream:
             self.streams[Path(path).name] = stream
-            yield cast(io.IOBase, stream)
+            try:
+                yield cast(io.IOBase, stream)
+            except RuntimeError as error:  # torch.save's own words, in place of the system's
+                raise stream.failure or error from error
 
 
 class _Hashing(io.BufferedWriter):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "w"))
         self._size, self._hash = 0, hashlib.sha256()
+        self.failure: OSError | None = None
 
     def write(self, data: bytes | memoryview, /) -> int:  # type: ignore[override]
         self._hash.update(data)
         self._size += len(data)
-        return super().write(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def close(self) -> None:
         try:
@@ -389,7 +461,9 @@ def _elsewhere(file: Path, name: str) -> ExecutionError:
 class _Unpickler(pickle.Unpickler):
     """Reads DCP's pickle without running code from it."""
 
-    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _MODULES = tuple(
+        f"torch.distributed.checkpoint.{of}" for of in ("metadata", "filesystem", "storage")
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         """Find only the classes that describe tensors and their places."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -184,7 +185,7 @@ def gathered_state(executor: Executor) -> dict[str, Any] | None:
     """
     accelerator_of(executor.device).synchronize()
     held = held_by(executor)
-    names_of(executor, held, executor.gather)
+    names_of(executor, held, partial(executor.gather, what="gathered_state"))
     whole: dict[str, Any] = {}
     is_first = False
     for stage in range(executor.schedule.stages):

@@ -1,0 +1,41 @@
+"""A process that is killed while it saves leaves the old checkpoint or the new one, whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.launch import ROOT
+from tests.sweeps import sweep
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@sweep("seed, trials", [(0, 6), (1, 60)], quick=[(0, 6)])
+def test_what_was_complete_loads(how: str, seed: int, trials: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.training.killed_saves", str(tmp_path), how]
+    ended = subprocess.run(
+        [*command, str(seed), str(trials)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=270,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(found) == trials + 12
+    for moment, is_over, is_there, values, refused, files, again in found:
+        assert values in ([[1.0], [2.0]] if is_there else [[]]), moment
+        assert is_there or not is_over, moment
+        begun = f"there is no complete checkpoint in {tmp_path}: it has "
+        assert refused.startswith("" if is_there else begun), moment
+        assert bool(refused) != is_there
+        assert files == 2, f"{moment}: files of the interrupted save are left over"
+        assert again == [3.0]
+    assert {tuple(values) for _, is_over, _, values, *_ in found if is_over} == {(1.0,), (2.0,)}
+    assert {is_there for _, is_over, is_there, *_ in found if not is_over} >= {False}
