@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from schedir.checker import RULES
+from schedir.cli import TASKS
 from schedir.ir import CHANNELS, TRANSPORTS
 from schedir.library import built_in
 from schedir.render import outputs_of
@@ -59,10 +60,24 @@ def answers(shell: str, *lines: str) -> list[set[str]]:
     return [set(line.split()) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("shell", ASK)
+def in_shells(*names: str) -> pytest.MarkDecorator:
+    """Run the test in each of these shells; CI installs them."""
+    return pytest.mark.parametrize(
+        "shell",
+        [
+            pytest.param(
+                name,
+                marks=pytest.mark.skipif(
+                    shutil.which(name) is None, reason=f"{name} is not installed"
+                ),
+            )
+            for name in names
+        ],
+    )
+
+
+@in_shells(*ASK)
 def test_a_shell_completes_what_stands_there(run: Run, shell: str) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"needs {shell}")
     code, script, err = run("completion", shell)
     assert (code, err) == (0, "")
     Path("script").write_text(script)
@@ -84,18 +99,23 @@ def test_a_shell_completes_what_stands_there(run: Run, shell: str) -> None:
     assert dict(zip(asked, answers(shell, *asked), strict=True)) == asked
 
 
+@in_shells("bash", "zsh", "fish")
+def test_a_shell_reads_its_script(run: Run, shell: str) -> None:
+    code, script, err = run("completion", shell)
+    assert (code, err) == (0, "")
+    Path("script").write_text(script)
+    done = subprocess.run([shell, "-n", "script"], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_script_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # no help breaks an option in two
     code, script, err = run("completion", shell)
     assert (code, err) == (0, "")
-    Path("script").write_text(script)
-    if shutil.which(shell) is not None:
-        done = subprocess.run([shell, "-n", "script"], capture_output=True, text=True, timeout=100)
-        assert (done.returncode, done.stderr) == (0, "")
     words = set(re.findall(r"\w[\w-]*", script))
     assert {*NAMES, *RULES, *CHANNELS, *TRANSPORTS, *outputs_of("export")} <= words
-    for command in ("list", "show", "check", "compare", "search", "export", "explain"):
+    for command in [name for task in TASKS.values() for name in task]:
         named = set(re.findall(r"(?:^| )--([a-z][a-z-]+)", run(command, "--help")[1]))
         assert named <= words, command
 
