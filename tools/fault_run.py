@@ -1,6 +1,6 @@
 """One rank of a small training in which a fault strikes; run by `tools/fault_table.py`.
 
-It trains 1F1B with AdamW, saves a checkpoint every five steps, and goes on from the latest one. The
+It trains 1F1B with AdamW, saves checkpoints, and goes on from the latest one. The
 truth (rank, step and action of the fault, and the time) goes to a file before the fault strikes.
 """
 
@@ -27,7 +27,7 @@ import schedir
 from schedir.runtime import Executor
 from schedir.training import Checkpoint
 
-MICROBATCHES, WIDTH, SAVE_EVERY = 8, 16, 5
+MICROBATCHES, WIDTH = 8, 16
 
 
 @define
@@ -149,6 +149,39 @@ def batches(first: int, steps: int, faulty: Faulty) -> Iterator[tuple[int, Tenso
         yield step, x, y
 
 
+def bits(stage: nn.Module) -> bytes:
+    """The weights of a stage, bit for bit."""
+    found: bytes = torch.cat([p.detach().flatten() for p in stage.parameters()]).numpy().tobytes()
+    return found
+
+
+def plain(ranks: int, steps: int, folder: Path) -> list[bytes]:
+    """The weights of each stage after a training in one process, without schedir."""
+    nobody = Faulty(None, 0, folder)
+    stages = [made_stage(rank, nobody, 0.0) for rank in range(ranks)]
+    model = nn.Sequential(*stages)
+    optimizers = [optimizer_of(rank, nobody)(s.parameters()) for rank, s in enumerate(stages)]
+    for _, x, y in batches(0, steps, nobody):
+        for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            (nn.functional.mse_loss(model(part), target) / MICROBATCHES).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [bits(stage) for stage in stages]
+
+
+def made_stage(rank: int, faulty: Faulty, seconds: float) -> Stage:
+    torch.manual_seed(rank)
+    return Stage(rank, faulty, seconds)
+
+
+def held() -> tuple[int, int, int]:
+    """What this process holds: KiB of memory, threads, open files."""
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    kib, threads = int(status["VmRSS"].split()[0]), int(status["Threads"])
+    return kib, threads, len(os.listdir("/proc/self/fd"))
+
+
 def main(given: dict[str, Any]) -> None:
     """Train, with what the driver says."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -156,16 +189,14 @@ def main(given: dict[str, Any]) -> None:
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     fault = Fault(**given["fault"]) if given["fault"] else None
     faulty = Faulty(fault, rank, folder)
-    torch.manual_seed(rank)
-    slowed = given.get("slowed", {}).get(str(rank), 0.0)
-    stage = Stage(rank, faulty, slowed)
+    stage = made_stage(rank, faulty, given.get("slowed", {}).get(str(rank), 0.0))
     schedule = schedir.build("1f1b", ranks=ranks, microbatches=MICROBATCHES)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         faulty.at("loss", lambda n: f"{rank}F{n}")
         return nn.functional.mse_loss(output, target)
 
-    stragglers = []
+    stragglers, holds = [], []
     with Executor(
         schedule, {rank: stage}, loss_fn, optimizer_of(rank, faulty), timeout=given["timeout"]
     ) as executor:
@@ -178,10 +209,12 @@ def main(given: dict[str, Any]) -> None:
             result = executor.step(x, target=y)
             if given.get("slowed"):
                 stragglers.append(result.stragglers)
-            if (step + 1) % SAVE_EVERY == 0:
+            if (step + 1) % given["save_every"] == 0:
                 checkpoint.save(folder / f"step-{step + 1}")
-        state = torch.cat([p.detach().flatten() for p in stage.parameters()])
-        (folder / f"end{rank}").write_bytes(state.numpy().tobytes())
+            if step + 1 in (given["steps"] // 5, given["steps"]):
+                holds.append(held())
+        (folder / f"end{rank}").write_bytes(bits(stage))
+        (folder / f"held{rank}").write_text(json.dumps(holds))
         if stragglers:
             (folder / f"stragglers{rank}").write_text(json.dumps(stragglers[-1]))
 

@@ -6,34 +6,37 @@
 Each trial forks a launcher, which has the store and forks the ranks, and sends SIGTERM to the
 others soon after one has ended, as torchrun does. The fault strikes at a place that a seed draws.
 Then the training is started again without a fault, goes on from its latest checkpoint, and its
-weights are compared, bit for bit, with those of a training that nothing disturbed.
+weights are compared, bit for bit, with those of plain training in one process. Trainings without a
+fault are compared as well, once each; they must not end early, and hold no more in the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
 import re
 import signal
+import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch  # noqa: F401  # once, before the forks
 from attrs import define, frozen
-from fault_run import MICROBATCHES, main
+from fault_run import MICROBATCHES, main, plain
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, unlisted
 
 import schedir.training  # noqa: F401
 
-RANKS, STEPS, TIMEOUT = 4, 20, 4.0
+RANKS, STEPS, SAVE_EVERY, TIMEOUT = 4, 20, 5, 4.0
 ROOT_LINE = re.compile(r"^schedir: root: rank (\d+)(?: step (\d+))? (?:#\d+ )?(\S+): (.*)$", re.M)
 ENDED_LINE = re.compile(r"^schedir: rank \d+ ended: .*$", re.M)
 
@@ -43,7 +46,9 @@ class Row:
     """Faults of some kinds, at some places; all ranks must end within `limit` seconds.
 
     The message `names` the root, the pair of ranks at the ends of a connection, a straggler that
-    is slowed by a `factor`, or none of them.
+    is slowed by a `factor`, none of them, or nobody, as there is no fault. The ranks are on so many
+    `nodes`, each with a launcher and a host name of its own. Beside a `loaded` one other processes
+    compute and write to memory.
     """
 
     kinds: Sequence[str]
@@ -52,6 +57,14 @@ class Row:
     lines: int | None = None  # the most of schedir's lines
     names: str = "root"
     factor: float = 1.0
+    nodes: int = 1
+    steps: int = STEPS
+    loaded: bool = False
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no fault strikes."""
+        return self.names == "nobody"
 
 
 ROWS = {
@@ -67,9 +80,15 @@ ROWS = {
     "launcher SIGKILL": Row(("launcher",), limit=2.0, lines=10, names="none"),
     "launcher SIGTERM": Row(("terminate",), limit=2.0, lines=10, names="none"),
     "Ctrl-C": Row(("interrupt",), limit=2.0, lines=10, names="none"),
+    "node's launcher": Row(("launcher",), limit=2.0, lines=10, names="none", nodes=2),
+    "SIGKILL on 2 nodes": Row(("kill",), limit=2.0, nodes=2),
     "slowed 2x": Row(("slowed",), names="straggler", factor=2.0),
     "slowed 10x": Row(("slowed",), names="straggler", factor=10.0),
+    "none beside load": Row((), names="nobody", steps=1_000, loaded=True),
+    "none": Row((), names="nobody", steps=10_000),
 }
+_ROOM = 4096  # KiB by which a process may grow
+_NEW_HOST_NAME, _NEW_USER = 0x04000000, 0x10000000  # CLONE_NEWUTS, CLONE_NEWUSER
 USUAL = 0.002  # seconds that each forward sleeps where one rank is slowed
 
 
@@ -93,9 +112,26 @@ def launch(folder: Path, given: dict[str, Any]) -> int:
     os.setsid()
     with suppress(BaseException):
         store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        ranks = [_fork_rank(rank, store.port, folder, given) for rank in range(RANKS)]
-        os._exit(_look_after(ranks))
+        size = RANKS // given["nodes"]
+        for node in range(1, given["nodes"]):
+            if not os.fork():
+                _be_host(node)
+                _launch_ranks(range(node * size, (node + 1) * size), store.port, folder, given)
+        _launch_ranks(range(size), store.port, folder, given)
     os._exit(3)
+
+
+def _be_host(node: int) -> None:
+    """From now on this process and its children are on a host with another name."""
+    os.setsid()
+    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_HOST_NAME | _NEW_USER * bool(os.geteuid())):
+        raise OSError(ctypes.get_errno(), "no host name of its own")
+    socket.sethostname(f"node{node}")
+
+
+def _launch_ranks(ranks: Iterable[int], port: int, folder: Path, given: dict[str, Any]) -> NoReturn:
+    """Be the launcher of some ranks."""
+    os._exit(_look_after([_fork_rank(rank, port, folder, given) for rank in ranks]))
 
 
 def _fork_rank(rank: int, port: int, folder: Path, given: dict[str, Any]) -> int:
@@ -200,6 +236,26 @@ def draw(row: Row, chance: random.Random) -> dict[str, Any]:
     return {"kind": kind, "rank": rank, "step": step, "where": where, "number": number}
 
 
+@contextmanager
+def load(cores: int = 4, mib: int = 2048) -> Iterator[None]:
+    """Inside, other processes keep more than all cores busy, and write to memory."""
+    processes = []
+    for number in range(cores):
+        process = os.fork()
+        if not process:
+            much = bytearray(mib << 20 if number == 0 else 1)
+            while True:
+                for at in range(0, len(much), 4096):
+                    much[at] ^= 1
+        processes.append(process)
+    try:
+        yield
+    finally:
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
 @define
 class Counts:
     """How often what a row promises was kept."""
@@ -222,16 +278,25 @@ def try_row(
     for _ in range(trials):
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made)
-            given = {"folder": made, "fault": draw(row, chance), "steps": STEPS, "timeout": TIMEOUT}
+            given: dict[str, Any]
+            given = {"folder": made, "fault": None, "steps": row.steps, "timeout": TIMEOUT}
+            given |= {"nodes": row.nodes, "save_every": row.steps if row.is_healthy else SAVE_EVERY}
             if row.names == "straggler":
                 slow = chance.randrange(RANKS)
                 usual = {str(rank): USUAL for rank in range(RANKS)}
-                given |= {"fault": None, "slowed": usual | {str(slow): USUAL * row.factor}}
+                given |= {"slowed": usual | {str(slow): USUAL * row.factor}}
                 trial = run(folder, given)
                 told = [json.loads((folder / f"stragglers{r}").read_text()) for r in range(RANKS)]
                 counts.rank += all([rank for rank, _ in said] == [slow] for said in told)
                 counts.ended += trial.is_clean and "schedir: root" not in trial.printed
+            elif row.is_healthy:
+                with load() if row.loaded else nullcontext():
+                    trial = run(folder, given, limit=500.0)
+                grown = [grows(folder / f"held{rank}") for rank in range(RANKS)]
+                counts.ended += trial.is_clean and not trial.printed and not any(grown)
+                wrong += [f"rank {rank} {said}" for rank, said in enumerate(grown) if said]
             else:
+                given |= {"fault": draw(row, chance)}
                 trial = run(folder, given)
                 counts.ended += trial.is_clean and trial.seconds <= row.limit
                 said = ROOT_LINE.findall(trial.printed)
@@ -242,7 +307,7 @@ def try_row(
             seconds.append(trial.seconds)
             lines = [line for line in trial.printed.splitlines() if line.startswith("schedir: ")]
             counts.lines = max(counts.lines, len(lines))
-            if row.names != "straggler":
+            if given["fault"] is not None:
                 run(folder, {**given, "fault": None})
             with suppress(OSError):
                 counts.resumed += weights(folder) == expected
@@ -265,29 +330,45 @@ def _count(counts: Counts, row: Row, truth: dict[str, Any], said: list[tuple[str
     return right and (row.names == "pair" or said[0][2] == truth["action"])
 
 
-def undisturbed() -> list[bytes]:
-    """The weights of a training that nothing disturbs."""
+def grows(file: Path) -> str:
+    """What a rank holds more of in the end than after a fifth of its steps; empty if nothing."""
+    (kib, *few), (more, *fewer) = json.loads(file.read_text())
+    said = [f"has {more - kib} KiB more"] if more - kib > _ROOM else []
+    return " and ".join(said + [f"has {few} threads and files, then {fewer}"] * (few != fewer))
+
+
+def undisturbed(steps: int) -> list[bytes]:
+    """The weights of plain training; in a process of its own, since autograd's threads do not
+    survive a fork."""
     with tempfile.TemporaryDirectory() as made:
-        run(Path(made), {"folder": made, "fault": None, "steps": STEPS, "timeout": 30.0})
-        return weights(Path(made))
+        path = Path(made) / "weights"
+        if not os.fork():
+            with suppress(BaseException):
+                path.write_bytes(b"".join(plain(RANKS, steps, path.parent)))
+            os._exit(0)
+        os.wait()
+        found = path.read_bytes()
+    size = len(found) // RANKS
+    return [found[at : at + size] for at in range(0, len(found), size)]
 
 
-def table(rows: Sequence[str], trials: int, seed: int, patient: bool) -> bool:
+def table(rows: Sequence[str], most: int, seed: int, patient: bool) -> bool:
     """Print the table; returns whether all of it holds, if `patient` without the times."""
     begun = time.monotonic()
-    expected = undisturbed()
     heads = "median, most s", "in time", "rank", "action", "innocent", "lines", "resumed"
     print(f"{'fault':<18}" + "".join(f"{head:>16}" for head in heads), flush=True)
     holds = True
-    enough = trials - max(1, trials // 20) if trials > 2 else trials
     for name in rows:
         row = ROWS[name]
-        counts, seconds, wrong = try_row(name, row, trials, expected, seed)
+        trials = 1 if row.is_healthy else most
+        enough = trials - max(1, trials // 20) if trials > 2 else trials
+        counts, seconds, wrong = try_row(name, row, trials, undisturbed(row.steps), seed)
         named, acted = f"{counts.rank}/{trials}", f"{counts.action}/{trials}"
+        unnamed = row.names in ("none", "nobody")
         cells = [
             f"{statistics.median(seconds):.2f}, {max(seconds):.2f}",
             f"{counts.ended}/{trials}",
-            "–" if row.names == "none" else named,
+            "–" if unnamed else named,
             acted if row.names == "root" else "–",
             str(counts.innocent),
             str(counts.lines),
@@ -297,9 +378,9 @@ def table(rows: Sequence[str], trials: int, seed: int, patient: bool) -> bool:
         print("".join(f"    {line}\n" for line in wrong), end="", file=sys.stderr)
         holds &= patient or counts.ended >= enough
         holds &= counts.resumed == trials and counts.innocent <= trials // 20
-        holds &= row.names == "none" or counts.rank >= enough
+        holds &= unnamed or counts.rank >= enough
         holds &= row.lines is None or counts.lines <= row.lines
-    print(f"{trials} trials a row, {time.monotonic() - begun:.0f} s")
+    print(f"{most} trials a row, {time.monotonic() - begun:.0f} s")
     return holds
 
 

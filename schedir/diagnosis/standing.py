@@ -90,15 +90,17 @@ def stands(standing: Standing, found: Diagnosis) -> dict[int, str]:
         if position.phase != "outside" and 0 <= position.index < len(entries):
             place = f" #{position.index} {entries[position.index]}"
         step = "" if position.step is None else f" step {position.step}"
+        at = "at or after" if position.behind else "at"
         if position.state != "alive":
-            said[rank] = f"is {position.state}, at{step}{place or ' no place of its list'}"
+            said[rank] = f"is {position.state}, {at}{step}{place or ' no place of its list'}"
         elif position.phase == "outside":
-            said[rank] = f"makes no call: {position.call} calls were made"
+            more = " or more" * position.behind
+            said[rank] = f"makes no call: {position.call}{more} calls were made"
         elif position.phase == "waiting":
             others = sorted(found.waits_for.get(rank, ()))
             whom = f" for rank{'s' * (len(others) > 1)} {', '.join(map(str, others))}"
             place = place or f" {WORDS.get(position.index, 'its place')}"
-            said[rank] = f"waits at{step}{place}{whom * bool(others)}"
+            said[rank] = f"waits {at}{step}{place}{whom * bool(others)}"
         else:
-            said[rank] = f"runs{step}{place}"
+            said[rank] = f"runs{' at or after' * position.behind}{step}{place}"
     return said

@@ -49,7 +49,8 @@ class Position:
     before the call. The process is `alive`, `gone` without a word, `ended` by an error that says
     that it waited in vain, or `silent`: stopped, so that it does not answer. If its connection was
     `cut`, the rank's wait has failed although nobody is gone. `cause` says in words what has
-    happened to the rank. `step` is the number of the training step, None outside of steps.
+    happened to the rank. `step` is the number of the training step, None outside of steps. A place
+    that is `behind` was read some time ago, on another host: the rank is there or further on.
 
     >>> from schedir import Position
     >>> Position(call=3, index=7, phase="waiting").state
@@ -63,6 +64,7 @@ class Position:
     cause: str = ""
     cut: bool = False
     step: int | None = None
+    behind: bool = False
 
     @property
     def reached(self) -> tuple[int, int]:
@@ -233,6 +235,8 @@ def _root(schedule: Schedule, rank: int, position: Position, links: Mapping[int,
             cause += " to make the call"
         elif action is None:
             cause += f" at {WORDS.get(position.index, 'its place')}"
+    if position.behind and action is not None:
+        cause += " (at this action or after it)"
     return Root(rank, position.call, index, action, cause, position.step)
 
 

@@ -64,13 +64,13 @@ def torchrun(
         except subprocess.TimeoutExpired:
             summary = f"torchrun was ended after {timeout} s"
         finally:
-            _end(process)
+            end(process)
         outputs, errors = (_printed(Path(folder), ranks, name) for name in ("stdout", "stderr"))
     return Launched(process.returncode, outputs, errors, summary)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """torchrun starts its workers in sessions of their own, and ends them on SIGTERM."""
+def end(process: subprocess.Popen[str]) -> None:
+    """End torchrun, which starts its workers in sessions of their own, and ends them on SIGTERM."""
     if process.poll() is None:
         process.terminate()
         try:

@@ -27,8 +27,11 @@ ROWS = [
     "launcher SIGKILL",
     "launcher SIGTERM",
     "Ctrl-C",
+    "node's launcher",
+    "SIGKILL on 2 nodes",
     "slowed 2x",
     "slowed 10x",
+    "none beside load",
 ]
 
 

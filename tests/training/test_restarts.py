@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from tests.runtime.launch import torchrun
-from tests.sweeps import sweep
+from tests.runtime.launch import ROOT, end, torchrun
+from tests.sweeps import long, sweep
+from tests.training import elastic
 from tests.training.restarted import STEPS, trained
 from tests.training.test_checkpoint import assert_same
 
@@ -35,3 +41,47 @@ def test_a_training_ends_as_if_nothing_had_happened(
     assert found["order"] == expected["order"]
     assert found["history"] == expected["history"]
     assert_same(found["weights"], expected["weights"])
+
+
+@long
+@pytest.mark.timeout(280)
+def test_after_the_loss_of_a_node_a_training_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
+    command += ["--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic"]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    nodes = []
+    for is_host, env in ((1, own), (0, {**own, "LOST": "1"})):
+        conf = ["--rdzv-conf", f"is_host={is_host},last_call_timeout=10"]
+        script = ["-m", "tests.training.elastic", str(tmp_path)]
+        nodes.append(
+            subprocess.Popen(
+                [*command, *conf, *script],
+                cwd=ROOT,
+                env={**os.environ, **env},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE if is_host else subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    try:
+        _, said = nodes[0].communicate(timeout=250)
+    finally:
+        for node in nodes:
+            end(node)
+    assert nodes[0].returncode == 0, said
+    assert "launcher gone" in said
+    found = torch.load(tmp_path / "found")
+    assert found["ranks"] == 2
+
+    model = nn.Sequential(*elastic.layers())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in elastic.batches():
+        for part, target in zip(x.chunk(4), y.chunk(4), strict=True):
+            (elastic.LOSS(model(part), target) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(found["weights"], model.state_dict())

@@ -23,7 +23,7 @@ from statistics import median
 from time import monotonic_ns, time
 from typing import TypeAlias
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from schedir.diagnosis.verdict import HANDSHAKE, Phase, Position
 
@@ -86,11 +86,9 @@ class Place:
     busy: float
 
     @property
-    def seen(self) -> Position:
-        """The position, silent if the process has not answered for long."""
-        if self.age > SILENT:
-            return evolve(self.position, state="silent")
-        return self.position
+    def is_silent(self) -> bool:
+        """Whether the process has not answered for long."""
+        return self.age > SILENT
 
 
 class Positions:

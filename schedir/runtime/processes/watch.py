@@ -36,7 +36,6 @@ from schedir.runtime.processes.positions import (
     CALL,
     LEFT,
     ORPHANED,
-    SILENT,
     STATE,
     Place,
     Positions,
@@ -170,6 +169,8 @@ class Watch:
     def be_orphaned(self) -> None:
         """This process ends because its launcher is gone."""
         self._positions.words[STATE] = ORPHANED
+        if self._far:
+            self._board.tell(self.own, self._positions.words)
 
     @property
     def is_broken(self) -> bool:
@@ -204,7 +205,7 @@ class Watch:
     def _see_gone(self, number: int, process: int) -> None:
         place = self._place(number)
         how, failed = _ending(process)
-        if place is not None and place.state == ALIVE and place.age > SILENT:  # its timer in C
+        if place is not None and place.state == ALIVE and place.is_silent:  # its timer in C
             how = self._no_progress
         if place is not None and place.state == ORPHANED:
             how = "launcher gone"
@@ -231,7 +232,7 @@ class Watch:
         """Give the verdict by where all ranks stand, or by the connection that was cut."""
         standing = self._standing(cut)
         found = standing.diagnosis()
-        if cut_from is not None:
+        if cut_from is not None and not any(at.state == "gone" for at in standing.positions):
             roots = tuple(self._cut(*pair) for pair in ((self.own, cut_from), (cut_from, self.own)))
             found = evolve(found, roots=roots, chain=(self.own, cut_from))
         if found.roots:
@@ -264,9 +265,11 @@ class Watch:
         if place is None:
             cause = "it has closed its executor, or ended"
             return Position(own.position.call, 0, "outside", cause=cause)
-        position = place.position
-        if number != self.own:
-            position = place.seen
+        position = evolve(place.position, behind=number in self._far)
+        if place.state == ORPHANED:
+            return evolve(position, state="gone", cause="launcher gone")
+        if number != self.own and place.is_silent:
+            position = evolve(position, state="silent")
         if position.state == "silent" or position.phase != "waiting":
             return evolve(position, cause=self._no_progress)
         return position
@@ -325,7 +328,7 @@ class Watch:
         until = monotonic() + again(self.timeout) + 2 * PAUSE
         for number in roots & self.others.keys() - self._gone.keys():
             place, process = self._positions.read(number), self.others[number]
-            if place is not None and place.seen.state == "silent":
+            if place is not None and place.is_silent:
                 while monotonic() < until and _state(process) not in ("T", "Z", ""):
                     sleep(PAUSE)
                 with suppress(OSError):
@@ -367,7 +370,7 @@ class Watch:
 
     def _is_heard(self, number: int) -> bool:
         place = self._place(number)
-        return place is not None and place.seen.state != "silent"
+        return place is not None and not place.is_silent
 
     def terminated(self) -> bool:
         """This process has got SIGTERM; returns whether it goes on until a call is over. A launcher
