@@ -47,9 +47,11 @@ from schedir.ir import (
     recv_grad,
     reduce_grad,
     reload_activation,
+    reshard,
     send_act,
     send_grad,
     together,
+    unshard,
 )
 from schedir.lazy import on_demand
 from schedir.library import (
@@ -70,6 +72,7 @@ from schedir.passes import (
     insert_communication,
     offload,
     recompute,
+    shard,
 )
 
 if TYPE_CHECKING:
@@ -138,14 +141,17 @@ __all__ = [
     "reduce_grad",
     "reload_activation",
     "repeat_block",
+    "reshard",
     "schedule",
     "search",
     "send_act",
     "send_grad",
+    "shard",
     "simulate",
     "slots_in_groups",
     "steady_state",
     "together",
+    "unshard",
     "wave",
     "without",
     "wrapped",

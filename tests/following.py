@@ -18,6 +18,7 @@ import schedir
 from schedir import Action, Kind, Schedule, Together
 from schedir.checker import CHANNELS, Diagnostic, Report, changed
 from schedir.ir import NAMES_VERSION, RECEIVES, Entry, parse_action
+from schedir.ir.kinds import STAGE_WIDE
 from schedir.passes import batch_communication, strip_communication
 from tests.built_in import EVERY, variants
 from tests.test_check import BASES, naive
@@ -294,7 +295,7 @@ def broken(base: Schedule, chance: random.Random) -> Schedule:
         if chance.random() < 0.5:
             kind = chance.choice(list(Kind))
             microbatch = action.microbatch or 0
-            wanted = None if kind in (Kind.OPTIM_STEP, Kind.REDUCE_GRAD) else microbatch
+            wanted = None if kind in STAGE_WIDE else microbatch
             made = Action(kind, action.stage, wanted)
         to.insert(chance.randint(0, len(to)), [made])
     elif how == "remove":

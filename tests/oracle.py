@@ -15,6 +15,9 @@ A forward that the list runs again (R) keeps nothing that its backward can use; 
 the host and back happen in list order beside the rank's compute, and a backward waits for the copy
 that brings back what it needs.
 
+Of a stage that some list gathers, a rank has its shard. It computes while the weights are gathered,
+and updates while they are not.
+
 An overlapped pair fires as one. The sends and receives of a batch fire one by one, in any order,
 but whoever waits for one of them waits for the whole batch, and it is not posted before each of
 them may be. Calls that block (`host`) know no batches: there it is one end after the other.
@@ -29,10 +32,11 @@ from typing import Any, Literal
 import attrs
 
 from schedir import Action, Kind, Schedule, Together
-from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, RECEIVES, SENDS, Entry
+from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, READS_WEIGHTS, RECEIVES, SENDS, Entry
 
 Outcome = Literal["completes", "wrong", "blocks"]
 COPIES = {Kind.OFFLOAD, Kind.RELOAD}
+MEETINGS = {Kind.REDUCE_GRAD, Kind.UNSHARD}
 
 
 def parts(entry: Entry) -> tuple[Action, ...]:
@@ -56,6 +60,7 @@ class Rank:
     read: dict[tuple[int, int], int] = attrs.field(factory=dict)  # weight versions
     kept: set[tuple[int, int]] = attrs.field(factory=set)  # whose activation is there
     stored: set[tuple[int, int]] = attrs.field(factory=set)  # whose activation is on the host
+    gathered: set[int] = attrs.field(factory=set)  # stages
     faults: list[str] = attrs.field(factory=list)
 
 
@@ -82,6 +87,8 @@ class Oracle:
         self.runs: dict[tuple[int, int], int] = {}
         self.summed: set[int] = set()
         self.not_summed: set[int] = set()
+        own = [a for me in self.ranks for a in me.actions]
+        self.sharded = {a.stage for a in own if a.kind in (Kind.UNSHARD, Kind.RESHARD)}
         for rank, me in enumerate(self.ranks):
             for a in me.actions:
                 if a.kind is Kind.FORWARD and a.microbatch is not None:
@@ -112,8 +119,14 @@ class Oracle:
         batch = self.batch(rank, index)
         for earlier in range(batch[0]):
             other = me.actions[earlier]
-            if other.kind in COMPUTE:
+            if other.kind in COMPUTE or other.kind is Kind.RESHARD:
                 if not me.done[earlier]:
+                    return False
+            elif action.kind is Kind.RESHARD:
+                if not me.done[earlier] and (other.kind, other.stage) == (
+                    Kind.UNSHARD,
+                    action.stage,
+                ):
                     return False
             elif COPIES & {action.kind, other.kind}:
                 # A rank's copies are a queue of their own.
@@ -142,8 +155,8 @@ class Oracle:
     def same_queue(self, rank: int, one: Action, other: Action) -> bool:
         if self.channel == "rank":
             return True
-        if Kind.REDUCE_GRAD in (one.kind, other.kind):
-            return one.kind is other.kind and one.stage == other.stage
+        if MEETINGS & {one.kind, other.kind}:
+            return {one.kind, other.kind} <= MEETINGS and one.stage == other.stage
         if self.channel == "pair":
             return self.peer(one) == self.peer(other)
         return self.same_channel(rank, one, other)
@@ -156,8 +169,8 @@ class Oracle:
         return self.runs.get((action.stage + step, action.microbatch or 0))
 
     def channel_of(self, rank: int, action: Action) -> tuple[Any, ...] | None:
-        if action.kind is Kind.REDUCE_GRAD:
-            return ("reduce", action.stage)
+        if action.kind in MEETINGS:
+            return ("group", action.stage)
         peer = self.peer(action)
         return (rank, peer) if action.kind in SENDS else (peer, rank)
 
@@ -168,8 +181,14 @@ class Oracle:
             return self.compute(rank, index)
         if not self.posted(rank, index):
             return False
-        if action.kind is Kind.REDUCE_GRAD:
-            return self.reduce(rank, index)
+        if action.kind in MEETINGS:
+            return self.meet(rank, index)
+        if action.kind is Kind.RESHARD:
+            if action.stage not in me.gathered:
+                me.faults.append(f"{action} gives up what is not gathered")
+            me.gathered.discard(action.stage)
+            me.done[index] = True
+            return True
         if action.kind in COPIES:
             return self.copy(rank, index)
         if action.kind in RECEIVES:
@@ -211,7 +230,8 @@ class Oracle:
         entry = self.batch(rank, index)
         for earlier in range(entry[0]):
             other = me.actions[earlier]
-            if not me.done[earlier] and (other.kind in COMPUTE or self.channel == "host"):
+            in_order = other.kind in COMPUTE or other.kind is Kind.RESHARD
+            if not me.done[earlier] and (in_order or self.channel == "host"):
                 return False
             needed = any(self.consumes(me.actions[part], other) for part in entry)
             if needed and not (
@@ -304,6 +324,8 @@ class Oracle:
 
     @staticmethod
     def consumes(compute: Action, other: Action) -> bool:
+        if other.kind is Kind.UNSHARD:
+            return compute.kind in READS_WEIGHTS and other.stage == compute.stage
         if compute.kind is Kind.OPTIM_STEP:
             return other.kind is Kind.REDUCE_GRAD and other.stage == compute.stage
         needed = {
@@ -344,8 +366,8 @@ class Oracle:
             other.faults.append(f"{receive} comes again")
         into[receive.stage, receive.microbatch or 0] = payload
 
-    def reduce(self, rank: int, index: int) -> bool:
-        """The k-th REDUCE_GRAD of a stage happens on all its ranks at once."""
+    def meet(self, rank: int, index: int) -> bool:
+        """The k-th REDUCE_GRADs and UNSHARDs of a stage happen on all its ranks at once."""
         stage = self.ranks[rank].actions[index].stage
         places = []
         for held in self.schedule.placement[stage]:
@@ -353,19 +375,28 @@ class Oracle:
                 (
                     i
                     for i, a in enumerate(self.ranks[held].actions)
-                    if a.kind is Kind.REDUCE_GRAD
-                    and a.stage == stage
-                    and not self.ranks[held].done[i]
+                    if a.kind in MEETINGS and a.stage == stage and not self.ranks[held].done[i]
                 ),
                 None,
             )
             if there is None or not self.posted(held, there):
                 return False
             places.append((held, there))
+        kinds = {self.ranks[held].actions[there].kind for held, there in places}
+        if kinds != {Kind.REDUCE_GRAD}:
+            for held, there in places:
+                me = self.ranks[held]
+                if stage in me.gathered or len(kinds) > 1:
+                    me.faults.append(f"stage {stage} is gathered again, or meets {kinds}")
+                me.gathered.add(stage)
+                me.done[there] = True
+            return True
         total = sorted(
             (g for held, _ in places for g in self.ranks[held].accumulated.get(stage, [])), key=str
         )
         for held, there in places:
+            if stage in self.sharded and stage in self.ranks[held].summed:
+                self.ranks[held].faults.append(f"shards of stage {stage} get a sum of nothing new")
             self.ranks[held].accumulated[stage] = list(total)
             self.ranks[held].summed.add(stage)
             self.ranks[held].done[there] = True
@@ -375,6 +406,11 @@ class Oracle:
         me = self.ranks[rank]
         stage, m = action.stage, action.microbatch or 0
         last = self.schedule.stages - 1
+        if stage in self.sharded and (
+            (stage in me.gathered) is not (action.kind in READS_WEIGHTS)
+            or action.version is not None
+        ):
+            me.faults.append(f"{action} finds weights gathered, or not, or names a version")
         if action.kind is Kind.FORWARD:
             newest = me.steps.get(stage, 0)
             if action.version is not None and action.version > newest:
@@ -426,7 +462,10 @@ class Oracle:
 
     def note_sum(self, rank: int, stage: int) -> None:
         """Of a stage on one rank, REDUCE_GRAD sums over ranks that the schedule does not show."""
-        if len(self.schedule.placement[stage]) == 1:
+        if stage in self.sharded:
+            if stage not in self.ranks[rank].summed:
+                self.ranks[rank].faults.append(f"stage {stage} has shards without a sum")
+        elif len(self.schedule.placement[stage]) == 1:
             (self.summed if stage in self.ranks[rank].summed else self.not_summed).add(stage)
         self.ranks[rank].summed.discard(stage)
 
@@ -439,6 +478,7 @@ class Oracle:
     def wrong(self) -> list[str]:
         faults = [fault for rank in self.ranks for fault in rank.faults]
         faults += [f"{key} stays on the host" for rank in self.ranks for key in rank.stored]
+        faults += [f"{stage} stays gathered" for rank in self.ranks for stage in rank.gathered]
         everything = sorted(range(self.schedule.microbatches))
         any_step = any(a.kind is Kind.OPTIM_STEP for me in self.ranks for a in me.actions)
         groups = []

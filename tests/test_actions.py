@@ -29,7 +29,8 @@ from schedir.runtime.program.compiler import _CARRIED_OUT
 def test_a_kind_is_its_token() -> None:
     tokens = " ".join(map(str, Kind))
     assert tokens == (
-        "F B I W R SEND_ACT RECV_ACT SEND_GRAD RECV_GRAD OFFLOAD RELOAD REDUCE_GRAD OPTIM_STEP"
+        "F B I W R SEND_ACT RECV_ACT SEND_GRAD RECV_GRAD OFFLOAD RELOAD UNSHARD RESHARD "
+        "REDUCE_GRAD OPTIM_STEP"
     )
     assert Kind("SEND_ACT") is Kind.SEND_ACT
     assert pickle.loads(pickle.dumps(Kind.RECV_GRAD)) is Kind.RECV_GRAD
@@ -60,7 +61,7 @@ def test_the_sets_are_what_the_table_says() -> None:
     assert {Kind.RECV_ACT, Kind.RECV_GRAD} == RECEIVES
     assert COMMUNICATION == SENDS | RECEIVES
     assert {forward: Kind.RECV_ACT, full: Kind.RECV_GRAD, half: Kind.RECV_GRAD} == CONSUMES
-    assert TEXTBOOK.tolist() == [1, 2, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert TEXTBOOK.tolist() == [1, 2, 1, 1, 1] + 10 * [0]
 
 
 @pytest.mark.parametrize(

@@ -630,7 +630,7 @@ def test_what_a_generator_prints_stays_out_of_the_artefact(run: Run) -> None:
         (
             SERIAL.replace("0B0", "0X0"),
             "error: bad.sched:5:13: unknown action kind 'X'; known: F B I W R SEND_ACT RECV_ACT "
-            "SEND_GRAD RECV_GRAD OFFLOAD RELOAD REDUCE_GRAD OPTIM_STEP\n"
+            "SEND_GRAD RECV_GRAD OFFLOAD RELOAD UNSHARD RESHARD REDUCE_GRAD OPTIM_STEP\n"
             "    rank 0: 0F0 0X0\n"
             "                ^\n",
         ),

@@ -235,7 +235,7 @@ def test_csv_placement_counts_forwards_where_there_are_any() -> None:
 def test_csv_names_only_some_of_what_it_leaves_out(caplog: pytest.LogCaptureFixture) -> None:
     loads_torch_csv("0F0," + ",".join(f"{stage}UNSHARD,{stage}RESHARD" for stage in range(9)))
     assert (
-        "left out what schedir does not model: 9 UNSHARD, 9 RESHARD (0UNSHARD 0RESHARD "
+        "left out what schedir.shard lists anew: 9 UNSHARD, 9 RESHARD (0UNSHARD 0RESHARD "
         in caplog.text
     )
     assert caplog.messages[0].endswith(" 3UNSHARD 3RESHARD and others)")

@@ -31,7 +31,7 @@ from schedir.passes import forward_only, insert_reductions, strip_communication
 from schedir.render import timeline_json, timeline_text
 from tests.test_random import drawn
 
-STAGE_WIDE = (Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
+STAGE_WIDE = [kind for kind in Kind if kind.meaning.per == "stage"]
 # The collectives are rarely in the lists that are drawn, and wrong in the most ways.
 KINDS = [*Kind, *STAGE_WIDE, *[Kind.REDUCE_GRAD] * 5]
 

@@ -184,6 +184,7 @@ _ON = {
     "receive": "a channel",
     "group": "the stage's ranks",
     "copy": "the copy engine",
+    "nothing": "nothing",
 }
 _VERSIONS = {
     "named": " (the named version, else the newest)",
@@ -229,6 +230,8 @@ def kinds() -> str:
         "\n- The gradients of a stage are summed over ranks if several ranks hold the stage. A "
         "`REDUCE_GRAD` of a stage on one rank stands for data parallelism that the lists do not "
         "show; the gradients of all stages are then summed. `OPTIM_STEP` applies the sum."
+        "\n- The weights of a stage are sharded if the lists gather them: `UNSHARD` gathers all "
+        "weights, and `RESHARD` gives them up. See [sharded stages](../how-to/shard-stages.md)."
         "\n- Between two stages on one rank a value is handed over directly, without a send."
         "\n- [The text form](text-form.md) shows how tokens are written, "
         "[Write generators](authoring.md) how a generator yields actions.\n"
@@ -257,6 +260,8 @@ def _use(use: Use) -> str:
         "last": " (on the last stage)",
         "not last": " (not on the last stage)",
         "summed": " (if summed over ranks)",
+        "sharded": " (if sharded)",
+        "not sharded": " (if not sharded)",
         "not summed": " (if not summed)",
     }[use.where]
     kinds = f" (with an {use.beside})" if use.beside else f" (without an {use.without})"

@@ -47,7 +47,15 @@ def communication(schedule: Schedule) -> Iterator[Faults]:
         yield _without_receive(graph, told) if receives else values(schedule, told)
     yield from _unmatched(graph)
     yield from _mis_paired(graph)
-    yield from unmatched_reduces(schedule)
+    yield from collectives(schedule)
+
+
+def collectives(schedule: Schedule) -> Iterator[Faults]:
+    """The faults of collectives: the ranks of a stage list the same ones, in the same order."""
+    unmatched = [*_unmatched_collectives(schedule)]
+    yield from unmatched
+    if not any(faults.many for faults in unmatched):
+        yield from _in_other_orders(graph_of(schedule))
 
 
 def _lone(graph: Graph, place: int) -> Finding:
@@ -214,7 +222,7 @@ def _pairing(
     yield from reorder(schedule, transfers.send[received[wrong]])
 
 
-def unmatched_reduces(schedule: Schedule) -> Iterator[Faults]:
+def _unmatched_collectives(schedule: Schedule) -> Iterator[Faults]:
     """Replicated stages whose ranks have different numbers of collectives."""
     for stage, by_rank in graph_of(schedule).collectives_of.items():
         least = min(by_rank, key=lambda rank: len(by_rank[rank]))
@@ -227,6 +235,30 @@ def unmatched_reduces(schedule: Schedule) -> Iterator[Faults]:
                 keys=np.full(len(more), key),
                 findings=_without_counterpart(schedule, places, more, least),
             )
+
+
+def _in_other_orders(graph: Graph) -> Iterator[Faults]:
+    """The first turn of each stage at which its ranks list collectives of different kinds."""
+    schedule, kind = graph.schedule, graph.columns.kind
+    for stage, by_rank in graph.collectives_of.items():
+        for places in zip(*by_rank.values(), strict=True):
+            differ = [place for place in places if kind[place] != kind[places[0]]]
+            if differ:
+                finding = rules.GROUP_ORDER.at(schedule, differ[0], places[0])
+                swaps = (
+                    moved_beside(schedule, differ[0], side, other)
+                    for own in by_rank.values()
+                    if differ[0] in own
+                    for other in own
+                    if kind[other] == kind[places[0]] and other > differ[0]
+                    for side in ("after", "before")
+                )
+                yield Faults(
+                    rule=rules.GROUP_ORDER,
+                    keys=np.array([stage]),
+                    findings=iter([Finding(finding, swaps)]),
+                )
+                break
 
 
 def _without_counterpart(

@@ -46,6 +46,7 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
     graph = graph_of(schedule)
     yield _versions_exist(graph)
     yield _named_alike(graph)
+    yield _named_of_sharded(graph)
     # What tied stages may not do, others may: the note would only echo the error.
     yield from list(_tied_versions_agree(graph, ties)) or _versions_agree(graph)
     if limits.max_delay is not None:
@@ -87,6 +88,21 @@ def _named_alike(graph: Graph) -> Faults:
                 otherwise=_reading(schedule, at, None),
             )
             for at, other, version in rows
+        ),
+    )
+
+
+def _named_of_sharded(graph: Graph) -> Faults:
+    """No action names a version of a stage whose weights are sharded."""
+    schedule, columns, rule = graph.schedule, graph.columns, rules.VERSION_OF_SHARDED
+    named = np.flatnonzero(columns.version >= 0)
+    named = named[graph.sharded[columns.stage[named]]]
+    return Faults(
+        rule=rule,
+        keys=keys(schedule, named),
+        findings=(
+            Finding(rule.at(schedule, at), otherwise=_reading(schedule, at, None))
+            for at in named.tolist()
         ),
     )
 

@@ -33,11 +33,9 @@ from schedir.checker.changes import (
 from schedir.checker.fixes import Faults, Finding, fault
 from schedir.checker.values import values, wrong
 from schedir.graph.compile import Graph, graph_of
-from schedir.ir import COMPLETES_GRADIENTS, STEPS, Action, Ints, Kind, Schedule, Ties
-from schedir.ir.kinds import uses_of
+from schedir.ir import COMPLETES_GRADIENTS, KIND_INDEX, STEPS, SUMS, Action, Ints, Schedule, Ties
 
-(_STEP,) = STEPS
-(_SUM,) = (kind for kind in Kind if uses_of(kind, "make", "sum"))
+(_STEP,), (_SUM,) = STEPS, SUMS
 # What a stage has on a rank, but for what it computes first: the last of it is a step.
 _ENDS_WITH_A_STEP = (*COMPLETES_GRADIENTS, _SUM, _STEP)
 
@@ -46,7 +44,7 @@ def ordering(schedule: Schedule, ties: Ties = ()) -> Iterator[Faults]:
     """The faults in the order of compute on each rank. Expects a sound structure."""
     yield from (values(schedule, told) for told in wrong(schedule))
     graph = graph_of(schedule)
-    if schedule.columns.is_kind(_SUM).any() or len(schedule.holdings) > schedule.stages:
+    if schedule.columns.is_kind(_SUM).any() or graph.summed.any():
         yield from _summed_once(graph)
     if len(graph.steps):
         yield from _applied_once(graph, ties)
@@ -78,10 +76,9 @@ def _summed_once(graph: Graph) -> Iterator[Faults]:
         for places in (graph.weight_gradients.ravel(), columns.where(_SUM))
     )
     places, rounds = sums % size, sums // size
-    bounds = rounds * size, sums, (rounds + 1) * size
-    begin, here, end = (np.searchsorted(gradients, bound) for bound in bounds)
+    here, end = (np.searchsorted(gradients, bound) for bound in (sums, (rounds + 1) * size))
     many = np.bincount(rounds, minlength=int(graph.first_round[-1]))
-    yield _without_sum(graph, gradients, places[end > begin], many)
+    yield _without_sum(graph, gradients, many)
     late = end - here
     early = np.flatnonzero(late)
     whole = np.isin(rounds[early], rounds[late == 0])
@@ -96,9 +93,10 @@ def _summed_once(graph: Graph) -> Iterator[Faults]:
     after = np.searchsorted(sums, gradients)
     summed = np.append(rounds, -1)[after] == gradients // size
     new = {*places[after[summed]].tolist()}
-    turns = {p: len({*graph.turn[[*p]].tolist()}) for p in graph.collectives}
-    across = [p for p in graph.collectives if turns[p] > 1]
-    empty = [p for p in graph.collectives if turns[p] == 1 and new.isdisjoint(p)]
+    meetings = [p for p in graph.collectives if columns.kind[p[0]] == KIND_INDEX[_SUM]]
+    turns = {p: len({*graph.turn[[*p]].tolist()}) for p in meetings}
+    across = [p for p in meetings if turns[p] > 1]
+    empty = [p for p in meetings if turns[p] == 1 and new.isdisjoint(p)]
     for rule, found, finding in (
         (rules.REDUCE_ACROSS_STEPS, across, partial(_across, graph, many)),
         (rules.EMPTY_REDUCE, empty, partial(_empty_sum, graph)),
@@ -107,13 +105,11 @@ def _summed_once(graph: Graph) -> Iterator[Faults]:
         yield Faults(rule=rule, keys=columns.stage[firsts], findings=map(finding, found))
 
 
-def _without_sum(graph: Graph, gradients: Ints, sums: Ints, many: Ints) -> Faults:
-    """The rounds without a sum, of a stage on several ranks, or of a stage on one rank if other
-    such stages are summed over a data-parallel group outside the schedule. `many` is the number of
+def _without_sum(graph: Graph, gradients: Ints, many: Ints) -> Faults:
+    """The rounds without a sum, of a stage whose gradients are summed. `many` is the number of
     `gradients` in each round."""
     stage, size = graph.columns.stage, len(graph.columns)
-    replicated = np.array([len(held) > 1 for held in graph.schedule.placement])
-    needed = replicated | bool((~replicated[stage[sums]]).any())
+    needed = graph.summed
     where = graph.steps
     side: Side = "before" if len(where) else "after"
     if not len(where):
@@ -132,7 +128,12 @@ def _unsummed(schedule: Schedule, place: int, side: Side) -> Finding:
     stage = int(schedule.columns.stage[place])
     add = beside(schedule, Action(_SUM, stage), side, place)
     return Finding(
-        rules.STEP_WITHOUT_REDUCE.at(schedule, place, held=schedule.placement[stage]),
+        rules.STEP_WITHOUT_REDUCE.at(
+            schedule,
+            place,
+            held=schedule.placement[stage],
+            sharded=graph_of(schedule).sharded[stage],
+        ),
         chain(_summing(schedule, place), (add,)),
         add,
     )
@@ -164,9 +165,8 @@ def _summed_early(graph: Graph, place: int, last: int, late: int, whole: bool) -
 
 def _everywhere(graph: Graph, place: int) -> Iterator[Edit]:
     """The change that removes a sum, and the sums on other ranks that it meets."""
-    by_rank = graph.collectives_of[int(graph.columns.stage[place])]
-    turn = by_rank[int(graph.columns.rank[place])].index(place)
-    yield from (removal(graph.schedule, own[turn]) for own in by_rank.values() if turn < len(own))
+    met = next((places for places in graph.collectives if place in places), (place,))
+    yield from (removal(graph.schedule, each) for each in met)
 
 
 def _empty_sum(graph: Graph, places: tuple[int, ...]) -> Finding:
@@ -385,7 +385,7 @@ def _grouped_as(graph: Graph, stage: int, turns: Ints) -> Change | None:
     microbatch, the other stage's step. None if the order of the gradients does not allow it, or if
     they are summed before."""
     schedule, gradients = graph.schedule, graph.weight_gradients[stage]
-    if stage in graph.collectives_of or len(schedule.placement[stage]) > 1:
+    if graph.summed[stage] or len(schedule.placement[stage]) > 1:
         return None
     order = np.argsort(gradients)
     wanted = turns[order]

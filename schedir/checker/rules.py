@@ -235,15 +235,17 @@ def _unsummed(finding: Diagnostic) -> str:
     reason = "other stages on one rank have one"
     if len(held) > 1:
         reason = f"the stage lives on ranks {ranges(held)}"
+    elif finding.facts["sharded"]:
+        reason = "its weights are sharded"
     return f"no REDUCE_GRAD sums stage {finding.action.stage}'s gradients, though {reason}"
 
 
 STEP_WITHOUT_REDUCE = Rule(
     code="S209",
     name="step-without-reduce",
-    meaning="No REDUCE_GRAD sums the gradients of a stage that lives on several ranks. Or a stage "
-    "on one rank has no REDUCE_GRAD although other stages on one rank have one, which sums over "
-    "replicas outside the schedule.",
+    meaning="No REDUCE_GRAD sums the gradients of a stage that lives on several ranks, or whose "
+    "weights are sharded. Or a stage on one rank has no REDUCE_GRAD although other stages on one "
+    "rank have one, which sums over replicas outside the schedule.",
     why="Each replica would apply only the gradients that it computed, so the weights drift apart.",
     fix="Put the stage's REDUCE_GRAD between its last backward and its OPTIM_STEP, on every rank.",
     example=_example(2, "0,1", "0F0 0B0 0OPTIM_STEP", "0F1 0B1 0OPTIM_STEP"),
@@ -616,6 +618,23 @@ NO_PEER = Rule(
     message=_alone,
 )
 
+GROUP_ORDER = Rule(
+    code="S307",
+    name="group-order",
+    meaning="The ranks that hold a stage list its UNSHARDs and REDUCE_GRADs in different orders.",
+    why="The k-th of them on one rank meets the k-th on the others. Ranks that make different "
+    "calls wait for ever, or mix up what they send.",
+    fix="List the UNSHARDs and REDUCE_GRADs of a stage in the same order on all of its ranks.",
+    example=_example(
+        2,
+        "0,1",
+        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP",
+        "0UNSHARD 0F1 0B1 0REDUCE_GRAD 0RESHARD 0UNSHARD 0RESHARD 0OPTIM_STEP",
+    ),
+    message="{action} on rank {rank} meets {other.action} on rank {other.rank}",
+    labels=("a call of stage {action.stage}'s group", "the same call on another rank"),
+)
+
 # S4xx: weight versions and activations, what exists and how much is alive at once. S402 is retired:
 # an activation is never released where a backward is missing, which S105 says.
 
@@ -745,6 +764,17 @@ NEVER_ENDED = Rule(
     example=_example(1, "0", "0F0 0OFFLOAD0 0B0"),
     message="no action ends the {word} that {action} makes",
     advice="add the action that ends it, or remove {action}",
+)
+
+VERSION_OF_SHARDED = Rule(
+    code="S410",
+    name="version-of-sharded-stage",
+    meaning="An action names a weight version of a stage whose weights are sharded.",
+    why="UNSHARD gathers the newest weights. Older versions are not kept: a rank has only its "
+    "shard of them.",
+    fix="Leave the version out, or do not shard the stage.",
+    example=_example(1, "0", "0UNSHARD 0F0@0 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP"),
+    message="{action} names a version, but the weights of stage {action.stage} are sharded",
 )
 
 # S5xx: correct, but slower than necessary.

@@ -9,7 +9,7 @@ from itertools import chain, islice, repeat
 import attrs
 import numpy as np
 
-from schedir.checker.communication import communication, unmatched_reduces
+from schedir.checker.communication import collectives, communication
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
 from schedir.checker.diagnostics import Diagnostic, Report
 from schedir.checker.fixes import Faults, Finding, Trials
@@ -212,7 +212,7 @@ def _proof(schedule: Schedule, terms: _Terms) -> Iterator[Faults | Schedule]:
     complete: Schedule | None = schedule
     blocking = []
     if not schedule.is_complete:
-        blocking = _present(unmatched_reduces(schedule))
+        blocking = _present(collectives(schedule))
         ties = _ties_that_hold(terms.ties, wrong)
         if not blocking:
             try:

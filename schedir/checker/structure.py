@@ -29,10 +29,10 @@ from schedir.ir import (
     COMPLETES_GRADIENTS,
     COMPUTE,
     COPIES,
-    GROUPS,
     HOMES,
     KIND_INDEX,
     KINDS,
+    SUMS,
     Action,
     Ints,
     Kind,
@@ -206,9 +206,9 @@ def _of_stage_to_its_rank(schedule: Schedule, place: int) -> Change:
     stage, kind = out.action.stage, out.action.kind
     for rank in schedule.placement[stage]:
         gradient = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS)
-        after = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS, *GROUPS)
+        after = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS, *SUMS)
         if gradient >= 0 and last_of_stage(columns, stage, rank, kind) < gradient:
-            target = gradient if kind in GROUPS else after
+            target = gradient if kind in SUMS else after
             return several((out, beside(schedule, out.action, "after", target)))
     return out
 

@@ -12,20 +12,34 @@ from schedir.checker import rules
 from schedir.checker.changes import (
     Add,
     Change,
+    Side,
     added,
     ahead,
     anywhere,
     back,
+    beside,
     in_turn,
+    last_of_stage,
     moved_beside,
     removal,
 )
 from schedir.checker.diagnostics import Rule
 from schedir.checker.fixes import Faults, Finding
 from schedir.graph.compile import graph_of
-from schedir.graph.faults import LINKED, OTHERS, Fault, faults
-from schedir.ir import COMMUNICATION, COMPUTE, HOMES, KINDS, VALUES, Ints, Kind, Schedule
-from schedir.ir.kinds import uses_of
+from schedir.graph.faults import HELD, LINKED, OTHERS, Fault, faults
+from schedir.ir import (
+    COMMUNICATION,
+    COMPUTE,
+    HOMES,
+    KINDS,
+    READS_WEIGHTS,
+    VALUES,
+    Action,
+    Ints,
+    Kind,
+    Schedule,
+)
+from schedir.ir.kinds import STAGE_WIDE, uses_of
 
 _CLAIMS = {
     ("late", "input", "home", "compute"): rules.INPUT_NOT_READY,
@@ -74,7 +88,11 @@ def wrong(schedule: Schedule, *, of_transfers: bool = False) -> list[Wrong]:
     """The faults of the values, rule by rule, except for rules that judge only complete lists. Of
     several faults at one place the first is reported. Expects a sound structure."""
     kind = schedule.columns.kind
-    found = [*_found(schedule, LINKED), *(() if of_transfers else _found(schedule, OTHERS))]
+    found = [*_found(schedule, LINKED)]
+    if not of_transfers:
+        found += _found(schedule, OTHERS)
+        if graph_of(schedule).sharded.any():
+            found += _found(schedule, HELD)
     rows: dict[Rule, list[tuple[Ints, Ints, Ints]]] = {}
     for number, fault in enumerate(found):
         roles = np.where(fault.others < 0, "", _ROLES[kind[fault.others]])
@@ -141,9 +159,14 @@ def _findings(schedule: Schedule, told: Wrong) -> Iterator[Finding]:
 
 def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:
     """The actions that would make or end a value of a place's stage and microbatch, and that nobody
-    lists."""
+    lists; those of a whole stage, before or after what uses the value."""
     action, listed = schedule.columns.action(place), graph_of(schedule).listed
     rank = int(schedule.columns.rank[place])
     for kind in (kind for kind in Kind if uses_of(kind, does, value)):
-        if listed(kind, action.stage, action.microbatch or 0) < 0:
+        if kind in STAGE_WIDE:
+            last = last_of_stage(schedule.columns, action.stage, rank, *READS_WEIGHTS)
+            side: Side = "before" if does == "make" else "after"
+            target = place if does == "make" else max(place, last)
+            yield beside(schedule, Action(kind, action.stage), side, target)
+        elif listed(kind, action.stage, action.microbatch or 0) < 0:
             yield added(schedule, attrs.evolve(action, kind=kind, version=None), rank, listed)

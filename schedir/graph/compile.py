@@ -20,11 +20,14 @@ from schedir.ir import (
     CONSUMES,
     COPIES,
     COUNTERPARTS,
+    GATHERS,
     GROUPS,
     HOMES,
     KIND_INDEX,
     KINDS,
+    RELEASES,
     STEPS,
+    SUMS,
     VALUES,
     Action,
     Bools,
@@ -37,6 +40,10 @@ from schedir.ir.kinds import STAGE_WIDE, Place, Use, uses_of
 
 _FURTHER = np.array([COUNTERPARTS.get(kind, (kind, 0))[1] for kind in KINDS])
 """By kind, how many stages further on the other end of a send or receive is."""
+
+
+_BESIDE = COPIES | GATHERS
+"""The kinds that run beside compute, and whose result compute waits for."""
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -239,12 +246,20 @@ class Graph:
 
     @cached_property
     def summed(self) -> Bools:
-        """True for each stage whose gradients are summed over ranks: it lives on several, or it is
-        on one rank and some such stage lists a sum, over a data-parallel group outside the
-        schedule."""
+        """True for each stage whose gradients are summed over ranks: it lives on several, its
+        weights are sharded, or it is on one rank and some such stage lists a sum, over a
+        data-parallel group outside the schedule."""
         several = np.array([len(held) > 1 for held in self.schedule.placement])
-        grouped = self.columns.where(*GROUPS)
-        return several | bool((~several[self.columns.stage[grouped]]).any())
+        grouped = self.columns.where(*SUMS)
+        alone = ~(several | self.sharded)
+        return ~alone | bool(alone[self.columns.stage[grouped]].any())
+
+    @cached_property
+    def sharded(self) -> Bools:
+        """True for each stage whose weights are sharded over ranks: the lists gather them."""
+        found = np.zeros(self.schedule.stages, np.bool_)
+        found[self.columns.stage[self.columns.where(*GATHERS, *RELEASES)]] = True
+        return found
 
     # What meets: transfers, and the collectives of a stage's ranks.
 
@@ -334,7 +349,9 @@ class Graph:
                 held = schedule.placement[stage] if stage < schedule.stages else ()
                 found[stage] = {rank: [] for rank in held}
             if rank not in found[stage]:
-                raise UnsoundError(f"rank {rank} sums the gradients of stage {stage}, not its own")
+                raise UnsoundError(
+                    f"rank {rank} lists {columns.action(place)}, but does not hold its stage"
+                )
             found[stage][rank].append(place)
         return {stage: found[stage] for stage in sorted(found)}
 
@@ -342,22 +359,23 @@ class Graph:
     def collectives(self) -> list[tuple[int, ...]]:
         """The places of each collective: the k-th ones of a stage on its ranks.
 
-        Collectives that some rank lacks are left out.
+        Collectives that some rank lacks, or at whose turn ranks list other kinds, are left out.
         """
-        by_stage = self.collectives_of.values()
-        return [turn for by_rank in by_stage for turn in zip(*by_rank.values(), strict=False)]
+        by_stage, kind = self.collectives_of.values(), self.columns.kind
+        turns = [turn for by_rank in by_stage for turn in zip(*by_rank.values(), strict=False)]
+        return [turn for turn in turns if len(turn) == 1 or len({*kind[[*turn]].tolist()}) == 1]
 
     @cached_property
     def sums(self) -> dict[int, int]:
         """For each update after a sum of its stage on its rank, the update's place and the place of
         the last such sum."""
         columns = self.columns
-        group = columns.is_kind(*GROUPS)
+        group = columns.is_kind(*SUMS)
         if not group.any():
             return {}
         found: dict[int, int] = {}
         last: dict[tuple[int, int], int] = {}
-        for place in columns.where(*GROUPS, *STEPS).tolist():
+        for place in columns.where(*SUMS, *STEPS).tolist():
             key = (int(columns.rank[place]), int(columns.stage[place]))
             if group[place]:
                 last[key] = place
@@ -471,6 +489,8 @@ class Graph:
             "not last": number < last,
             "summed": self.summed,
             "not summed": ~self.summed,
+            "sharded": self.sharded,
+            "not sharded": ~self.sharded,
         }
 
     def _round(self, use: Use, places: Ints) -> Ints:
@@ -489,7 +509,8 @@ class Graph:
     @cached_property
     def needs(self) -> tuple[Ints, Ints]:
         """The places that wait for their inputs, and the places that make those inputs: a receive
-        (or the maker on another rank, if the lists have no communication yet), a copy, or a sum."""
+        (or the maker on another rank, if the lists have no communication yet), a copy, a sum, or a
+        gathering of weights."""
         transfers = self.transfers
         used = transfers.user >= 0
         made = transfers.receive if self.schedule.is_complete else transfers.maker
@@ -497,25 +518,31 @@ class Graph:
         rows = [(user[made >= 0], made[made >= 0])]
         if self.sums:
             rows.append((np.array([*self.sums]), np.array([*self.sums.values()])))
-        if self.columns.is_kind(*COPIES).any():
-            rows.append(self._copied())
+        if self.columns.is_kind(*_BESIDE).any():
+            rows.append(self._made_beside())
         return np.concatenate([a for a, _ in rows]), np.concatenate([b for _, b in rows])
 
-    def _copied(self) -> tuple[Ints, Ints]:
-        """The places that use the result of a copy, and the last copy before each that made it."""
-        names = {use.value for kind in COPIES for use in uses_of(kind, "make")}
-        touches = [*self.touches(*names)]
-        made = np.full(self.base[""], -1)
-        users = []
-        for touch in touches:
-            if touch.use.does == "make" and touch.kind in COPIES:
-                made[touch.values] = touch.places
+    def _made_beside(self) -> tuple[Ints, Ints]:
+        """The places that use the result of a copy or of a gathering of weights, and the last one
+        before each that made it."""
+        touches = [*self.touches(*{use.value for kind in _BESIDE for use in uses_of(kind, "make")})]
+        size = len(self.columns)
+        made = np.sort(
+            np.concatenate(
+                [
+                    touch.values * size + touch.places
+                    for touch in touches
+                    if touch.use.does == "make" and touch.kind in _BESIDE
+                ]
+            )
+        )
+        rows = []
         for touch in touches:
             if touch.use.does != "make":
-                maker = made[touch.values]
-                later = (maker >= 0) & (maker < touch.places)
-                users.append((touch.places[later], maker[later]))
-        return np.concatenate([a for a, _ in users]), np.concatenate([b for _, b in users])
+                last = made[np.searchsorted(made, touch.values * size + touch.places) - 1]
+                known = (last // size == touch.values) & (last % size < touch.places)
+                rows.append((touch.places[known], last[known] % size))
+        return np.concatenate([a for a, _ in rows]), np.concatenate([b for _, b in rows])
 
 
 def graph_of(schedule: Schedule) -> Graph:

@@ -68,10 +68,20 @@ OTHERS = frozenset(
 """All other values of a (stage, microbatch) that some action reads or ends."""
 
 
+HELD = frozenset(
+    name for name, value in VALUES.items() if value.per == "version" and value.ended == "always"
+)
+"""The values of a whole stage that must be ended: gathered weights."""
+
+
 def faults(graph: Graph, names: Iterable[str] = LINKED | OTHERS) -> Iterator[Fault]:
-    """What is wrong with values of (stage, microbatch) pairs, of what is linked with all of that.
-    Expects a sound structure."""
+    """What is wrong with values of (stage, microbatch) pairs, of what is linked with all of that;
+    or with those of whole stages. Expects a sound structure."""
     touches = [*graph.touches(*names)]
+    if names == HELD:
+        every = np.ones(graph.base[""], np.bool_)
+        yield from _of_several_lives(graph, touches, every, ~every)
+        return
     lives = _lives(graph, touches)
     entry, several = graph.columns.entry, lives.several
     mixed = bool(several.any())
@@ -137,8 +147,8 @@ def _unended(touches: list[Touch], lives: _Lives) -> Iterator[Fault]:
 def _of_several_lives(
     graph: Graph, touches: list[Touch], several: Bools, given: Bools
 ) -> Iterator[Fault]:
-    """The faults of values that are made or ended more than once: their rows in list order, what an
-    entry reads before what it makes."""
+    """The faults of values that may be made or ended more than once: their rows in list order, what
+    an entry reads before what it makes."""
     rows = [
         (number, at, touch.values[at], touch.places[at], touch.use.does)
         for number, touch in enumerate(touches)
@@ -153,6 +163,7 @@ def _of_several_lives(
     maker: dict[int, int] = {}
     ender: dict[int, int] = {}
     found: dict[tuple[Label, int], list[tuple[int, int]]] = {}
+    begun: dict[int, tuple[int, int]] = {}  # where each value that is alive was made
     alive = {int(value) for value in np.flatnonzero(several & given)}
     for number, at, key, place, does in rows:
         value = int(key)
@@ -161,7 +172,7 @@ def _of_several_lives(
             if value in alive or (value in maker and not VALUES[touches[number].use.value].again):
                 label, other = "twice", maker.get(value, -1)
             alive.add(value)
-            maker[value] = int(place)
+            maker[value], begun[value] = int(place), (number, at)
         else:
             if value not in alive:
                 later = [made for made in makers.get(value, ()) if entry[made] >= entry[place]]
@@ -171,6 +182,10 @@ def _of_several_lives(
                 ender[value] = int(place)
         if label is not None:
             found.setdefault((label, number), []).append((at, other))
+    for value in alive & begun.keys():
+        number, at = begun[value]
+        if touches[number].use.value in HELD:
+            found.setdefault(("unended", number), []).append((at, -1))
     for (label, number), wrong in found.items():
         others = np.full(len(touches[number].places), -1)
         numbers = np.array([at for at, _ in wrong])

@@ -20,10 +20,10 @@ def is_number(value: object) -> bool:
 class Action:
     """One action in a rank's list.
 
-    `stage` is the global stage index. `microbatch` is None for REDUCE_GRAD and OPTIM_STEP, which
-    concern a whole stage, and an int for every other kind. `version` is the weight version that a
-    FORWARD reads; None stands for the newest. A RECOMPUTE reads the version of its FORWARD, and may
-    name it.
+    `stage` is the global stage index. `microbatch` is None for UNSHARD, RESHARD, REDUCE_GRAD and
+    OPTIM_STEP, which concern a whole stage, and an int for every other kind. `version` is the
+    weight version that a FORWARD reads; None stands for the newest. A RECOMPUTE reads the version
+    of its FORWARD, and may name it.
 
     Raises ValueError for fields that no token can hold.
 
@@ -217,6 +217,26 @@ def optim_step(stage: int) -> Action:
     0OPTIM_STEP
     """
     return Action(Kind.OPTIM_STEP, stage)
+
+
+def unshard(stage: int) -> Action:
+    """Gather the full weights of a sharded stage from the ranks that share them.
+
+    >>> import schedir
+    >>> print(schedir.unshard(0))
+    0UNSHARD
+    """
+    return Action(Kind.UNSHARD, stage)
+
+
+def reshard(stage: int) -> Action:
+    """Give up the full weights of a sharded stage, and keep this rank's shard.
+
+    >>> import schedir
+    >>> print(schedir.reshard(0))
+    0RESHARD
+    """
+    return Action(Kind.RESHARD, stage)
 
 
 def offload_activation(stage: int, microbatch: int) -> Action:

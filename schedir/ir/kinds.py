@@ -14,11 +14,22 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-On: TypeAlias = Literal["compute", "send", "receive", "group", "copy"]
+On: TypeAlias = Literal["compute", "send", "receive", "group", "copy", "nothing"]
 """What an action occupies: its rank; one end of a channel; the group of ranks that hold its stage,
-whose k-th actions meet; or its rank's copy engine, which works beside compute."""
+whose k-th actions meet; its rank's copy engine, which works beside compute; or nothing, as it takes
+no time."""
 Per: TypeAlias = Literal["microbatch", "stage"]
-Place: TypeAlias = Literal["any", "first", "not first", "last", "not last", "summed", "not summed"]
+Place: TypeAlias = Literal[
+    "any",
+    "first",
+    "not first",
+    "last",
+    "not last",
+    "summed",
+    "not summed",
+    "sharded",
+    "not sharded",
+]
 Point: TypeAlias = Literal["start", "end"]
 
 
@@ -65,6 +76,7 @@ VALUES = {
     "gradient": Value(word="gradient", per="round", many=True, ended="step or summed"),
     "sum": Value(word="summed gradient", per="round", ended="step"),
     "weights": Value(word="weights", per="version", given="zero", ended="never"),
+    "gathered": Value(word="gathered weights", per="version", again=True),
 }
 
 
@@ -73,7 +85,8 @@ class Use:
     """One thing that an action does to a value, at the "start" or the "end" of its entry.
 
     An action that ends a value reads it as well. `where` limits the use to the first or last stage,
-    or to stages whose gradients are summed over ranks. `beside` limits it to microbatches that also
+    to stages whose gradients are summed over ranks, or to stages whose weights are sharded over
+    them. `beside` limits it to microbatches that also
     have an action of that kind, `without` to microbatches that have none. `version` is the weight
     version: the one that the action has "named" (else the newest), the one "of home", which the
     stage's forward of the microbatch reads, the "newest", or the "next", which the action makes.
@@ -88,8 +101,19 @@ class Use:
     version: Literal["", "named", "of home", "newest", "next"] = ""
 
 
-def _read(value: str, version: Literal["named", "of home", "newest", ""] = "") -> Use:
-    return Use(does="read", value=value, at="start", version=version)
+_Version: TypeAlias = Literal["named", "of home", "newest", ""]
+
+
+def _read(value: str, version: _Version = "", *, where: Place = "any") -> Use:
+    return Use(does="read", value=value, at="start", where=where, version=version)
+
+
+def _weights(version: _Version) -> tuple[Use, Use]:
+    """The uses that read the weights of a stage, which are gathered if the stage is sharded."""
+    return (
+        _read("weights", version, where="not sharded"),
+        _read("gathered", version, where="sharded"),
+    )
 
 
 def _make(value: str, at: Point = "start", *, where: Place = "any", **more: str) -> Use:
@@ -119,7 +143,7 @@ class Meaning:
     evaluates: bool = False
 
 
-_WEIGHTS = _read("weights", "of home")
+_WEIGHTS = _weights("of home")
 _GRADIENT = _make("share", "end"), _make("gradient", "end")
 _INPUT_GRADIENT = _make("input gradient", where="not first")
 
@@ -153,7 +177,7 @@ class Kind(StrEnum):
             "microbatch",
             (
                 _end("input", "start"),
-                _read("weights", "named"),
+                *_weights("named"),
                 _make("output", where="not last"),
                 _make("output gradient", where="last"),
                 _make("ran"),
@@ -175,7 +199,7 @@ class Kind(StrEnum):
                 _end("output gradient"),
                 _read("ran"),
                 _end("saved"),
-                _WEIGHTS,
+                *_WEIGHTS,
                 _INPUT_GRADIENT,
                 *_GRADIENT,
             ),
@@ -192,7 +216,7 @@ class Kind(StrEnum):
                 _end("output gradient"),
                 _read("ran"),
                 _end("saved"),
-                _WEIGHTS,
+                *_WEIGHTS,
                 _INPUT_GRADIENT,
                 _make("deferred", "end"),
             ),
@@ -205,7 +229,7 @@ class Kind(StrEnum):
             "gradient of the weights",
             "compute",
             "microbatch",
-            (_read("ran"), _end("deferred"), _WEIGHTS, *_GRADIENT),
+            (_read("ran"), _end("deferred"), *_WEIGHTS, *_GRADIENT),
             cost=1,
         ),
     )
@@ -215,7 +239,7 @@ class Kind(StrEnum):
             "recomputation",
             "compute",
             "microbatch",
-            (_end("kept", "start"), _WEIGHTS, _make("saved")),
+            (_end("kept", "start"), *_WEIGHTS, _make("saved")),
             cost=1,
         ),
     )
@@ -253,6 +277,29 @@ class Kind(StrEnum):
             "copy",
             "microbatch",
             (_end("stored"), _make("saved")),
+        ),
+    )
+    UNSHARD = (
+        "UNSHARD",
+        Meaning(
+            "gathering of the weights",
+            "group",
+            "stage",
+            (
+                _read("weights", "newest"),
+                Use(does="make", value="gathered", at="end", version="newest"),
+            ),
+            evaluates=True,
+        ),
+    )
+    RESHARD = (
+        "RESHARD",
+        Meaning(
+            "release of the gathered weights",
+            "nothing",
+            "stage",
+            (Use(does="end", value="gathered", at="end", version="newest"),),
+            evaluates=True,
         ),
     )
     REDUCE_GRAD = (
@@ -298,6 +345,11 @@ COMMUNICATION = SENDS | RECEIVES
 """Point-to-point communication, which a pass inserts."""
 GROUPS = _on("group")
 """Collectives, which the author lists: the k-th ones of a stage on all its ranks meet."""
+GATHERS = _kinds(lambda kind: uses_of(kind, "make", "gathered"))
+RELEASES = _kinds(lambda kind: uses_of(kind, "end", "gathered"))
+SUMS = _kinds(lambda kind: uses_of(kind, "make", "sum"))
+"""The kinds that gather the weights of a sharded stage, that give them up, and that sum
+gradients."""
 COPIES = _on("copy")
 """The kinds that a rank's copy engine runs beside its compute."""
 HOMES = _kinds(lambda kind: kind.meaning.home)

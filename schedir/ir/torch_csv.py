@@ -1,10 +1,11 @@
 """torch.distributed.pipelining's CSV: one row per rank, one action per cell; an empty cell is idle.
 
 The format has two dialects, compute only and with communication. Its tokens differ from schedir's
-for SEND_F, RECV_F, SEND_B and RECV_B, and it has no OPTIM_STEP and no weight versions. schedir does
-not model UNSHARD and RESHARD (FSDP's gathering of parameters): the reader leaves them out, with a
-warning. The overlapped pair `(0F1;7B0)OVERLAP_F_B` is an entry of two actions; batches of sends and
-receives have no form. Spaces and tabs may stand around a cell, and a row ends in LF or CR LF.
+for SEND_F, RECV_F, SEND_B and RECV_B, and it has no OPTIM_STEP and no weight versions. torch's
+UNSHARDs and RESHARDs stand for all its stages, sharded or not: the reader leaves them out, with a
+warning, and `schedir.shard` lists its own. The overlapped pair `(0F1;7B0)OVERLAP_F_B` is an entry
+of two actions; batches of sends and receives have no form. Spaces and tabs may stand around a cell,
+and a row ends in LF or CR LF.
 
 Older torch used the same words with another meaning. B was the gradient of the input, which is I
 now; BW was the full backward, which is B now; and `0SEND_F1_1RECV_B0` was two actions in one cell.
@@ -45,7 +46,7 @@ _TO_TORCH = {
     Kind.REDUCE_GRAD: "REDUCE_GRAD",
 }
 _FROM_TORCH = {token: kind for kind, token in _TO_TORCH.items()}
-_NOT_MODELLED = ("UNSHARD", "RESHARD")
+_GATHERING = {Kind.UNSHARD: "UNSHARD", Kind.RESHARD: "RESHARD"}
 _OLD_BACKWARD = (
     "older torch wrote B for the gradient of the input alone, which is I now, and BW for the full "
     "backward, which is B now: write them so"
@@ -64,11 +65,14 @@ _Held: TypeAlias = tuple[int, ...] | list[int]
 def dumps_torch_csv(schedule: Schedule, compute_only: bool = False) -> tuple[str, list[str]]:
     """The schedule in torch's CSV, and one sentence for each thing that the format can't hold.
 
-    The compute-only dialect has no REDUCE_GRAD: torch lists its own when it adds communication.
+    The compute-only dialect has no REDUCE_GRAD, UNSHARD or RESHARD: torch lists its own when it
+    adds communication.
     """
     dropped: Counter[str] = Counter()
     words = {
-        kind: token for kind, token in _TO_TORCH.items() if kind in COMPUTE or not compute_only
+        kind: token
+        for kind, token in (_TO_TORCH | _GATHERING).items()
+        if kind in COMPUTE or not compute_only
     }
     rows = (
         ",".join(cell for entry in entries for cell in _cells(entry, words, dropped))
@@ -87,7 +91,9 @@ def _cells(entry: Entry, words: dict[Kind, str], dropped: Counter[str]) -> list[
         token = words.get(action.kind)
         if token is None:
             has = (
-                "torch lists its own" if action.kind in _TO_TORCH else f"torch has no {action.kind}"
+                f"torch has no {action.kind}"
+                if action.kind not in _TO_TORCH | _GATHERING
+                else "torch lists its own"
             )
             dropped[f"{action} is left out: {has}"] += 1
             continue
@@ -180,7 +186,7 @@ class _Reader:
             raise self._error(f"{clip(cell)}: {error}", offset) from None
 
     def _action(self, token: str, offset: int) -> Action | None:
-        """The action of a token; None for a kind that schedir does not model."""
+        """The action of a token; None if it gathers weights."""
         try:
             action = _action(token)
         except ValueError as error:
@@ -196,7 +202,7 @@ class _Reader:
         names = list(self.left_out_names)
         more = " and others" if len(names) > _MOST_NAMED else ""
         logger.warning(
-            "%s: left out what schedir does not model: %s (%s%s)",
+            "%s: left out what schedir.shard lists anew: %s (%s%s)",
             self.file,
             ", ".join(f"{number} {kind}" for kind, number in self.left_out.items()),
             " ".join(names[:_MOST_NAMED]),
@@ -254,20 +260,20 @@ class _Reader:
 
 @lru_cache(maxsize=1 << 16)
 def _action(token: str) -> Action | None:
-    """The action of a token; None for a kind that schedir does not model. Raises ValueError."""
+    """The action of a token; None if it gathers weights. Raises ValueError."""
     match = _TOKEN.fullmatch(token)
     if match is None and _OLD_BATCH.fullmatch(token):
         raise ValueError(f"{clip(token)} is older torch's: write its send and receive as two cells")
     if match is None:
         raise ValueError(f"{clip(token)} is not an action of torch's CSV, such as 2F0 or 3SEND_F1")
     stage, name, microbatch = match.groups()
-    if name in _NOT_MODELLED:
+    if name in _GATHERING.values():
         return None
     kind = _FROM_TORCH.get(name)
     if name == "BW":
         raise ValueError(f"{clip(token)}: {_OLD_BACKWARD}")
     if kind is None:
-        known = " ".join([*_FROM_TORCH, *_NOT_MODELLED])
+        known = " ".join([*_FROM_TORCH, *_GATHERING.values()])
         raise ValueError(f"unknown action {clip(name)}; known: {known}")
     if (microbatch is None) != (kind in STAGE_WIDE):
         need = "names no microbatch" if kind in STAGE_WIDE else "needs a microbatch"

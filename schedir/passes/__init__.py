@@ -6,6 +6,7 @@ from schedir.passes.forward import forward_only
 from schedir.passes.offloading import offload
 from schedir.passes.receives import advance_receives
 from schedir.passes.recomputation import recompute
+from schedir.passes.sharding import shard
 from schedir.passes.steps import append_steps, insert_reductions
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "insert_reductions",
     "offload",
     "recompute",
+    "shard",
     "split_batches",
     "strip_communication",
 ]

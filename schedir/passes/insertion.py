@@ -12,7 +12,7 @@ from schedir.ir import KIND_INDEX, Columns, Ints, Kind, Schedule, Sources, is_nu
 
 def inserted(
     schedule: Schedule,
-    kind: Kind,
+    kind: Kind | Ints,
     stage: Ints,
     microbatch: Ints,
     rank: Ints,
@@ -22,15 +22,17 @@ def inserted(
     """The schedule with a new action of `kind` before each place in `before`, in the list of its
     `rank`.
 
-    Several actions before one place keep their order. The end of a rank's list is the start of the
-    next rank's. `microbatch` is -1 for an action of a whole stage. Each new action takes the line
-    of Python of the place in `like`, if given. All arrays have shape [new actions].
+    `kind` is one for all, or an index in KINDS for each. Several actions before one place keep
+    their order. The end of a rank's list is the start of the next rank's. `microbatch` is -1 for an
+    action of a whole stage. Each new action takes the line of Python of the place in `like`, if
+    given. All arrays have shape [new actions].
     """
     columns, number = schedule.columns, len(schedule.columns)
     ranks = np.concatenate((columns.rank, rank))
     at = np.concatenate((2 * np.arange(number) + 1, 2 * before))
     order = np.lexsort((at, ranks))
     new = np.full(len(rank), -1)
+    kinds = np.full(len(rank), KIND_INDEX[kind]) if isinstance(kind, Kind) else kind
 
     def merged(own: Ints, added: Ints) -> Ints:
         both: Ints = np.concatenate((own, added))[order]
@@ -44,7 +46,7 @@ def inserted(
         schedule,
         actions=Columns(
             starts_of(ranks[order], schedule.ranks),
-            merged(columns.kind, np.full(len(rank), KIND_INDEX[kind])),
+            merged(columns.kind, kinds),
             merged(columns.stage, stage),
             merged(columns.microbatch, microbatch),
             merged(columns.version, new),

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from schedir.ir import (
@@ -48,16 +50,18 @@ def append_steps(schedule: Schedule) -> Schedule:
     return appended(schedule, [(Kind.REDUCE_GRAD, sums), (Kind.OPTIM_STEP, steps)])
 
 
-def insert_reductions(schedule: Schedule) -> Schedule:
+def insert_reductions(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
     """List a REDUCE_GRAD for every OPTIM_STEP, after the last gradient that the OPTIM_STEP needs.
 
     A stage without an OPTIM_STEP gets one REDUCE_GRAD after its last gradient. With replicas, that
     REDUCE_GRAD stands at the end of each rank's list, in the order of the stages, because replicas
-    finish at different times and some run no microbatch. A stage that lists a REDUCE_GRAD stays
-    unchanged.
+    finish at different times and some run no microbatch. A stage that lists a REDUCE_GRAD, or is
+    not one of `stages`, stays unchanged.
     """
     columns = schedule.columns
     listed = set(columns.stage[columns.is_kind(Kind.REDUCE_GRAD)].tolist())
+    if stages is not None:
+        listed |= {*range(schedule.stages)} - {*stages}
     last: dict[tuple[int, int], int] = {}  # of the rank's stage, since its OPTIM_STEP
     completed = []
     steps = columns.is_kind(Kind.OPTIM_STEP)

@@ -1,0 +1,170 @@
+"""Sharded stages: what the pass lists, what is wrong with lists, and what they cost."""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+import pytest
+
+import schedir
+from schedir import Action, CostModel, Kind, Schedule
+from schedir.passes import forward_only
+from tests.built_in import EVERY
+from tests.oracle import Oracle
+from tests.sweeps import sweep
+
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
+MEANT = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
+
+
+def synchronous(ranks: int, microbatches: int) -> dict[str, Schedule]:
+    found = {}
+    for name in EVERY:
+        if name not in ASYNCHRONOUS:
+            try:
+                found[name] = schedir.build(name, ranks=ranks, microbatches=microbatches)
+            except schedir.SchedirError:  # it has other shapes
+                continue
+    return found
+
+
+BUILT = synchronous(2, 4) | {f"{name} 4": s for name, s in synchronous(4, 8).items()}
+
+
+def most_gathered(schedule: Schedule, rank: int) -> int:
+    held, most = 0, 0
+    for action in schedule.flat[rank]:
+        held += (action.kind is Kind.UNSHARD) - (action.kind is Kind.RESHARD)
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("name", BUILT)
+@sweep("ahead, limit", [(0, None), (1, None), (3, None), (1, 1), (0, 2), (2, 2)], quick=[(1, 1)])
+def test_a_sharded_list_is_clean_wherever_the_plain_one_is(
+    name: str, ahead: int, limit: int | None
+) -> None:
+    plain = BUILT[name]
+    needs = max(len({a.stage for a in getattr(e, "actions", ())}) for r in plain.actions for e in r)
+    shared = any(len(held) > 1 for held in plain.placement)
+    if limit is not None and (needs > limit or shared):
+        with pytest.raises(ValueError, match="bytes, but the limit is"):
+            schedir.shard(plain, ahead=ahead, limit=0)
+        return
+    sharded = schedir.shard(plain, ahead=ahead, limit=limit)
+    report = schedir.check(sharded)
+    assert report.ok, report
+    assert report.clean_channels == schedir.check(plain).clean_channels
+    assert sharded == schedir.shard(sharded, ahead=ahead, limit=limit)
+    assert schedir.loads(schedir.dumps(sharded)) == sharded
+    if limit is not None:
+        assert max(most_gathered(sharded, rank) for rank in range(sharded.ranks)) <= limit
+    rest = [[a for a in own if a.kind not in MEANT] for own in sharded.flat]
+    assert rest == [[a for a in own if a.kind not in MEANT] for own in plain.flat]
+    assert Oracle(sharded, "async").run() == "completes"
+    assert any(a.kind is Kind.UNSHARD for own in forward_only(sharded).flat for a in own)
+
+
+def mutant(schedule: Schedule, chance: random.Random) -> Schedule:
+    """With one UNSHARD, RESHARD or REDUCE_GRAD left out, doubled or elsewhere."""
+    lists = [list(own) for own in schedule.actions]
+    places = [
+        (rank, at)
+        for rank, own in enumerate(lists)
+        for at, entry in enumerate(own)
+        if isinstance(entry, Action) and entry.kind in MEANT
+    ]
+    rank, at = chance.choice(places)
+    how, own = chance.choice(("drop", "double", "move")), lists[rank]
+    entry = own[at]
+    if how != "double":
+        del own[at]
+    if how != "drop":
+        own.insert(chance.randrange(len(own) + 1), entry)
+    return attrs.evolve(schedule, actions=tuple(map(tuple, lists)), sources=None)
+
+
+SMALL = ["1f1b", "zb-h1", "interleaved-1f1b", "chimera", "fill-drain"]
+
+
+@sweep("seed", range(60), quick=range(10))
+@pytest.mark.parametrize("name", SMALL)
+def test_the_verdict_on_a_wrong_list_is_that_of_a_run(name: str, seed: int) -> None:
+    chance = random.Random(f"{name} {seed}")
+    plain = schedir.build(name, ranks=2, microbatches=2)
+    plain = schedir.shard(plain, ahead=chance.randrange(3), limit=chance.choice((None, 2)))
+    for _ in range(5):
+        wrong = mutant(plain, chance)
+        for channel in ("async", "rank"):
+            report = schedir.check(wrong, channel=channel)
+            outcomes = {Oracle(wrong, channel, seed=number).run() for number in range(3)}
+            assert report.ok == (outcomes == {"completes"}), (schedir.dumps(wrong), report)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ("0F0 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP", ("S217", 0)),
+        ("0UNSHARD 0F0 0RESHARD 0B0 0REDUCE_GRAD 0OPTIM_STEP", ("S218", 3)),
+        ("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", ("S409", 0)),
+        ("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP", ("S218", 2)),
+        ("0UNSHARD 0F0 0B0 0RESHARD 0OPTIM_STEP", ("S209", 4)),
+        ("0UNSHARD 0F0@0 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP", ("S410", 1)),
+        ("0UNSHARD 0F0 0I0 0RESHARD 0W0 0REDUCE_GRAD 0OPTIM_STEP", ("S218", 4)),
+    ],
+)
+def test_each_fault_has_its_rule(tokens: str, found: tuple[str, int]) -> None:
+    (diagnostic,) = schedir.check(Schedule.of("wrong", [0], [tokens])).diagnostics
+    assert (diagnostic.code, diagnostic.locations[0].index) == found
+
+
+def test_an_update_while_the_weights_are_gathered() -> None:
+    tokens = "0UNSHARD 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP 0RESHARD"
+    report = schedir.check(Schedule.of("wrong", [0], [tokens]))
+    assert {d.code for d in report.diagnostics} == {"S218", "S409"}
+
+
+def test_a_gathering_runs_beside_compute_and_its_user_waits() -> None:
+    schedule = Schedule.of("mine", [0, 0], ["0UNSHARD 0F0 1UNSHARD 1F0 1B0 0B0 0RESHARD 1RESHARD"])
+    schedule = schedir.append_steps(schedule)
+    schedule = schedir.passes.insert_reductions(schedule)
+    line = schedir.simulate(schedule, CostModel(unshard=3))
+    assert line.makespan == 3 + 1 + 3 + 1 + 2 + 2  # each F waits for its own
+    early = Schedule.of(
+        "mine",
+        [0, 0],
+        [
+            "0UNSHARD 1UNSHARD 0F0 1F0 1B0 1RESHARD 1REDUCE_GRAD 0B0 0RESHARD 0REDUCE_GRAD "
+            "0OPTIM_STEP 1OPTIM_STEP"
+        ],
+    )
+    assert schedir.simulate(early, CostModel(unshard=3)).makespan == 3 + 1 + 1 + 2 + 2
+
+
+def test_bytes_of_shards_by_hand() -> None:
+    tokens = "0UNSHARD 0F0 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP"
+    costs = CostModel(shard_ways=4, weight_bytes=100, gradient_bytes=80, optimizer_bytes=40)
+    line = schedir.simulate(Schedule.of("mine", [0], [tokens]), costs)
+    # A quarter of weights and state; all weights; all gradients from the backward on.
+    assert line.ranks[0].peak_bytes == 25 + 10 + 100 + 80
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"ahead": -1}, "ahead must be"),
+        ({"limit": 0.5}, r"needs the weights of stages \[0\] at once, 1 bytes"),
+        ({"weight_bytes": [1]}, "one for each of 2 stages"),
+        ({"stages": [5]}, "no stage 5 to shard"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        schedir.shard(schedir.build("1f1b", ranks=2, microbatches=2), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_asynchronous_lists_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="only the newest weights of a sharded stage"):
+        schedir.shard(schedir.build(name, ranks=4, microbatches=8))
