@@ -25,6 +25,7 @@ from schedir.simulator.values import (
     Unit,
     check_bandwidth,
     check_unit,
+    check_ways,
 )
 
 
@@ -49,7 +50,8 @@ class CostModel:
     `input_bytes` until it is recomputed. Between its I and its W it keeps `deferred_bytes`: the
     inputs of the layers with weights, and the gradients of their outputs. None counts the whole
     activation. `weight_bytes`, `gradient_bytes` and `optimizer_bytes` are per stage; each weight
-    version counts.
+    version counts. Of a stage that lists UNSHARDs a rank keeps the shard_ways-th part of these,
+    with all weights from an UNSHARD to its RESHARD, and all gradients up to the REDUCE_GRAD.
 
     `samples` are the measurements that the costs were fitted on, None for costs that you give.
 
@@ -72,6 +74,7 @@ class CostModel:
     backward_weight: PerStage = attrs.field(default=Kind.BACKWARD_WEIGHT.meaning.cost, **BY_STAGE)
     recompute: PerStage | None = attrs.field(default=None, **BY_STAGE)
     reduce_grad: PerStage = attrs.field(default=Kind.REDUCE_GRAD.meaning.cost, **BY_STAGE)
+    unshard: PerStage = attrs.field(default=Kind.UNSHARD.meaning.cost, **BY_STAGE)
     optim_step: PerStage = attrs.field(default=Kind.OPTIM_STEP.meaning.cost, **BY_STAGE)
     overlapped: PerStage | None = attrs.field(default=None, **BY_STAGE)
     latency: PerLink = attrs.field(default=0, **BY_LINK)
@@ -85,6 +88,7 @@ class CostModel:
     weight_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
     gradient_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
     optimizer_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
+    shard_ways: float = attrs.field(default=1, validator=check_ways)
     unit: Unit | None = attrs.field(default=None, validator=check_unit)
     samples: Samples | None = attrs.field(
         default=None,
@@ -240,7 +244,9 @@ class CostModel:
     @property
     def sizes(self) -> Sizes:
         """The bytes alone."""
-        return Sizes(**{name: getattr(self, f"{name}_bytes") for name in attrs.fields_dict(Sizes)})
+        names = [name for name in attrs.fields_dict(Sizes) if name != "shard_ways"]
+        sizes = {name: getattr(self, f"{name}_bytes") for name in names}
+        return Sizes(**sizes, shard_ways=self.shard_ways)
 
 
 # Another number of stages.
@@ -340,6 +346,7 @@ _DERIVED = {
     "recompute": "as the forward",
     "overlapped": "the sum of the two",
     "reduce_grad": "free, or as at other stages",
+    "unshard": "free, or as at other stages",
     "optim_step": "free, or as at other stages",
     "host_bandwidth": "copies are free",
 }

@@ -216,8 +216,8 @@ def _times(value: object, where: str, schedule: Schedule) -> list[float]:
 
 
 def _sizes(value: object, stages: int) -> Sizes:
-    if isinstance(value, dict):  # older files don't have it
-        value = {"deferred": None} | value
+    if isinstance(value, dict):  # older files don't have these
+        value = {"deferred": None, "shard_ways": 1} | value
     found: dict[str, Any] = {}
     for name, size in _keys(value, "sizes", [field.name for field in attrs.fields(Sizes)]).items():
         several = isinstance(size, list)

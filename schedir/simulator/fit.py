@@ -73,6 +73,7 @@ def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
         "forward": _every(found["forward"], stages, "FORWARD"),
         **_backwards(found, stages),
         "reduce_grad": _some(found["reduce_grad"], stages),
+        "unshard": _some(found["unshard"], stages),
         "optim_step": _some(found["optim_step"], stages),
     }
     fields |= {"recompute": None, "overlapped": None}

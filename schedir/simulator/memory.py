@@ -12,6 +12,8 @@ CPU:
                                 them as it frees the activation, to the OPTIM_STEP that applies
                                 them; always where the schedule has none. A sum over replicas takes
                                 as much again while it goes on
+    sharded weights             a rank's part always; all of them from the end of an UNSHARD to its
+                                RESHARD, and all of their gradients until REDUCE_GRAD
     activation                  from its FORWARD to its BACKWARD or BACKWARD_WEIGHT, its input with
                                 it. Where it has a RECOMPUTE, its input alone until that begins. At
                                 the end of its BACKWARD_INPUT all goes but what is deferred with the
@@ -91,13 +93,15 @@ def live_bytes(moments: Moments, sizes: Sizes) -> Held:
         "saved": activation,
         "deferred": activation if whole else _by_stage("deferred", sizes.deferred, stages),
         "kept": _by_stage("input", sizes.input, stages),
+        "gathered": _by_stage("weight", sizes.weight, stages),
     }
     if not boundary.any():
         values = {name: size for name, size in values.items() if name not in _TRAVEL}
     gradient = _by_stage("gradient", sizes.gradient, stages)
-    base = _base(moments.graph, sizes, gradient)
+    ways = np.where(moments.graph.sharded, sizes.shard_ways, 1)
+    base = _base(moments.graph, sizes, gradient, ways)
     changes = _changes(moments.graph, values)
-    return _held(moments, base, [*changes, *_gradients(moments.graph, gradient)])
+    return _held(moments, base, [*changes, *_gradients(moments.graph, gradient, ways)])
 
 
 def host_bytes(moments: Moments, sizes: Sizes) -> Held:
@@ -183,18 +187,18 @@ def _touched(graph: Graph, touches: Iterable[Touch], does: str) -> NDArray[np.bo
     return found
 
 
-def _base(graph: Graph, sizes: Sizes, gradient: Amounts) -> Amounts:
+def _base(graph: Graph, sizes: Sizes, gradient: Amounts, ways: Amounts) -> Amounts:
     """The bytes of weights, their copies and optimiser state, and of gradients that no OPTIM_STEP
-    applies: all of these stay from call to call."""
+    applies: all of these stay from call to call. A rank has one part in so many `ways` of each."""
     schedule, columns = graph.schedule, graph.columns
     weight = _by_stage("weight", sizes.weight, schedule.stages)
     optimizer = _by_stage("optimizer", sizes.optimizer, schedule.stages)
     stages, ranks = (np.array(side, np.int64) for side in zip(*schedule.holdings, strict=True))
     base = np.zeros(schedule.ranks)
-    np.add.at(base, ranks, (weight + optimizer)[stages])
+    np.add.at(base, ranks, ((weight + optimizer) / ways)[stages])
     makers = np.bincount(graph.holding[columns.where(*COMPLETES_GRADIENTS)], minlength=len(stages))
     left = (makers > 0) & (graph.steps_of == 0)
-    np.add.at(base, ranks[left], gradient[stages[left]])
+    np.add.at(base, ranks[left], (gradient / ways)[stages[left]])
     # Where nothing of a rank's stages comes after their steps, there are no copies.
     reading = columns.is_kind(*READS_WEIGHTS) & (graph.turn > 0)
     for rank in np.unique(columns.rank[reading]).tolist():
@@ -217,9 +221,10 @@ def _copies(versions: StageVersions) -> int:
     return most
 
 
-def _gradients(graph: Graph, size: Amounts) -> list[_Change]:
+def _gradients(graph: Graph, size: Amounts, ways: Amounts) -> list[_Change]:
     """Those that backwards accumulate until an OPTIM_STEP applies them, in each round from one to
-    the next; and a second copy of what is summed over replicas, until that step."""
+    the next; and a second copy of what is summed over replicas, until that step. The sum over the
+    shards of a stage leaves one part in so many `ways`."""
     schedule, stage = graph.schedule, graph.columns.stage
     makers, steps = graph.columns.where(*COMPLETES_GRADIENTS), graph.steps
     holding = graph.holding
@@ -230,11 +235,14 @@ def _gradients(graph: Graph, size: Amounts) -> list[_Change]:
     taken = taken[graph.steps_of[holding[taken]] > 0]
     freed = steps[first[rounds[steps]] < len(stage)]
     several = np.array([len(held) > 1 for held in schedule.placement], np.bool_)
+    several &= ways == 1
     summed = [(place, step) for step, place in graph.sums.items() if several[stage[step]]]
+    shards = np.array([p for p in graph.sums.values() if ways[stage[p]] > 1], np.int64)
     sums, summing = np.array(summed, np.int64).reshape(-1, 2).T
     return [
         (taken, _ADDED, size[stage[taken]]),
-        (freed, _FREED, -size[stage[freed]]),
+        (shards, _FREED, (size / ways - size)[stage[shards]]),
+        (freed, _FREED, -(size / ways)[stage[freed]]),
         (sums, _TAKEN, size[stage[sums]]),
         (summing, _FREED_FIRST, -size[stage[summing]]),
     ]

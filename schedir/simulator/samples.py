@@ -51,7 +51,7 @@ from schedir.simulator.values import Numbers, numbers
 
 COSTS = (
     *(kind.name.lower() for kind in KINDS if kind in COMPUTE),
-    "reduce_grad",
+    *(kind.name.lower() for kind in KINDS if kind in GROUPS),
     "overlapped",
     "transfer",
     "transfer_within",

@@ -97,6 +97,13 @@ def check_bandwidth(
         raise ValueError(f"{called} must be above 0")
 
 
+def check_ways(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """The validator of the number of ranks that share weights."""
+    expect_number(attribute.name, value)
+    if value < 1:
+        raise ValueError(f"{attribute.name} must be at least 1, not {value}")
+
+
 def _check_engines(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is not None and not (
         isinstance(value, dict) and all(map(is_number, (*value, *value.values())))
@@ -147,7 +154,7 @@ class Sizes:
     """The bytes of what is kept: each one number, or one per stage (`boundary`: one per boundary).
 
     `deferred` is what is left of an activation between its I and its W. None counts the whole
-    activation.
+    activation. `shard_ways` is the number of ranks that share the weights of a sharded stage.
 
     >>> import schedir
     >>> costs = schedir.CostModel(activation_bytes=(4096, 8192))
@@ -162,10 +169,12 @@ class Sizes:
     gradient: PerStage = 0
     optimizer: PerStage = 0
     deferred: PerStage | None = None
+    shard_ways: float = 1
 
     @property
     def known(self) -> bool:
         """True if any size is above 0."""
+        sizes = attrs.evolve(self, shard_ways=0)
         return any(
-            any(v) if isinstance(v, tuple) else v for v in attrs.astuple(self, recurse=False)
+            any(v) if isinstance(v, tuple) else v for v in attrs.astuple(sizes, recurse=False)
         )
