@@ -42,6 +42,7 @@ RUNTIME = (
     "call",
     "result",
     "processes",
+    "sharded",
     "transports",
     "plan",
     "session",

@@ -64,6 +64,20 @@ OF_OBJECTS: Mapping[str, Sequence[str]] = {
         *("Options._timeout", "Options.config", "Options.config.max_ctas"),
         *("Options.global_ranks_in_group", "Options.group_name", "abort"),
     ),
+    "torch.distributed.fsdp.FSDPModule": (
+        *(
+            "_get_fsdp_state",
+            "reshard",
+            "set_custom_all_gather",
+            "set_force_sum_reduction_for_comms",
+        ),
+        *("set_gradient_divide_factor", "set_is_last_backward", "set_requires_gradient_sync"),
+        *("set_reshard_after_backward", "set_reshard_after_forward", "unshard"),
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": ("post_backward",),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": (
+        "_root_post_backward_final_callback",
+    ),
     "torch.nn.Module": ("_forward_hooks", "_forward_pre_hooks"),
 }
 """What is used of objects whose type the code does not tell: that which matters, by type."""

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -61,6 +60,9 @@ class Arguments:
     scaler: GradScaler | None
     ties: Sequence[TieOf]
     mesh: DeviceMesh | None
+    pipeline_dim: str
+    data_dims: Sequence[str]
+    seed_dims: Sequence[str]
     seed: int
     step: int
     timeout: float | timedelta | None
@@ -228,13 +230,12 @@ def check_modules(modules: Mapping[int, nn.Module]) -> None:
                     "whose weights can't be replaced by older versions; pass the module that it "
                     "was made from"
                 )
-            if isinstance(part, (FSDPModule, DistributedDataParallel)):
-                wrapper = "fully_shard" if isinstance(part, FSDPModule) else type(part).__name__
+            if isinstance(part, DistributedDataParallel):
                 raise ExecutionError(
-                    f"stage {stage}{f' ({name})' if name else ''} is wrapped by {wrapper}, which "
-                    "talks to other processes in every forward and backward, outside of the "
-                    "schedule; pass the bare module, and mesh= with a dimension dp: REDUCE_GRAD "
-                    "sums the gradients then"
+                    f"stage {stage}{f' ({name})' if name else ''} is wrapped by "
+                    f"{type(part).__name__}, which talks to other processes in every backward, "
+                    "outside of the schedule; pass the bare module, and mesh= with a dimension dp: "
+                    "REDUCE_GRAD sums the gradients then. Or wrap it by fully_shard"
                 )
     if (shared := shared_memory(modules)) is not None:
         one, other = shared

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from schedir.passes import forward_only
 from schedir.runtime.accelerator import Streams
@@ -29,6 +30,7 @@ from schedir.runtime.program.program import Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.program.together import on_two_streams
 from schedir.runtime.session import Session
+from schedir.runtime.sharded import Sharded
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights, lives_of
@@ -196,9 +198,15 @@ def _stages(
             optimizers.get(stage),
             nonfinite,
             busy,
+            _sharded(plan, stage),
         )
         for stage in plan.local_stages
     }
+
+
+def _sharded(plan: Plan, stage: int) -> Sharded | None:
+    module = plan.arguments.stages[stage]
+    return Sharded(stage, module, not plan.updates) if isinstance(module, FSDPModule) else None
 
 
 def _on_several_streams(plan: Plan) -> set[int]:

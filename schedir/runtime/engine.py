@@ -113,6 +113,7 @@ class Engine:
             *(reduction.finish for reduction in parts.reductions.values()),
             *([self._sum_ties] if parts.ties and not plan.updates else []),
             *([parts.replica_check.step] if parts.replica_check.active else []),
+            *(stage.sharded.end for stage in self._stages if stage.sharded is not None),
             *([trained.end] if self._queues or trained.scale is not None else []),
         ]
         self._restores = [
@@ -421,6 +422,9 @@ class Engine:
         self.parts.barriers.reset()
         for replicas in self.parts.replicas.values():
             replicas.reset()
+        for stage in self._stages:
+            if stage.sharded is not None:
+                stage.sharded.reset()
         self.parts.shared.reset()
         self.parts.scaling.reset()
         self.parts.progress.drop()

@@ -83,8 +83,11 @@ class Executor:
       their optimisers must treat them in the same way. If you step yourself, every call of `step`
       adds the sum of that call's gradients to each copy's `.grad`, and you must step all copies in
       the same way.
-    - `mesh`: a DeviceMesh with dimensions named dp and pp. Each index of dp is one pipeline with
-      data of its own; all pipelines together are one training, and sums are over all of them.
+    - `mesh`: a DeviceMesh. Its dimension `pipeline_dim` has the ranks of the schedule. Each index
+      of the `data_dims` is one pipeline with data of its own; all pipelines together are one
+      training, and sums are over all of them. All other dimensions are yours, for tensor
+      parallelism say: along them processes get the same data. They draw the same random numbers,
+      except along the `seed_dims`.
 
     The gradients:
 
@@ -114,9 +117,9 @@ class Executor:
       first pipeline; see `timelines`. It costs about a microsecond an action.
 
     All ranks must pass the same `recompute`, `batch_dim`, `seed`, `step`, `clip_grad_norm`,
-    `nonfinite`, `scaler`, `ties`, `mesh`, `channel` and `trace`, and either all or none must pass
-    an `optimizer`: the executor compares them. A rank needs `loss_fn`, `count`, `boundaries` and
-    chunk specs only for its own stages.
+    `nonfinite`, `scaler`, `ties`, `mesh` and its dimensions, `channel` and `trace`, and either all
+    or none must pass an `optimizer`: the executor compares them. A rank needs `loss_fn`, `count`,
+    `boundaries` and chunk specs only for its own stages.
 
     You can read `stages`, `loss_fn`, `ties`, `nonfinite` and `scaler` as they were given, the
     `device` of the stages, the optimiser of each stage here in `optimizers`, and the `rank` of this
@@ -212,6 +215,9 @@ class Executor:
         scaler: GradScaler | None = None,
         ties: Sequence[TieOf] = (),
         mesh: DeviceMesh | None = None,
+        pipeline_dim: str = "pp",
+        data_dims: Sequence[str] = ("dp",),
+        seed_dims: Sequence[str] = (),
         seed: int = 0,
         step: int = 0,
         timeout: float | timedelta | None = None,
@@ -238,6 +244,9 @@ class Executor:
             scaler,
             ties,
             mesh,
+            pipeline_dim,
+            data_dims,
+            seed_dims,
             seed,
             step,
             timeout,
@@ -245,7 +254,7 @@ class Executor:
             in_process,
             trace,
         )
-        with nullcontext() if in_process else declining(mesh):
+        with nullcontext() if in_process else declining(mesh, pipeline_dim, data_dims):
             plan = plan_of(given)
             check_loss(plan)
             expect_carried_out(plan.schedule)

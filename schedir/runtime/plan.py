@@ -13,10 +13,12 @@ from typing import cast
 import attrs
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedir.checker import clean_channels, prove
 from schedir.errors import ExecutionError, ScheduleError
+from schedir.graph.compile import graph_of
 from schedir.ir import Kind, Schedule, ties_of
 from schedir.passes import advance_receives, insert_reductions, recompute
 from schedir.runtime.accelerator import Accelerator, accelerator_of
@@ -34,6 +36,7 @@ from schedir.runtime.arguments import (
     whole_name,
 )
 from schedir.runtime.processes.grid import Grid, grid
+from schedir.runtime.sharded import check_sharded
 from schedir.runtime.transports.choice import Choice, channel_for, check_streams, transport_for
 
 
@@ -87,6 +90,19 @@ class Plan:
         return self.schedule.stages - 1
 
     @property
+    def sharded(self) -> frozenset[int]:
+        """The stages whose weights the list gathers."""
+        return frozenset(np.flatnonzero(graph_of(self.schedule).sharded).tolist())
+
+    @property
+    def others(self) -> Sequence[dist.ProcessGroup]:
+        """The groups of the mesh's other dimensions, over which stages may be split."""
+        given, mesh = self.arguments, self.arguments.mesh
+        own = given.pipeline_dim, *given.data_dims
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        return [mesh.get_group(name) for name in names if mesh is not None and name not in own]
+
+    @property
     def updates(self) -> bool:
         """Whether OPTIM_STEPs run here, and not the caller's own steps."""
         return self.arguments.optimizer is not None
@@ -109,6 +125,7 @@ class Plan:
             "recompute": [*recomputed_stages(given.recompute, self.schedule.stages)],
             "ties": [[*map(tuple, tie)] for tie in given.ties],
             "mesh": self.grid.processes,
+            "seed_dims": [*given.seed_dims],
             "seed": given.seed,
             "step": given.step,
             "channel": given.channel,
@@ -152,7 +169,10 @@ def plan_of(given: Arguments) -> Plan:
     schedule = proved(given.schedule, "async", ties)
     schedule = recompute(schedule, recomputed_stages(given.recompute, schedule.stages))
     ranks = schedule.ranks
-    place = Grid(((0,) * ranks,)) if given.in_process else grid(ranks, given.mesh)
+    if given.in_process:
+        place = Grid(((0,) * ranks,))
+    else:
+        place = grid(ranks, given.mesh, given.pipeline_dim, given.data_dims, given.seed_dims)
     if place.pipelines > 1:
         schedule = insert_reductions(schedule)
     _check_steps(given, schedule)
@@ -163,6 +183,7 @@ def plan_of(given: Arguments) -> Plan:
     if isinstance(given.loss_fn, nn.Module) and (last := schedule.stages - 1) in trained:
         trained[last] = nn.ModuleDict({"stage": trained[last], "loss": given.loss_fn})
     check_modules(trained)
+    check_sharded(given.stages, schedule, place)
     accelerator = accelerator_of(device_of(trained))
     transport = transport_for(place.alone, accelerator.device)
     channel = channel_for(transport, given.channel, warns=place.rank == place.pipeline == 0)

@@ -55,6 +55,7 @@ from schedir.runtime.processes.positions import (
     nowhere,
 )
 from schedir.runtime.processes.watch import Lists, Member, Watch
+from schedir.runtime.sharded import local
 from schedir.runtime.transports.communicators import communicators_of
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
@@ -494,5 +495,5 @@ def _difference(one: Schedule, other: Schedule, process: int) -> str:
 
 def digest(tensor: Tensor) -> int:
     """A hash of a tensor's bytes."""
-    content = tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
+    content = local(tensor.detach()).reshape(-1).view(torch.uint8).cpu().numpy().data
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())

@@ -33,13 +33,17 @@ ONLY_WITH = {
 NO_TORCH = {
     "_attn_implementation": "of a config of transformers",
     "_experts_implementation": "of a config of transformers",
+    "_comm_ctx": "of an FSDPState, which sets it of itself",
     "_from_config": "of a model of transformers",
+    "_fsdp_param_groups": "of an FSDPState, from torch 2.13 on",
     "_getframe": "of sys",
     "_growth_tracker": "a key of the state that a GradScaler gives",
     "_model_mapping": "of a class of transformers",
     "_per_second": "how the name of a rate ends that the Trainer logs",
     "_raw_saved_": "with it begin names that nodes of autograd have, each kind its own",
+    "_reset_iter_state": "of an FSDPState, from torch 2.13 on",
     "_saved_": "with it begin names that nodes of autograd have, each kind its own",
+    "_state_ctx": "of an FSDPState, which sets it of itself",
 }
 """Private names that are somebody else's."""
 

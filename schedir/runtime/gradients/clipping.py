@@ -12,14 +12,18 @@ from itertools import compress
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from schedir.runtime.accelerator import Late
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import refuse_sparse
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import NORM_TAG, Control
+from schedir.runtime.processes.failure import waiting
 from schedir.runtime.processes.groups import Group, Groups, wait_for_sum
+from schedir.runtime.sharded import groups_of_shards, local
 
 
 @attrs.define(eq=False)
@@ -56,7 +60,15 @@ class Clipping:
         self.norm = Late(self._plan.accelerator, total, lambda copied: float(copied.item()))
         if self._nonfinite.accepts(norms, stages, total):
             for parameters in self._parameters.values():
-                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+                held = [_Held(local(p.grad)) for p in parameters if p.grad is not None]
+                torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)  # type: ignore[arg-type]
+
+
+@attrs.frozen
+class _Held:
+    """A gradient, as torch's function looks for it."""
+
+    grad: Tensor
 
 
 class Norms:
@@ -141,6 +153,27 @@ _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 def _each(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The norm of each gradient, as torch.nn.utils.clip_grad_norm_ takes it, but that of 16 bits
     in 32; None for one that is not there."""
+    return _of_whole(_of_local([None if g is None else local(g) for g in grads]), grads)
+
+
+def _of_whole(norms: list[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The norms of whole gradients, from those of their parts in this process. What is replicated
+    counts once; the squares of shards are added, in one sum for each group of processes."""
+    parts: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for number, grad in enumerate(grads):
+        if isinstance(grad, DTensor) and (groups := groups_of_shards(grad)):
+            parts.setdefault(groups, []).append(number)
+    for groups, numbers in parts.items():
+        squares = torch.stack([n for at in numbers if (n := norms[at]) is not None]).square()
+        for group in groups:
+            with waiting("the norms of all shards"):
+                dist.all_reduce(squares, group=group)
+        for at, root in zip(numbers, squares.sqrt().unbind(), strict=True):
+            norms[at] = root
+    return norms
+
+
+def _of_local(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
         if grad is not None:

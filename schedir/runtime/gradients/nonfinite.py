@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
@@ -28,6 +29,8 @@ from schedir.runtime.batch.microbatches import Count
 from schedir.runtime.gradients.loss_scale import LossScale
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import VERDICT_TAG, Control
+from schedir.runtime.processes.failure import waiting
+from schedir.runtime.sharded import local
 
 Step = tuple[int, int]
 """A stage, and the number of one of its OPTIM_STEPs in a call."""
@@ -62,8 +65,11 @@ class NonFinite:
             stage: _Gradients(_names(plan, stage), optimizer, plan.accelerator)
             for stage, optimizer in optimizers.items()
         }
-        holders = {rank for held in plan.schedule.placement for rank in held}
-        self._numbers = list(dict.fromkeys(map(plan.grid.number, sorted(holders))))
+        holders = sorted({rank for held in plan.schedule.placement for rank in held})
+        # Shards differ between pipelines, whole gradients don't.
+        lines = range(plan.grid.pipelines) if plan.sharded else [plan.grid.pipeline]
+        numbers = (plan.grid.number(rank, line) for line in lines for rank in holders)
+        self._numbers = list(dict.fromkeys(numbers))
         self.skipped: list[Step] = []
         self._looked_at: dict[Step, bool] = {}  # whether it is left out
         self._leaves_all_out = False
@@ -189,6 +195,11 @@ class NonFinite:
         own = [bool(self._not_finite())]
         exchange.give(torch.tensor(own, dtype=torch.float64, device="cpu"), self._numbers)
         self._leaves_all_out = any(verdict.item() for verdict in exchange.result())
+        for group in self._plan.others:  # what is split over these is not finite on some alone
+            verdict = torch.tensor(float(self._leaves_all_out), device=self._plan.device)
+            with waiting("the verdicts of all shards"):
+                dist.all_reduce(verdict, dist.ReduceOp.MAX, group)
+            self._leaves_all_out = bool(verdict.item())
 
     def _unscale(self) -> None:
         """Divide the gradients here by the scale of the loss, if there is one."""
@@ -259,7 +270,7 @@ class _Gradients:
     def look(self) -> Tensor:
         """A scalar: above zero where a gradient is not finite."""
         found = self._found.zero_()
-        grads = [grad for p in self._checked if (grad := p.grad) is not None]
+        grads = [local(grad) for p in self._checked if (grad := p.grad) is not None]
         if grads:
             try:
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, found, self._one)
@@ -267,9 +278,9 @@ class _Gradients:
                 for grad in grads:
                     found += ~_is_finite(grad)
         for p in self._summed:
-            grad = p.grad
-            if grad is None:
+            if p.grad is None:
                 continue
+            grad = local(p.grad)
             if self._queues or not cmath.isfinite(grad.sum().item()):
                 found += ~_is_finite(grad)
         return found
@@ -278,12 +289,12 @@ class _Gradients:
         """Multiply all gradients by a scalar, in place."""
         for p in self._own:
             if p.grad is not None:
-                p.grad.mul_(factor)
+                local(p.grad).mul_(factor)
 
     def worst(self) -> str:
         """The gradient that is not finite, in words: of several that of the last parameter, as
         gradients flow towards the first."""
-        there = [(p, p.grad) for p in self._own if p.grad is not None]
+        there = [(p, local(p.grad)) for p in self._own if p.grad is not None]
         parameter, grad = [(p, grad) for p, grad in there if not _is_finite(grad)][-1]
         kind = "NaN" if bool(_values(grad).isnan().any()) else "infinity"
         return f"the gradient of {self._names[parameter]} has {kind}"

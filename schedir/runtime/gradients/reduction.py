@@ -251,8 +251,9 @@ class Barriers:
             barrier.reset()
 
 
-def reduction_groups(schedule: Schedule) -> list[tuple[int, ...]]:
-    """The stages with sums, together with those that they share a process group with.
+def reduction_groups(schedule: Schedule, sharded: Collection[int] = ()) -> list[tuple[int, ...]]:
+    """The stages with sums, together with those that they share a process group with; but for those
+    that are sharded, which have groups of their own.
 
     A group costs a communicator, and on a GPU multiprocessors. Stages share one where their sums
     run over the same ranks, which come to them in the same order:
@@ -260,7 +261,8 @@ def reduction_groups(schedule: Schedule) -> list[tuple[int, ...]]:
         rank 0   … 0REDUCE_GRAD 3REDUCE_GRAD        stages 0 and 3 share a group of ranks 0 and 3
         rank 3   … 0REDUCE_GRAD 3REDUCE_GRAD        otherwise each has a group of its own
     """
-    places = graph_of(schedule).collectives_of
+    every = graph_of(schedule).collectives_of
+    places = {stage: by_rank for stage, by_rank in every.items() if stage not in sharded}
     found: list[list[int]] = []
     for stage in places:
         for others in found:

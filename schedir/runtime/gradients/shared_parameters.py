@@ -36,6 +36,7 @@ from schedir.runtime.processes.connecting import in_turn
 from schedir.runtime.processes.control import DRIFT_TAG, Control
 from schedir.runtime.processes.groups import Group
 from schedir.runtime.session import Claim, Session, agree, digest
+from schedir.runtime.sharded import local
 
 _INTERVAL = 16  # steps, from the first on
 
@@ -55,7 +56,7 @@ class Shared:
         # The stages whose sums share a group, and the group's processes.
         self._summed = [
             (stages, processes)
-            for stages in reduction_groups(plan.schedule)
+            for stages in reduction_groups(plan.schedule, plan.sharded)
             if len(processes := self._processes(stages[0])) > 1
         ]
         # Of each tie, in this pipeline.
@@ -93,7 +94,7 @@ class Shared:
         """The digests of the copies here, by their names."""
         found: dict[str, tuple[int, ...]] = {}
         for stage, module in self._stages.items():
-            if len(self._processes(stage)) > 1:
+            if self._is_copied(stage):
                 parameters = list(module.parameters())
                 found[f"stage {stage}"] = tuple(map(digest, parameters))
                 found[f"what is frozen of stage {stage}"] = tuple(
@@ -112,7 +113,7 @@ class Shared:
         """The dtypes of the copies here, by their names."""
         found = {_label(tie): [*held.values()] for tie, held in self._plan.tied if held}
         for stage, module in self._stages.items():
-            if len(self._processes(stage)) > 1:
+            if self._is_copied(stage):
                 found[f"stage {stage}"] = [*module.parameters()]
         return {
             label: " and ".join(sorted({str(copy.dtype) for copy in copies}))
@@ -125,6 +126,10 @@ class Shared:
 
     def _processes(self, stage: int) -> tuple[int, ...]:
         return self._grid.holders(self._plan.schedule.placement[stage])
+
+    def _is_copied(self, stage: int) -> bool:
+        """Whether several processes have all weights of a stage."""
+        return len(self._processes(stage)) > 1 and stage not in self._plan.sharded
 
     def _trained(self, stage: int) -> list[nn.Parameter]:
         return [p for p in self._stages[stage].parameters() if p.requires_grad]
@@ -228,7 +233,7 @@ class Shared:
         holders: dict[str, Sequence[int]] = {}
         for stage, module in self._stages.items():
             processes = self._processes(stage)
-            if len(processes) > 1:
+            if self._is_copied(stage):
                 copies[f"stage {stage}"] = [list(module.parameters())]
                 holders[f"stage {stage}"] = [*map(self._grid.everyone.index, processes)]
         for tie, held in self._plan.tied:
@@ -393,7 +398,7 @@ def _sample_of_weights(parameters: Sequence[Tensor]) -> Tensor:
     """Some bytes of some parameters, where these are; their fingerprint is `of_sample`."""
     samples = [torch.empty(0, dtype=torch.uint8, device="cpu")]
     for parameter in parameters:
-        flat = parameter.detach().reshape(-1)
+        flat = local(parameter.detach()).reshape(-1)
         samples.append(flat[:: max(1, len(flat) // _OF_A_PARAMETER)].contiguous().view(torch.uint8))
     return torch.cat(samples[1:] or samples)
 

@@ -4,16 +4,18 @@
       dp     process 0   process 1           pipeline 1     rank 0   rank 1
        ▼     process 2   process 3
 
-Every pipeline runs the whole schedule on its own data; REDUCE_GRAD sums over the pipelines.
+Every pipeline runs the whole schedule on its own data; REDUCE_GRAD sums over the pipelines. Along
+any other dimension of the mesh processes run the same lists on the same data, side by side.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import attrs
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from schedir.errors import ExecutionError
@@ -24,12 +26,13 @@ class Grid:
     """This process's place among the processes that train.
 
     `processes[pipeline][rank]` is the process's rank in the default process group; one process may
-    run all ranks.
+    run all ranks. Processes with other `draws` draw other random numbers.
     """
 
     processes: tuple[tuple[int, ...], ...] = ((0,),)
     pipeline: int = 0
     rank: int = 0
+    draws: int = 0
 
     @property
     def pipelines(self) -> int:
@@ -65,13 +68,22 @@ class Grid:
         return tuple(sorted({row[rank] for row in self.processes for rank in ranks}))
 
 
-def grid(ranks: int, mesh: DeviceMesh | None) -> Grid:
+def grid(
+    ranks: int,
+    mesh: DeviceMesh | None,
+    pipeline_dim: str = "pp",
+    data_dims: Sequence[str] = ("dp",),
+    seed_dims: Sequence[str] = (),
+) -> Grid:
     """The grid of a mesh, or of one pipeline over all processes.
+
+    Each index of the `data_dims` is one pipeline. Every index of the mesh's other dimensions has a
+    grid of its own; along the `seed_dims` these draw different random numbers.
 
     Raises ExecutionError if the number of processes is not the schedule's number of `ranks`.
     """
     if mesh is not None:
-        return _of_mesh(ranks, mesh)
+        return _of_mesh(ranks, mesh, pipeline_dim, data_dims, seed_dims)
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -96,30 +108,59 @@ def grid(ranks: int, mesh: DeviceMesh | None) -> Grid:
     return Grid((tuple(range(world)),), 0, rank)
 
 
-def _of_mesh(ranks: int, mesh: DeviceMesh) -> Grid:
-    names = mesh.mesh_dim_names or ()
-    if not names or not set(names) <= {"dp", "pp"}:
-        raise ExecutionError(
-            f"mesh: its dimensions must be named dp and pp, not {names or 'left without a name'}; "
-            'of a larger mesh, pass mesh["dp", "pp"]'
-        )
-    layout = mesh.mesh
-    if "dp" not in names:
-        layout = layout.unsqueeze(0)
-    elif "pp" not in names:
-        layout = layout.unsqueeze(1)
-    elif names == ("pp", "dp"):
-        layout = layout.t()
+def _of_mesh(
+    ranks: int,
+    mesh: DeviceMesh,
+    pipeline_dim: str,
+    data_dims: Sequence[str],
+    seed_dims: Sequence[str],
+) -> Grid:
+    layout, names = layout_of(mesh, pipeline_dim, data_dims), mesh.mesh_dim_names or ()
     if layout.shape[1] != ranks:
         raise ExecutionError(
-            f"the schedule has {ranks} ranks, but the mesh {layout.shape[1]} in its dimension pp; "
-            f"make the mesh with {ranks}, or build the schedule for {layout.shape[1]} ranks"
+            f"the schedule has {ranks} ranks, but the mesh {layout.shape[1]} in its dimension "
+            f"{pipeline_dim}; make the mesh with {ranks}, or build the schedule for "
+            f"{layout.shape[1]} ranks"
         )
+    for name in seed_dims:
+        if name not in names or name in (pipeline_dim, *data_dims):
+            raise ExecutionError(
+                f"seed_dims: {name!r} is not one of the mesh's other dimensions; it has {names}, "
+                f"of which {pipeline_dim} and {', '.join(data_dims)} draw numbers of their own"
+            )
+    rank, number = dist.get_rank(), 0
+    place = (mesh.mesh == rank).nonzero().tolist()[0]
+    for name in seed_dims:
+        number = number * mesh.mesh.shape[names.index(name)] + place[names.index(name)]
     # By the place in the mesh: get_local_rank is the rank in a group, which torch sorts.
-    places = (layout == dist.get_rank()).nonzero().tolist()
+    pipeline, own = (layout == rank).nonzero().tolist()[0]
+    draws = number * len(layout) + pipeline
+    return Grid(tuple(map(tuple, layout.tolist())), pipeline, own, draws)
+
+
+def layout_of(mesh: DeviceMesh, pipeline_dim: str, data_dims: Sequence[str]) -> Tensor:
+    """The processes of this one's grid, shape [pipelines, ranks].
+
+    Raises ExecutionError if the mesh has none of the dimensions, or not this process.
+    """
+    names, rank = mesh.mesh_dim_names or (), dist.get_rank()
+    data = [name for name in names if name in data_dims]
+    lacks = {pipeline_dim, *data_dims} - {*names}
+    if not {pipeline_dim, *data} & {*names} or lacks - {"pp", "dp"}:
+        raise ExecutionError(
+            f"mesh: its dimensions are {names or 'left without a name'}, but the pipeline's is "
+            f"{pipeline_dim}, and gradients are summed over {tuple(data_dims)}: name them so, or "
+            "pass pipeline_dim= and data_dims="
+        )
+    places = (mesh.mesh == rank).nonzero().tolist()
     if not places:
         raise ExecutionError(
-            f"process {dist.get_rank()} is not in the mesh {layout.tolist()}; make executors only "
-            "on the mesh's processes"
+            f"process {rank} is not in the mesh {mesh.mesh.tolist()}; make executors only on the "
+            "mesh's processes"
         )
-    return Grid(tuple(map(tuple, layout.tolist())), *places[0])
+    others = [name for name in names if name not in (pipeline_dim, *data)]
+    pipeline = [pipeline_dim] if pipeline_dim in names else []
+    layout = mesh.mesh.permute([names.index(name) for name in (*others, *data, *pipeline)])
+    for name in others:
+        layout = layout[places[0][names.index(name)]]
+    return layout.reshape(-1, layout.shape[-1] if pipeline else 1)

@@ -41,6 +41,7 @@ from schedir.runtime.processes.failure import (
     joining,
     waiting,
 )
+from schedir.runtime.processes.grid import layout_of
 from schedir.runtime.processes.nccl import Shares, end, nccl_backend
 
 _MAKING = "all ranks to make their executors"
@@ -380,13 +381,17 @@ def _decline(store: Store, reason: str) -> None:
 
 
 @contextmanager
-def declining(mesh: DeviceMesh | None) -> Iterator[None]:
+def declining(
+    mesh: DeviceMesh | None, pipeline_dim: str, data_dims: Sequence[str]
+) -> Iterator[None]:
     """Inside, an error is told to the other processes, so that they don't wait for this one."""
     try:
         yield
     except Exception as error:
         reason = str(error) if isinstance(error, SchedirError) else describe(error)
-        with suppress(RuntimeError, ValueError):  # it may not be one of several, or be alone yet
+        with suppress(
+            RuntimeError, ValueError, SchedirError
+        ):  # it may not be one of several, or be alone yet
             if not dist.is_initialized():
                 store, rank, world = _joined(_SOON)
                 if world > 1:
@@ -394,7 +399,8 @@ def declining(mesh: DeviceMesh | None) -> Iterator[None]:
             elif mesh is None:
                 Groups.decline(tuple(range(dist.get_world_size())), reason)
             else:
-                Groups.decline(tuple(sorted(mesh.mesh.flatten().tolist())), reason)
+                layout = layout_of(mesh, pipeline_dim, data_dims)
+                Groups.decline(tuple(sorted(layout.flatten().tolist())), reason)
         raise
 
 

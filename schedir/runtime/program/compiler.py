@@ -25,6 +25,8 @@ from schedir.ir import (
     COMPLETES_GRADIENTS,
     COMPUTE,
     COPIES,
+    GATHERS,
+    READS_WEIGHTS,
     Action,
     Kind,
     Schedule,
@@ -78,7 +80,17 @@ from schedir.runtime.program.transfers import (
     send_gradients,
     waiting,
 )
-from schedir.runtime.program.update import PassBarriers, optim_step, reduce_grad, sum_replicas
+from schedir.runtime.program.update import (
+    PassBarriers,
+    optim_step,
+    reduce_grad,
+    reduce_shards,
+    reshard,
+    sum_replicas,
+    unshard,
+    until_gathered,
+)
+from schedir.runtime.sharded import Sharded
 from schedir.runtime.stage.activations import Cell, Cells
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
@@ -157,6 +169,7 @@ class _List:
         self._arrived = {} if first is not None else arrivals(schedule, rank)
         self._beside = compiler.beside or transport
         self._poster: BatchPoster = transport
+        self._gathered = first_uses(self._actions)
         accelerator = compiler.accelerator
         self._make: Make = partial(torch.empty_strided, device=accelerator.device)
         if accelerator.queues:
@@ -199,6 +212,8 @@ class _List:
                 step = self._step(action.stage, turn)
                 run = optim_step(stage, self._compiler.nonfinite, step, self._now)
                 yield self._in_turn(Instruction(*place, run, computes=True, stage=stage))
+        elif stage.sharded is not None and action.kind in _OF_SHARDED:
+            yield Instruction(*place, _OF_SHARDED[action.kind](stage.sharded, self._now))
         elif action.kind is Kind.REDUCE_GRAD:
             replicas = self._compiler.replicas.get(action.stage)
             if replicas is not None:
@@ -261,6 +276,8 @@ class _List:
         wait = None
         if receives is not nobody:
             wait = waiting(receives, [self._sends(send) for send in self._arrived.get(turn, ())])
+        if stage.sharded is not None and turn in self._gathered:
+            wait = until_gathered(stage.sharded, stage.weights, wait)
         return Instruction(*place, run, wait, receives, computes=True, cell=cell, stage=stage)
 
     def _copy(self, action: Action, stage: Stage) -> Bound:
@@ -363,6 +380,19 @@ _DESCRIBED: Mapping[Kind, Callable[[Cell, Messenger, int], Bound]] = {
 }
 
 
+def first_uses(actions: Sequence[Action]) -> set[int]:
+    """Where a rank's list first uses the weights of a stage after each gathering of them."""
+    fresh: set[int] = set()
+    found = set()
+    for turn, action in enumerate(actions):
+        if action.kind in GATHERS:
+            fresh.add(action.stage)
+        elif action.kind in READS_WEIGHTS and action.stage in fresh:
+            fresh.remove(action.stage)
+            found.add(turn)
+    return found
+
+
 def _not_over(replicas: Replicas, rank: int) -> bool:
     return not replicas.is_over(rank)
 
@@ -420,7 +450,12 @@ def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:
     return found
 
 
-_CARRIED_OUT = {*COMPUTE, *COMMUNICATION, *COPIES, Kind.REDUCE_GRAD}
+_OF_SHARDED: Mapping[Kind, Callable[[Sharded, Now], Bound]] = {
+    Kind.UNSHARD: unshard,
+    Kind.RESHARD: reshard,
+    Kind.REDUCE_GRAD: reduce_shards,
+}
+_CARRIED_OUT = {*COMPUTE, *COMMUNICATION, *COPIES, *_OF_SHARDED}
 
 
 def expect_carried_out(schedule: Schedule) -> None:

@@ -113,7 +113,8 @@ def first_forward(
         given = Watched(tensors_of((target, keywords)))
         found = stage.loss_of(cell, output, target, keywords)
         cell.learned.changes_target = any(given.changed())
-        first.warn_of_unstepped(found, stage.weights)
+        if stage.sharded is None:  # else the optimizer steps the shards of what it depends on
+            first.warn_of_unstepped(found, stage.weights)
         return found
 
     return forward_with(stage, cell, now, trains, replayed, output, loss, learns=True)

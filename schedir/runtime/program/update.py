@@ -1,4 +1,5 @@
-"""REDUCE_GRAD and OPTIM_STEP as bound calls, and the work before OPTIM_STEPs."""
+"""Actions of whole stages as bound calls: gathering weights, summing gradients, updating; and the
+work before OPTIM_STEPs."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from schedir.runtime.call import Now
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Barrier, Reduction
 from schedir.runtime.program.instruction import Bound
+from schedir.runtime.sharded import Sharded
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
+from schedir.runtime.stage.weights import StageWeights
 
 
 def reduce_grad(reduction: Reduction, now: Now) -> Bound:
@@ -30,6 +33,39 @@ def sum_replicas(replicas: Replicas, rank: int, now: Now) -> Bound:
     def call() -> None:
         if now.call.request.updates:
             replicas.arrive(rank)
+
+    return call
+
+
+def unshard(sharded: Sharded, now: Now) -> Bound:
+    """UNSHARD: begins to gather the weights."""
+    return sharded.gather
+
+
+def until_gathered(sharded: Sharded, weights: StageWeights, wait: Bound | None) -> Bound:
+    """The wait of the first action that uses the weights, after its own wait: torch puts others in
+    the module's place."""
+
+    def call() -> None:
+        if wait is not None:
+            wait()
+        sharded.wait()
+        weights.compute_with(sharded.parameters)
+
+    return call
+
+
+def reshard(sharded: Sharded, now: Now) -> Bound:
+    """RESHARD: gives the full weights up."""
+    return sharded.release
+
+
+def reduce_shards(sharded: Sharded, now: Now) -> Bound:
+    """REDUCE_GRAD of sharded weights: sums the full gradients into those of the shards."""
+
+    def call() -> None:
+        if now.call.request.updates or sharded.each_call:
+            sharded.reduce()
 
     return call
 

@@ -15,6 +15,7 @@ from schedir.errors import ExecutionError
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.plan import Plan
+from schedir.runtime.sharded import Sharded
 from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.buffers import Buffers
 from schedir.runtime.stage.rng import Seeds, seeder
@@ -25,8 +26,9 @@ class Stage:
     """One stage of this process; the last one has the loss.
 
     `optimizer` is None if the caller steps, or without parameters; `reduction` is None if no other
-    process runs the stage. `busy[0]` counts the seconds that this process computes. `seeds` are
-    those of the current call's forwards, by microbatch, from `draws`.
+    process runs the stage; `sharded` is None if each process has all of its weights. `busy[0]`
+    counts the seconds that this process computes. `seeds` are those of the current call's forwards,
+    by microbatch, from `draws`.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Stage:
         optimizer: torch.optim.Optimizer | None,
         nonfinite: NonFinite,
         busy: list[float],
+        sharded: Sharded | None,
     ) -> None:
         self.index = index
         self.module = plan.arguments.stages[index]
@@ -47,11 +50,12 @@ class Stage:
         self.reduction = reduction
         self.optimizer = optimizer
         self.nonfinite = nonfinite
+        self.sharded = sharded
         self.buffers = Buffers(plan.trained[index])
         self.busy = busy
         self.seed = seeder(plan.generators)
         microbatches = plan.schedule.microbatches
-        first = plan.grid.pipeline * microbatches  # each pipeline draws numbers of its own
+        first = plan.grid.draws * microbatches  # each pipeline draws numbers of its own
         self.draws = Seeds(plan.arguments.seed, index, range(first, first + microbatches))
         self.seeds: list[int] = []
 

@@ -142,6 +142,11 @@ class StageWeights:
         if self._held.get(id(parameters), ((), ()))[0] != trained:
             self._held[id(parameters)] = trained, self._accumulators(parameters)
 
+    def compute_with(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gradients go to these parameters now: the full ones of a sharded stage."""
+        self._without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
+        self.collects = bool(self._without_gradient)
+
     def look_at_gradients(self) -> None:
         """The parameters have been given other gradients, or none."""
         self._without_gradient = [p for p in self._newest if p.requires_grad and p.grad is None]

@@ -125,6 +125,12 @@ class Checkpoint:
                 f"{type(model).__name__}"
             )
         self._held = held_by(model, loss_fn)
+        for held in self._held:
+            if held.is_split:
+                raise ExecutionError(
+                    f"Checkpoint does not save {held.place} yet, of which each process has only a "
+                    "part: save its state_dict() by torch.distributed.checkpoint"
+                )
         self._snapshot = Snapshot(self._device)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import attrs
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
@@ -54,8 +55,14 @@ class Held:
     saves: bool = True
 
     def state(self) -> dict[str, Any]:
-        """The module's state dict, under whole names."""
-        return {whole_name(name): value for name, value in self.module.state_dict().items()}
+        """The module's state dict, under whole names. Shards become whole: all processes that have
+        some of them call it."""
+        return {whole_name(name): _whole(v) for name, v in self.module.state_dict().items()}
+
+    @property
+    def is_split(self) -> bool:
+        """Whether this process has only a part of a tensor."""
+        return any(isinstance(tensor, DTensor) for tensor in self.module.state_dict().values())
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Load a state dict under whole names; its tensors may be the module's, changed in
@@ -83,6 +90,10 @@ class Held:
             is_buffer = size is not None and not isinstance(value, nn.Parameter)
             content = digest(value) if is_buffer else None
             yield _Entry(self.key(whole_name(name)), self.place, self.stage, size, content)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def held_by(model: Executor | nn.Module, loss_fn: object = None) -> list[Held]:
@@ -192,8 +203,9 @@ def gathered_state(executor: Executor) -> dict[str, Any] | None:
         own = {
             name: value.cpu().clone() if isinstance(value, Tensor) else value
             for one in held
-            if one.stage == stage and one.saves and one.section == "model"
+            if one.stage == stage and (one.saves or one.is_split) and one.section == "model"
             for name, value in one.state().items()
+            if one.saves
         }
         collected = executor.collect(own)
         is_first = collected is not None

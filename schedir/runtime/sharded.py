@@ -1,0 +1,213 @@
+"""The weights of a stage that fully_shard has wrapped: gathered and given up when the list says so.
+
+FSDP's hooks stay in place, and find nothing to do: weights are gathered before they run, and stay
+so after them. All names of torch that are private stand in this module.
+
+    0UNSHARD   all-gathers begin         0F0 waits for them, and computes
+    0RESHARD   the full weights go       0REDUCE_GRAD   full gradients become the shards' sums
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, OffloadPolicy, UnshardHandle
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+from schedir.errors import ExecutionError
+from schedir.graph.compile import graph_of
+from schedir.ir import Schedule
+from schedir.runtime.processes.failure import waiting
+from schedir.runtime.processes.grid import Grid
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that is in this process."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def groups_of_shards(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of processes over which a tensor is split, by dimension of its mesh."""
+    mesh = tensor.device_mesh
+    return tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    )
+
+
+class _Guard(DefaultAllGather):
+    """All-gathers of weights, while a list asks for them; else they are refused."""
+
+    allows = False
+
+    def __call__(self, *args: Any, **keywords: Any) -> dist.Work | None:
+        if not self.allows:
+            raise ExecutionError(
+                "fully_shard gathers weights that the list does not gather here; call the stage's "
+                "module within the executor only, and wrap whole submodules that its forward calls"
+            )
+        return super().__call__(*args, **keywords)
+
+
+class Sharded:
+    """What a list does to the sharded weights of a stage: they are gathered, waited for, given up,
+    and their gradients summed. With `each_call` they are summed in calls without an update too."""
+
+    def __init__(self, stage: int, module: FSDPModule, each_call: bool) -> None:
+        self._stage, self._module, self._guard = stage, module, _Guard()
+        self.each_call = each_call
+        self._parts = [m for m in _modules(module) if isinstance(m, FSDPModule)]
+        self._handles: list[UnshardHandle] = []
+        for part in self._parts:
+            part.set_custom_all_gather(self._guard)
+            part.set_requires_gradient_sync(False, recurse=False)
+            part.set_reshard_after_forward(False, recurse=False)
+            part.set_reshard_after_backward(False, recurse=False)
+            # Sums, not means: the loss has each microbatch's share. PREMUL_SUM is unknown to gloo.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        module.set_is_last_backward(False)
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Those that the module computes with now: full ones, once gathered."""
+        return [*_modules(self._module)[0].parameters()]
+
+    def gather(self) -> None:
+        """UNSHARD: begin to gather the full weights; nobody waits here."""
+        self._guard.allows = True
+        try:
+            with waiting(f"the gathering of stage {self._stage}'s weights"):
+                handles = [part.unshard(async_op=True) for part in self._parts]
+        finally:
+            self._guard.allows = False
+        self._handles = [handle for handle in handles if handle is not None]
+
+    def wait(self) -> None:
+        """Wait until the full weights are there."""
+        with waiting(f"the gathering of stage {self._stage}'s weights"):
+            for handle in self._handles:
+                handle.wait()
+        self._handles = []
+
+    def release(self) -> None:
+        """RESHARD: give the full weights up. Their gradients stay."""
+        self.wait()
+        for part in self._parts:
+            part.reshard()
+
+    def reduce(self) -> None:
+        """REDUCE_GRAD: the sums of the full gradients over all ranks become those of the shards, as
+        torch's own pipelining does it (`perform_reduce_grad` of its stage.py)."""
+        module, root = self._module, self._module._get_fsdp_state()
+        for part in self._parts:
+            part.set_requires_gradient_sync(True, recurse=False)
+        module.set_is_last_backward(True)
+        try:
+            with waiting(f"the sums of stage {self._stage}'s gradients"):
+                for state in root._state_ctx.all_states:
+                    for group in _groups_of(state):
+                        group.post_backward()
+                root._root_post_backward_final_callback()
+        finally:
+            for part in self._parts:
+                part.set_requires_gradient_sync(False, recurse=False)
+            module.set_is_last_backward(False)
+
+    def end(self) -> None:
+        """A call is over: forget the order of its forwards, for prefetches that never come."""
+        self._module._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+
+    def reset(self) -> None:
+        """A call has failed: nobody answers any more."""
+        self._handles = []
+        # Before torch 2.13 there is no such function, and a failed call leaves FSDP as it is.
+        getattr(self._module._get_fsdp_state(), "_reset_iter_state", lambda: None)()
+
+
+def _modules(module: Any) -> list[nn.Module]:
+    return [*module.modules()]
+
+
+def check_sharded(stages: Mapping[int, nn.Module], schedule: Schedule, grid: Grid) -> None:
+    """Raise ExecutionError unless the stages that the list shards are those that fully_shard has
+    wrapped, in a way that the executor can run."""
+    listed = graph_of(schedule).sharded
+    for stage, module in sorted(stages.items()):
+        wrapped = [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+        if not wrapped:
+            if listed[stage]:
+                raise ExecutionError(
+                    f"{schedule.name} gathers the weights of stage {stage}, but its module is not "
+                    "sharded: wrap it by fully_shard, or leave the stage out of schedir.shard"
+                )
+            continue
+        if wrapped[0]:
+            raise ExecutionError(
+                f"stage {stage}: fully_shard has wrapped {wrapped[0]}, but not the stage itself; "
+                "wrap the whole module as well, last"
+            )
+        if not listed[stage]:
+            raise ExecutionError(
+                f"stage {stage} is wrapped by fully_shard, but {schedule.name} never gathers its "
+                f"weights: pass schedir.shard(schedule, stages=[{stage}, …])"
+            )
+        if len(schedule.placement[stage]) > 1 or grid.alone:
+            raise ExecutionError(
+                f"stage {stage} is wrapped by fully_shard, but all its copies are in one pipeline; "
+                "pass mesh= with a data dimension, over which it is sharded"
+            )
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # a forward before may have left the full weights
+        for group in _groups(module):
+            _check_group(stage, group, grid)
+
+
+def _groups(module: nn.Module) -> Iterable[FSDPParamGroup]:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            groups = _groups_of(part._get_fsdp_state())
+            if len(groups) > 1:
+                raise ExecutionError(
+                    "a module that fully_shard has wrapped has parameters on several meshes; use "
+                    "one mesh for each module"
+                )
+            yield from groups
+
+
+def _groups_of(state: Any) -> list[FSDPParamGroup]:
+    """The groups of parameters of an FSDP state; before torch 2.13 there was at most one."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def _check_group(stage: int, group: FSDPParamGroup, grid: Grid) -> None:
+    """Raise ExecutionError unless a group of parameters is of one dtype, on the device, and sharded
+    over the processes whose gradients are summed."""
+    if type(group.offload_policy) is not OffloadPolicy:
+        raise ExecutionError(
+            f"stage {stage}: fully_shard offloads to the CPU, which the executor does not run; "
+            "leave offload_policy out"
+        )
+    trained = {p.sharded_param.dtype for p in group.fsdp_params if p.sharded_param.requires_grad}
+    if len(trained) > 1:
+        raise ExecutionError(
+            f"stage {stage}: fully_shard has wrapped parameters of {sorted(map(str, trained))} "
+            "together; wrap those of each dtype in a module of their own"
+        )
+    own = sorted(row[grid.rank] for row in grid.processes)
+    found = sorted(group.mesh_info.mesh.mesh.flatten().tolist())
+    if found != own:
+        raise ExecutionError(
+            f"stage {stage} is sharded over processes {found}, but its gradients are summed over "
+            f"{own}: pass fully_shard the data dimensions of the executor's mesh"
+        )

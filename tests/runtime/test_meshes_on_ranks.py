@@ -1,0 +1,122 @@
+"""Meshes with dimensions that are the user's: tensor parallelism inside stages."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import schedir
+from schedir.runtime import Executor
+from schedir.training import Checkpoint
+from tests.runtime.kit import MSE, Twins, adamw, everyone, message_of, random_batch
+from tests.runtime.on_ranks import on_ranks
+
+LONG = 60.0
+WIDTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+def blocks(number: int) -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [Block() for _ in range(number)]
+
+
+def split_up(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(stage, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def whole_of(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("1f1b", {}), ("1f1b", {"clip_grad_norm": 0.05}), ("zb", {}), ("pipedream", {})],
+)
+def test_split_stages_train_as_whole_ones(rank: int, name: str, options: dict[str, Any]) -> None:
+    """The reference is the executor in one process, which is held to plain training elsewhere."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    schedule = schedir.build(name, ranks=2, microbatches=4)
+    whole = blocks(schedule.stages)
+    held = schedule.stages_of(mesh["pp"].get_local_rank())
+    local = {s: split_up(copy.deepcopy(whole[s]), mesh["tp"]) for s in held}
+    twins = Twins(whole, schedule)
+    alone = twins.executor(**options)
+    with Executor(schedule, local, MSE, adamw, mesh=mesh, timeout=LONG, **options) as executor:
+        for step in range(3):
+            x, y = random_batch(8, seed=step)
+            mine, theirs = (one.step(x, target=y) for one in (executor, alone))
+            assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+            if options:
+                assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+        for stage, module in local.items():
+            pairs = zip(module.parameters(), twins.local[stage].parameters(), strict=True)
+            assert all(torch.allclose(whole_of(a), b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+        x, y = random_batch(8, seed=99)
+        losses = [one.evaluate(x, target=y).loss for one in (executor, alone)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        said = message_of(Checkpoint, executor)
+        assert "save its state_dict() by torch.distributed.checkpoint" in said
+        everyone("all have seen it")
+
+
+class Noise(nn.Module):
+    """Adds what it draws."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("seed_dims", [(), ("tp",)])
+def test_other_dimensions_draw_apart_if_asked(rank: int, seed_dims: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    pp, tp = mesh["pp"].get_local_rank(), mesh["tp"].get_local_rank()
+    options: dict[str, Any] = {"mesh": mesh, "seed_dims": seed_dims, "timeout": LONG}
+    linear = nn.Linear(4, 4)
+    nn.init.eye_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    stage = nn.Sequential(linear, Noise())
+    with Executor(schedule, {pp: stage}, MSE, **options) as executor:
+        found = executor.step(torch.zeros(2, 4), target=torch.zeros(2, 4)).loss
+    losses = dict(everyone((tp, found)))
+    assert (losses[0] == losses[1]) is (not seed_dims)
+
+
+@on_ranks(4)
+def test_dimensions_that_do_not_fit_are_named(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = {mesh["pp"].get_local_rank(): nn.Linear(4, 4)}
+
+    def said(**options: Any) -> str:
+        return message_of(Executor, schedule, stages, MSE, mesh=mesh, **options)
+
+    assert "seed_dims: 'sp' is not one of the mesh's other dimensions" in said(seed_dims=("sp",))
+    assert "seed_dims: 'pp' is not one" in said(seed_dims=("pp",))
+    assert "the pipeline's is stages" in said(pipeline_dim="stages")
+    assert "summed over ('data',)" in said(data_dims=("data",))
+    everyone("all are refused")
