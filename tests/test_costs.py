@@ -32,6 +32,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "latency": by_link(NUMBERS),
     "bandwidth": by_link(NUMBERS.filter(bool) | st.just(math.inf)),
     "host_bandwidth": NUMBERS.filter(bool) | st.just(math.inf),
+    "shard_ways": st.integers(1, 9) | st.floats(1, 9),
     "copy_engine": st.none() | st.dictionaries(st.integers(0, 99), st.integers(0, 9), max_size=4),
     "unit": st.sampled_from([None, "s", "ms", "us"]),
     "samples": st.none(),  # tests/test_fit.py has some

@@ -91,7 +91,9 @@ def wrong(schedule: Schedule, *, of_transfers: bool = False) -> list[Wrong]:
     found = [*_found(schedule, LINKED)]
     if not of_transfers:
         found += _found(schedule, OTHERS)
-        if graph_of(schedule).sharded.any():
+        sharded, columns = graph_of(schedule).sharded, schedule.columns
+        # A version that is named is another finding, whose echo these would be.
+        if sharded.any() and not (sharded[columns.stage] & (columns.version >= 0)).any():
             found += _found(schedule, HELD)
     rows: dict[Rule, list[tuple[Ints, Ints, Ints]]] = {}
     for number, fault in enumerate(found):
@@ -150,11 +152,15 @@ def _findings(schedule: Schedule, told: Wrong) -> Iterator[Finding]:
         else:
             # What makes or ends it and nobody lists is added; or what is one too many goes, but
             # for compute, of which nothing is.
-            adds = _unlisted(schedule, place, "end" if label == "unended" else "make", fault.value)
+            does = "end" if label == "unended" else "make"
+            adds = [*_unlisted(schedule, place, does, fault.value)]
             spare = [p for p in (other, place)[label != "gone" :] if not computes[p]][:1]
             out = [removal(schedule, each) for each in spare]
             changes: Iterator[Change] = chain(adds, anywhere(schedule, places), out)
-            yield Finding(found, changes, out[0] if out else None)
+            # Weights that are not gathered, or not given up, are so once there is an action more.
+            lacks = fault.value in HELD and (label == "unended" or computes[place])
+            rest = adds if lacks and label != "gone" else out
+            yield Finding(found, changes, rest[0] if rest else None)
 
 
 def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:

@@ -26,6 +26,7 @@ from schedir.simulator.values import (
     check_bandwidth,
     check_unit,
     check_ways,
+    field_of,
 )
 
 
@@ -244,9 +245,7 @@ class CostModel:
     @property
     def sizes(self) -> Sizes:
         """The bytes alone."""
-        names = [name for name in attrs.fields_dict(Sizes) if name != "shard_ways"]
-        sizes = {name: getattr(self, f"{name}_bytes") for name in names}
-        return Sizes(**sizes, shard_ways=self.shard_ways)
+        return Sizes(**{name: getattr(self, field_of(name)) for name in attrs.fields_dict(Sizes)})
 
 
 # Another number of stages.

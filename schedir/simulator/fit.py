@@ -26,7 +26,7 @@ from schedir.simulator.samples import (
     median,
     observe,
 )
-from schedir.simulator.values import MOST, Numbers, PerStage
+from schedir.simulator.values import MOST, Numbers, PerStage, field_of
 
 _PARTS = {
     kind: kind.meaning.cost / Kind.BACKWARD.meaning.cost
@@ -51,7 +51,7 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
     boundaries: Any = 0
     if sizes is not None:
         boundaries, held = sizes.boundary, attrs.asdict(sizes, recurse=False)
-        fields |= {f"{name}_bytes": size for name, size in held.items()}
+        fields |= {field_of(name): size for name, size in held.items()}
     links = usual_links(samples, boundaries)
     fields |= {"latency": links.latency, "bandwidth": links.bandwidth}
     if sizes is not None:

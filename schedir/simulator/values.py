@@ -178,3 +178,8 @@ class Sizes:
         return any(
             any(v) if isinstance(v, tuple) else v for v in attrs.astuple(sizes, recurse=False)
         )
+
+
+def field_of(size: str) -> str:
+    """The field of CostModel for a field of Sizes."""
+    return size if size == "shard_ways" else f"{size}_bytes"

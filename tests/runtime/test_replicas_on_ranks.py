@@ -241,7 +241,7 @@ def test_copies_that_differ_at_the_start_are_refused(rank: int) -> None:
     ("shape", "dims", "text"),
     [
         (None, (), "4 processes run; for several pipelines, pass mesh="),
-        ((2, 2), ("pp", "tp"), "must be named dp and pp"),
+        ((2, 2), ("a", "b"), "name them so, or pass pipeline_dim= and data_dims="),
         ((4, 1), ("dp", "pp"), "the mesh 1 in its dimension pp"),
     ],
 )
