@@ -119,9 +119,11 @@ def test_shards_train_as_one_process(
     rank: int, name: str, nested: bool, checkpointed: bool
 ) -> None:
     schedule = schedir.build(name, ranks=2, microbatches=4)
-    schedule = schedir.shard(schedule, limit=1)
+    pairs = schedule.columns.together  # which need two stages at once
+    schedule = schedir.shard(schedule, limit=2 if pairs else 1)
     whole = blocks(schedule.stages, checkpointed)
-    assert_trains(rank, schedule, whole, pipelines(), nested=nested)
+    exact = name != "looped-bfs"  # it adds the microbatches' gradients in another order
+    assert_trains(rank, schedule, whole, pipelines(), exact, nested=nested)
 
 
 @on_ranks(4)
