@@ -395,7 +395,8 @@ class Oracle:
             (g for held, _ in places for g in self.ranks[held].accumulated.get(stage, [])), key=str
         )
         for held, there in places:
-            if stage in self.sharded and stage in self.ranks[held].summed:
+            new = total and stage not in self.ranks[held].summed
+            if stage in self.sharded and not new:
                 self.ranks[held].faults.append(f"shards of stage {stage} get a sum of nothing new")
             self.ranks[held].accumulated[stage] = list(total)
             self.ranks[held].summed.add(stage)
