@@ -91,9 +91,9 @@ def wrong(schedule: Schedule, *, of_transfers: bool = False) -> list[Wrong]:
     found = [*_found(schedule, LINKED)]
     if not of_transfers:
         found += _found(schedule, OTHERS)
-        sharded, columns = graph_of(schedule).sharded, schedule.columns
+        sharded, named = graph_of(schedule).sharded, schedule.columns.version >= 0
         # A version that is named is another finding, whose echo these would be.
-        if sharded.any() and not (sharded[columns.stage] & (columns.version >= 0)).any():
+        if sharded.any() and not (sharded[schedule.columns.stage] & named).any():
             found += _found(schedule, HELD)
     rows: dict[Rule, list[tuple[Ints, Ints, Ints]]] = {}
     for number, fault in enumerate(found):
