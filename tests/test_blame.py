@@ -352,12 +352,18 @@ def test_files_say_what_memory_does(tmp_path: Path, as_json: bool) -> None:
 
 def test_what_torch_itself_writes_is_read(tmp_path: Path) -> None:
     script = (
-        "import torch, torch.distributed as dist\n"
+        "import json, torch, torch.distributed as dist\n"
         "from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json\n"
         f"dist.init_process_group('gloo', store=dist.FileStore({str(tmp_path / 'store')!r}, 1),"
         " rank=0, world_size=1)\n"
         "dist.all_reduce(torch.ones(4))\n"
         "dist.broadcast(torch.ones(4), 0)\n"
+        # A thread of gloo's notes what has ended, a moment later.
+        "def ended():\n"
+        "    status = json.loads(_dump_fr_trace_json())['pg_status']['0']\n"
+        "    return status['last_completed_collective'] == '2'\n"
+        "while not ended():\n"
+        "    pass\n"
         "for name, dump in (('p', _dump_fr_trace()), ('j', _dump_fr_trace_json())):\n"
         "    dump = dump if isinstance(dump, bytes) else dump.encode()\n"
         f"    open({str(tmp_path)!r} + '/' + name + '_0', 'wb').write(dump)\n"

@@ -46,7 +46,8 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
     graph = graph_of(schedule)
     yield _versions_exist(graph)
     yield _named_alike(graph)
-    yield _named_of_sharded(graph)
+    if graph.sharded.any():
+        yield _named_of_sharded(graph)
     # What tied stages may not do, others may: the note would only echo the error.
     yield from list(_tied_versions_agree(graph, ties)) or _versions_agree(graph)
     if limits.max_delay is not None:

@@ -7,7 +7,7 @@ that microbatch, and that is the rank whose list has its forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 import attrs
@@ -144,6 +144,16 @@ class Graph:
 
     # Actions.
 
+    @cached_property
+    def present(self) -> Sequence[Kind]:
+        """The kinds of which some action is listed."""
+        counts = np.bincount(self.columns.kind, minlength=len(KINDS))
+        return [KINDS[code] for code in np.flatnonzero(counts).tolist()]
+
+    def _lists(self, kinds: frozenset[Kind]) -> bool:
+        """Whether some action of these kinds is listed."""
+        return not kinds.isdisjoint(self.present)
+
     def of(self, kind: Kind) -> Ints:
         """The places of one kind, shape [stages, microbatches]."""
         places: Ints = self.places[KIND_INDEX[kind]]
@@ -250,15 +260,18 @@ class Graph:
         weights are sharded, or it is on one rank and some such stage lists a sum, over a
         data-parallel group outside the schedule."""
         several = np.array([len(held) > 1 for held in self.schedule.placement])
-        grouped = self.columns.where(*SUMS)
         alone = ~(several | self.sharded)
+        if not self._lists(SUMS):
+            return ~alone
+        grouped = self.columns.where(*SUMS)
         return ~alone | bool(alone[self.columns.stage[grouped]].any())
 
     @cached_property
     def sharded(self) -> Bools:
         """True for each stage whose weights are sharded over ranks: the lists gather them."""
         found = np.zeros(self.schedule.stages, np.bool_)
-        found[self.columns.stage[self.columns.where(*GATHERS, *RELEASES)]] = True
+        if self._lists(GATHERS | RELEASES):
+            found[self.columns.stage[self.columns.where(*GATHERS, *RELEASES)]] = True
         return found
 
     # What meets: transfers, and the collectives of a stage's ranks.
@@ -343,6 +356,8 @@ class Graph:
         """
         schedule, columns = self.schedule, self.columns
         found: dict[int, dict[int, list[int]]] = {}
+        if not self._lists(GROUPS):
+            return found
         for place in columns.where(*GROUPS).tolist():
             stage, rank = int(columns.stage[place]), int(columns.rank[place])
             if stage not in found:
@@ -369,10 +384,10 @@ class Graph:
     def sums(self) -> dict[int, int]:
         """For each update after a sum of its stage on its rank, the update's place and the place of
         the last such sum."""
+        if not self._lists(SUMS):
+            return {}
         columns = self.columns
         group = columns.is_kind(*SUMS)
-        if not group.any():
-            return {}
         found: dict[int, int] = {}
         last: dict[tuple[int, int], int] = {}
         for place in columns.where(*SUMS, *STEPS).tolist():
@@ -432,9 +447,8 @@ class Graph:
     def touches(self, *names: str) -> Iterator[Touch]:
         """All that is done to the values of these names, or of all; kind by kind. A send or receive
         that meets nobody does nothing."""
-        present = np.flatnonzero(np.bincount(self.columns.kind, minlength=len(KINDS))).tolist()
         numbers: dict[str, Ints] = {}
-        for kind in (KINDS[code] for code in present):
+        for kind in self.present:
             alike: dict[tuple[str, ...], tuple[Ints, Ints]] = {}
             for use in kind.meaning.uses:
                 if names and use.value not in names:
@@ -518,7 +532,7 @@ class Graph:
         rows = [(user[made >= 0], made[made >= 0])]
         if self.sums:
             rows.append((np.array([*self.sums]), np.array([*self.sums.values()])))
-        if self.columns.is_kind(*_BESIDE).any():
+        if self._lists(_BESIDE):
             rows.append(self._made_beside())
         return np.concatenate([a for a, _ in rows]), np.concatenate([b for _, b in rows])
 

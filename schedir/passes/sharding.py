@@ -55,7 +55,7 @@ def shard(
     Each UNSHARD stands `ahead` compute entries before the use. `limit` is the most bytes of
     gathered weights that a rank holds at once, where a stage has `weight_bytes`: one number, or one
     for each stage; by default the limit counts stages. Within the limit a stage stays gathered.
-    Otherwise the stage that is used last is given up until it is needed again. A stage on several
+    Otherwise the stage whose next use is furthest away is given up until then. A stage on several
     ranks is gathered on all of them at once, before anything else. A REDUCE_GRAD is listed for
     every OPTIM_STEP that lacks one. A stage that already has an UNSHARD stays unchanged.
 

@@ -10,7 +10,7 @@ so after them. All names of torch that are private stand in this module.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -62,7 +62,8 @@ class Sharded:
     def __init__(self, stage: int, module: FSDPModule, each_call: bool) -> None:
         self._stage, self._module, self._guard = stage, module, _Guard()
         self.each_call = each_call
-        self._parts = [m for m in _modules(module) if isinstance(m, FSDPModule)]
+        self._root = cast(nn.Module, module)
+        self._parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
         self._handles: list[UnshardHandle] = []
         for part in self._parts:
             part.set_custom_all_gather(self._guard)
@@ -77,7 +78,7 @@ class Sharded:
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """Those that the module computes with now: full ones, once gathered."""
-        return [*_modules(self._module)[0].parameters()]
+        return [*self._root.parameters()]
 
     def gather(self) -> None:
         """UNSHARD: begin to gather the full weights; nobody waits here."""
@@ -129,10 +130,6 @@ class Sharded:
         self._handles = []
         # Before torch 2.13 there is no such function, and a failed call leaves FSDP as it is.
         getattr(self._module._get_fsdp_state(), "_reset_iter_state", lambda: None)()
-
-
-def _modules(module: Any) -> list[nn.Module]:
-    return [*module.modules()]
 
 
 def check_sharded(stages: Mapping[int, nn.Module], schedule: Schedule, grid: Grid) -> None:
