@@ -314,7 +314,11 @@ def test_failures_are_judged_by_time_and_words() -> None:
 def test_of_a_rank_that_leaves_another_says_so() -> None:
     promise = failures.PROMISES["leaves"]
     left = (f"{BEGINS}100.0", 0, 0.5)
-    said = ("schedir: root: rank 1 –: made its last call, or ended, after 1 calls; all", 1, 1.0)
+    said = (
+        "schedir: root: rank 1 –: has closed its executor, or ended, after 1 calls; all",
+        1,
+        1.0,
+    )
     assert not [*failures.broken(promise, ended(said, left, TOLD))]
     gone = ("ExecutionError: rank 0 #7 0B0: waited for it, but the connection has ended", 1, 1.0)
     assert "rank 2 has not said" in "".join(failures.broken(promise, ended(said, left, gone)))

@@ -19,10 +19,10 @@ FILE = "schedir-positions.json"
 
 @frozen
 class Standing:
-    """The list that ran, and the position of each rank, pipeline by pipeline.
+    """The list that ran, and the position of each rank: slice by slice, pipeline by pipeline.
 
     `ranks` has the number of each in the default process group; `ties` and `clips` are as in
-    `diagnose`.
+    `diagnose`. The `slices` of a mesh wait for each other inside their stages, unknown to the list.
     """
 
     schedule: Schedule
@@ -30,14 +30,35 @@ class Standing:
     ranks: tuple[int, ...]
     ties: tuple[tuple[int, ...], ...] = ()
     clips: bool = False
+    slices: int = 1
 
     def diagnosis(self) -> Diagnosis:
         """Who is to blame, by the numbers in the default process group."""
-        lines = len(self.positions) // self.schedule.ranks
-        found = diagnose(
-            self.schedule, self.positions, ties=self.ties, clips=self.clips, pipelines=lines
+        size = len(self.positions) // self.slices
+        found = [self._of(slice(at, at + size)) for at in range(0, len(self.positions), size)]
+        # A rank that is gone, or stopped, blocks another slice's inside a stage.
+        states = {n: at.state for n, at in zip(self.ranks, self.positions, strict=True)}
+        for state in ("gone", "silent", None):
+            first = [
+                one
+                for one in found
+                if state is None or state in (states[root.rank] for root in one.roots)
+            ]
+            if first:
+                break
+        return Diagnosis(
+            tuple(root for one in first for root in one.roots),
+            max((one.chain for one in first), key=len),
+            {rank: others for one in found for rank, others in one.waits_for.items()},
         )
-        names = self.ranks
+
+    def _of(self, part: slice) -> Diagnosis:
+        """Who is to blame in one slice."""
+        names, positions = self.ranks[part], self.positions[part]
+        lines = len(positions) // self.schedule.ranks
+        found = diagnose(
+            self.schedule, positions, ties=self.ties, clips=self.clips, pipelines=lines
+        )
         return Diagnosis(
             tuple(attrs.evolve(root, rank=names[root.rank]) for root in found.roots),
             tuple(names[rank] for rank in found.chain),
@@ -56,6 +77,7 @@ class Standing:
             "ranks": self.ranks,
             "ties": self.ties,
             "clips": self.clips,
+            "slices": self.slices,
         }
         write_text(folder / FILE, json.dumps(content))
 
@@ -73,6 +95,7 @@ def load_standing(folder: str) -> Standing | None:
             tuple(map(int, found["ranks"])),
             tuple(map(tuple, found["ties"])),
             bool(found["clips"]),
+            int(found["slices"]),
         )
         standing.diagnosis()
     except (OSError, ValueError, TypeError, KeyError, IndexError, ParseError) as error:

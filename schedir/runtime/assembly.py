@@ -131,6 +131,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
     optimizers = plan.optimizers()
     nonfinite = NonFinite(plan, session.control, optimizers)
     shared = Shared(plan, session)
+    session.warm_up()
     handshake = Handshake(plan, session.control, session.stops)
     transports = session.transports()
     reductions = shared.reductions()

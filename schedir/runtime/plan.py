@@ -95,12 +95,13 @@ class Plan:
         return frozenset(np.flatnonzero(graph_of(self.schedule).sharded).tolist())
 
     @property
-    def others(self) -> Sequence[dist.ProcessGroup]:
-        """The groups of the mesh's other dimensions, over which stages may be split."""
+    def groups_of_stages(self) -> Sequence[dist.ProcessGroup]:
+        """The groups of the mesh in which stages communicate: of its other dimensions, and of those
+        over which stages are sharded."""
         given, mesh = self.arguments, self.arguments.mesh
-        own = given.pipeline_dim, *given.data_dims
+        not_theirs = given.pipeline_dim, *(() if self.sharded else given.data_dims)
         names = () if mesh is None else mesh.mesh_dim_names or ()
-        return [mesh.get_group(name) for name in names if mesh is not None and name not in own]
+        return [mesh.get_group(one) for one in names if mesh is not None and one not in not_theirs]
 
     @property
     def updates(self) -> bool:
@@ -124,7 +125,7 @@ class Plan:
             "scaler": None if given.scaler is None else given.scaler.state_dict(),
             "recompute": [*recomputed_stages(given.recompute, self.schedule.stages)],
             "ties": [[*map(tuple, tie)] for tie in given.ties],
-            "mesh": self.grid.processes,
+            "mesh": self.grid.slices,
             "seed_dims": [*given.seed_dims],
             "seed": given.seed,
             "step": given.step,
@@ -170,7 +171,7 @@ def plan_of(given: Arguments) -> Plan:
     schedule = recompute(schedule, recomputed_stages(given.recompute, schedule.stages))
     ranks = schedule.ranks
     if given.in_process:
-        place = Grid(((0,) * ranks,))
+        place = Grid((((0,) * ranks,),))
     else:
         place = grid(ranks, given.mesh, given.pipeline_dim, given.data_dims, given.seed_dims)
     if place.pipelines > 1:

@@ -39,6 +39,7 @@ from schedir.runtime.processes.failure import (
     end_in_silence,
     record,
     waiting,
+    within_stage,
 )
 from schedir.runtime.processes.groups import Groups, init_process_group
 from schedir.runtime.processes.monitor import watch, watch_no_longer
@@ -112,7 +113,13 @@ class Session:
             positions,
             [member for member, _ in said],
             grid.number(grid.rank),
-            [grid.number(r, line) for line in range(grid.pipelines) for r in range(grid.ranks)],
+            [
+                grid.everyone.index(process)
+                for layout in grid.slices
+                for row in layout
+                for process in row
+            ],
+            len(grid.slices),
             partial(lists_of, plan),
             self._board,
             self.groups.timeout.total_seconds(),
@@ -167,6 +174,13 @@ class Session:
         found = communicators_of(plan.schedule)
         return {rank: NcclTransport(processes, rank, found, plan.device, self.groups)}
 
+    def warm_up(self) -> None:
+        """Connect the processes within stages, all groups in one order, while nothing else is under
+        way: a process that makes its connection in a forward may find others in other work."""
+        for group in self._plan.groups_of_stages:
+            with waiting("the connections within stages"):
+                dist.all_reduce(torch.zeros(1, device=self._plan.device), group=group)
+
     def connect(self, processors: int) -> None:
         """Make NCCL's communicators for transfers and sums; `processors` are the multiprocessors of
         the smallest GPU."""
@@ -213,6 +227,8 @@ class Session:
         self._hub.clear()
         if self.grid.alone:
             return error
+        if self._plan.groups_of_stages:
+            error = within_stage(error)
         found, verdict = error, self._verdict(error, what)
         roots = () if verdict is None else verdict.roots
         if isinstance(error, WaitError):
@@ -261,7 +277,9 @@ class Session:
         if fewest is None:
             return None
         calls, process = fewest
-        cause = f"made its last call, or ended, after {calls} calls; all ranks must make the same"
+        cause = (
+            f"has closed its executor, or ended, after {calls} calls; all ranks must make the same"
+        )
         return Root(process, calls, None, None, cause)
 
     def root(self, error: BaseException) -> Root:

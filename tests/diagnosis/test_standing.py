@@ -34,6 +34,17 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert load_standing(str(tmp_path / "made")) == STANDING
 
 
+def test_a_rank_that_is_gone_is_the_root_in_all_slices() -> None:
+    """Rank 2 of the other slice waits for it inside its stage, and so seems to run."""
+    running = Position(7, 1, "running", step=7)
+    places = (*STANDING.positions, *STANDING.positions[:2], running)
+    both = Standing(SCHEDULE, places, (0, 2, 4, 1, 3, 5), slices=2)
+    found = both.diagnosis()
+    assert [(root.rank, root.cause) for root in found.roots] == [(4, "killed by SIGKILL")]
+    assert found.chain == (0, 2, 4)
+    assert found.waits_for[3] == {5}
+
+
 def test_blame_names_the_root(run: Run, tmp_path: Path) -> None:
     STANDING.save(tmp_path)
     code, out, err = run("blame", str(tmp_path))

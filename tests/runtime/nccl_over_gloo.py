@@ -245,7 +245,7 @@ def nccl_over_gloo() -> Iterator[list[str]]:
 
 def connect_all(made: groups.Groups, processes: Sequence[int]) -> None:
     """Make what was asked of some groups, as an executor of these processes does."""
-    grid = Grid((tuple(processes),), 0, processes.index(dist.get_rank()))
+    grid = Grid(((tuple(processes),),), rank=processes.index(dist.get_rank()))
     control = Control(grid)
     control.connect(made)
     connect(made, control, PROCESSORS)

@@ -20,6 +20,7 @@ import schedir
 from schedir.runtime import Executor
 from schedir.training import Checkpoint
 from tests.runtime.kit import MSE, Twins, adamw, everyone, message_of, random_batch
+from tests.runtime.launch import torchrun
 from tests.runtime.on_ranks import on_ranks
 
 LONG = 60.0
@@ -120,3 +121,46 @@ def test_dimensions_that_do_not_fit_are_named(rank: int) -> None:
     assert "the pipeline's is stages" in said(pipeline_dim="stages")
     assert "summed over ('data',)" in said(data_dims=("data",))
     everyone("all are refused")
+
+
+@on_ranks(4)
+def test_processes_with_different_meshes_are_named(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = {mesh["pp"].get_local_rank(): nn.Linear(4, 4)}
+    data_dims = ("tp",) if rank == 3 else ("dp",)
+    options: dict[str, Any] = {"mesh": mesh, "data_dims": data_dims, "timeout": LONG}
+    said = message_of(Executor, schedule, stages, MSE, **options)
+    assert (
+        "mesh is (((0, 2),), ((1, 3),)) on process 0, but (((0, 2), (1, 3)),) on process 3" in said
+    )
+    everyone("all have seen it")
+
+
+@on_ranks(4)
+def test_slices_that_make_different_calls_are_named(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pp, tp = mesh["pp"].get_local_rank(), mesh["tp"].get_local_rank()
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    executor = Executor(schedule, {pp: nn.Linear(4, 4)}, MSE, mesh=mesh, timeout=LONG)
+    x, y = random_batch(2)
+    if tp:
+        with pytest.raises(schedir.ExecutionError) as found:
+            executor.evaluate(x, target=y).loss  # noqa: B018
+        assert {root.rank for root in found.value.roots} == {0, 1}
+        assert "rank 0 (the first process) is step; every rank must make" in str(found.value)
+    else:
+        executor.step(x, target=y)  # waits for nobody of the other slice
+    everyone("slice 1 has failed")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_process_that_ends_inside_a_stage_is_the_root(how: str) -> None:
+    """The other process of its stage waits for it in a collective of the stage's own."""
+    result = torchrun(4, "-m", "tests.runtime.failing_slice", how)
+    assert result.returncode
+    roots = {line for line in result.stderr.splitlines() if line.startswith("schedir: root:")}
+    (root,) = roots
+    why = "killed by SIGKILL" if how == "SIGKILL" else "no progress for 8.0 s"
+    assert root == f"schedir: root: rank 1 step 1 #0 0F0: {why}"

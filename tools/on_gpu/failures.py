@@ -41,7 +41,7 @@ PROMISES: Mapping[str, Promise] = {
         dict.fromkeys(_OTHERS, _told(f"no progress for {TIMEOUT:.1f} s")), TIMEOUT + ENDING
     ),
     "leaves": Promise(
-        {CULPRIT: BEGINS} | dict.fromkeys(_OTHERS, _told("made its last call, or ended")),
+        {CULPRIT: BEGINS} | dict.fromkeys(_OTHERS, _told("has closed its executor, or ended")),
         TIMEOUT + ENDING,
     ),
     "beside-a-stuck-rank": Promise({CULPRIT: _ROOT} | dict.fromkeys(_OTHERS, _ENDED)),

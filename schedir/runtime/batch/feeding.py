@@ -399,7 +399,9 @@ class Losses:
         holders = (grid.number(rank, at) for at in lines for rank in schedule.placement[last])
         self._sizes = dict.fromkeys(holders, 2 + 2 * len(microbatches))
         self._has_part = grid.number(grid.rank) in self._sizes
-        self._receivers = range(len(grid.everyone))
+        self._receivers = [
+            *dict.fromkeys(grid.number(r, at) for at in lines for r in range(grid.ranks))
+        ]
         self._nothing = Exchange(control, LOSS_TAG, ())  # for a single process
         report_of = {number: at for at, number in enumerate(self._sizes)}
         runs = graph_of(schedule).runs

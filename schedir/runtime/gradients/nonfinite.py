@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
@@ -29,7 +28,6 @@ from schedir.runtime.batch.microbatches import Count
 from schedir.runtime.gradients.loss_scale import LossScale
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import VERDICT_TAG, Control
-from schedir.runtime.processes.failure import waiting
 from schedir.runtime.sharded import local
 
 Step = tuple[int, int]
@@ -66,9 +64,15 @@ class NonFinite:
             for stage, optimizer in optimizers.items()
         }
         holders = sorted({rank for held in plan.schedule.placement for rank in held})
-        # Shards differ between pipelines, whole gradients don't.
-        lines = range(plan.grid.pipelines) if plan.sharded else [plan.grid.pipeline]
-        numbers = (plan.grid.number(rank, line) for line in lines for rank in holders)
+        # Shards differ between pipelines and slices, whole gradients only between slices.
+        grid = plan.grid
+        lines = range(grid.pipelines) if plan.sharded else [grid.pipeline]
+        numbers = (
+            grid.everyone.index(layout[line][rank])
+            for layout in grid.slices
+            for line in lines
+            for rank in holders
+        )
         self._numbers = list(dict.fromkeys(numbers))
         self.skipped: list[Step] = []
         self._looked_at: dict[Step, bool] = {}  # whether it is left out
@@ -195,11 +199,6 @@ class NonFinite:
         own = [bool(self._not_finite())]
         exchange.give(torch.tensor(own, dtype=torch.float64, device="cpu"), self._numbers)
         self._leaves_all_out = any(verdict.item() for verdict in exchange.result())
-        for group in self._plan.others:  # what is split over these is not finite on some alone
-            verdict = torch.tensor(float(self._leaves_all_out), device=self._plan.device)
-            with waiting("the verdicts of all shards"):
-                dist.all_reduce(verdict, dist.ReduceOp.MAX, group)
-            self._leaves_all_out = bool(verdict.item())
 
     def _unscale(self) -> None:
         """Divide the gradients here by the scale of the loss, if there is one."""

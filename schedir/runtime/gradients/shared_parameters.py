@@ -95,30 +95,34 @@ class Shared:
         found: dict[str, tuple[int, ...]] = {}
         for stage, module in self._stages.items():
             if self._is_copied(stage):
-                parameters = list(module.parameters())
-                found[f"stage {stage}"] = tuple(map(digest, parameters))
-                found[f"what is frozen of stage {stage}"] = tuple(
-                    not p.requires_grad for p in parameters
-                )
+                parameters, label = list(module.parameters()), self._label(f"stage {stage}")
+                found[label] = tuple(map(digest, parameters))
+                found[f"what is frozen of {label}"] = tuple(not p.requires_grad for p in parameters)
         for tie, held in self._plan.tied:
             for stage, copy in held.items():
                 own = (digest(copy), *copy.shape)
-                if found.setdefault(_label(tie), own) != own:
+                if found.setdefault(self._label(tied := _label(tie)), own) != own:
                     raise ExecutionError(
-                        f"{_label(tie)} differs in stage {stage}, in shape or values; load the same"
+                        f"{tied} differs in stage {stage}, in shape or values; load the same"
                     )
         return found
 
     def _dtypes(self) -> dict[str, str]:
         """The dtypes of the copies here, by their names."""
-        found = {_label(tie): [*held.values()] for tie, held in self._plan.tied if held}
+        found = {
+            self._label(_label(tie)): [*held.values()] for tie, held in self._plan.tied if held
+        }
         for stage, module in self._stages.items():
             if self._is_copied(stage):
-                found[f"stage {stage}"] = [*module.parameters()]
+                found[self._label(f"stage {stage}")] = [*module.parameters()]
         return {
             label: " and ".join(sorted({str(copy.dtype) for copy in copies}))
             for label, copies in found.items()
         }
+
+    def _label(self, copies: str) -> str:
+        """What is equal within a slice of the mesh; other slices may have other parts of it."""
+        return f"{copies} ({self._grid.where})" if self._grid.where else copies
 
     def _holders(self, tie: TieOf) -> set[int]:
         """The ranks that hold a copy of a tied parameter."""
@@ -171,8 +175,7 @@ class Shared:
             if len(processes := self._tied[number]) > 1:
                 stages = frozenset(stage for stage, _ in self._plan.tied[number][0])
                 if stages not in groups:
-                    listed = (",".join(map(str, sorted(each))) for each in (stages, processes))
-                    purpose = f"ties/{'/'.join(listed)}"
+                    purpose = f"ties/{','.join(map(str, sorted(stages)))}"
                     groups[stages] = self._connect(purpose, processes)
                 group, beside = groups[stages]
                 elsewhere[number] = group, self._mask(beside, "a tied parameter's")
@@ -204,7 +207,9 @@ class Shared:
             return None
         for stage in self._stages:
             self._fix_trained(stage)
-        sizes = {stage: size for claim in self._claims for stage, size in claim.sizes.items()}
+        row = self._grid.processes[self._grid.pipeline]
+        claims = (self._claims[self._grid.everyone.index(process)] for process in row)
+        sizes = {stage: size for claim in claims for stage, size in claim.sizes.items()}
         dtype = torch.float64 if any(claim.doubles for claim in self._claims) else torch.float32
         norms = Norms(self._plan, self._control, self._groups, sizes, dtype)
         trained = {stage: self._trained(stage) for stage in self._stages}

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 import attrs
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, unlisted
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -96,6 +97,19 @@ def waiting(what: str = "", advice: str = "") -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise WaitError(error, what, advice) from error
+
+
+def within_stage(error: BaseException) -> BaseException:
+    """A failed collective in a stage's module as what it is, a failed wait; other errors as they
+    are."""
+    cause = error.cause if isinstance(error, ExecutionError) else None
+    if not isinstance(cause, RuntimeError):
+        return error
+    if not isinstance(cause, dist.DistError) and "gloo/transport" not in str(cause):
+        return error
+    stalled = WaitError(cause, "the other processes of its stage")
+    stalled.rank, stalled.index, stalled.action = error.rank, error.index, error.action
+    return stalled
 
 
 @contextmanager

@@ -5,13 +5,16 @@
        ▼     process 2   process 3
 
 Every pipeline runs the whole schedule on its own data; REDUCE_GRAD sums over the pipelines. Along
-any other dimension of the mesh processes run the same lists on the same data, side by side.
+any other dimension of the mesh processes run the same lists on the same data, side by side: each
+index there is a slice, with pipelines and sums of its own.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import attrs
 import torch.distributed as dist
@@ -20,19 +23,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from schedir.errors import ExecutionError
 
+Layout: TypeAlias = tuple[tuple[int, ...], ...]
+"""Processes by pipeline and rank."""
+
 
 @attrs.frozen
 class Grid:
     """This process's place among the processes that train.
 
-    `processes[pipeline][rank]` is the process's rank in the default process group; one process may
-    run all ranks. Processes with other `draws` draw other random numbers.
+    `slices[slice][pipeline][rank]` is the process's rank in the default process group; one process
+    may run all ranks. Processes with other `draws` draw other random numbers. `where` is the slice
+    in words, empty if there is one.
     """
 
-    processes: tuple[tuple[int, ...], ...] = ((0,),)
+    slices: tuple[Layout, ...] = (((0,),),)
+    slice: int = 0
     pipeline: int = 0
     rank: int = 0
     draws: int = 0
+    where: str = ""
+
+    @property
+    def processes(self) -> Layout:
+        """Those of this slice, by pipeline and rank."""
+        return self.slices[self.slice]
 
     @property
     def pipelines(self) -> int:
@@ -46,8 +60,10 @@ class Grid:
 
     @property
     def everyone(self) -> tuple[int, ...]:
-        """All processes, as a process group numbers them."""
-        return tuple(sorted({process for row in self.processes for process in row}))
+        """All processes of all slices, as a process group numbers them."""
+        return tuple(
+            sorted({process for layout in self.slices for row in layout for process in row})
+        )
 
     @property
     def alone(self) -> bool:
@@ -55,7 +71,7 @@ class Grid:
         return len(self.everyone) == 1
 
     def number(self, rank: int, pipeline: int | None = None) -> int:
-        """The number of a process in a group of `everyone`."""
+        """The number of a process of this slice in a group of `everyone`."""
         row = self.processes[self.pipeline if pipeline is None else pipeline]
         return self.everyone.index(row[rank])
 
@@ -77,8 +93,8 @@ def grid(
 ) -> Grid:
     """The grid of a mesh, or of one pipeline over all processes.
 
-    Each index of the `data_dims` is one pipeline. Every index of the mesh's other dimensions has a
-    grid of its own; along the `seed_dims` these draw different random numbers.
+    Each index of the `data_dims` is one pipeline. Each index of the mesh's other dimensions is a
+    slice; along the `seed_dims` these draw different random numbers.
 
     Raises ExecutionError if the number of processes is not the schedule's number of `ranks`.
     """
@@ -105,7 +121,7 @@ def grid(
         if 1 in (world, ranks):
             write += ", or pass in_process=True and all stages"
         raise ExecutionError(f"the schedule has {ranks} ranks, but {run}; {write}")
-    return Grid((tuple(range(world)),), 0, rank)
+    return Grid(((tuple(range(world)),),), rank=rank)
 
 
 def _of_mesh(
@@ -115,12 +131,12 @@ def _of_mesh(
     data_dims: Sequence[str],
     seed_dims: Sequence[str],
 ) -> Grid:
-    layout, names = layout_of(mesh, pipeline_dim, data_dims), mesh.mesh_dim_names or ()
-    if layout.shape[1] != ranks:
+    slices, names = slices_of(mesh, pipeline_dim, data_dims), mesh.mesh_dim_names or ()
+    _, pipelines, found = slices.shape
+    if found != ranks:
         raise ExecutionError(
-            f"the schedule has {ranks} ranks, but the mesh {layout.shape[1]} in its dimension "
-            f"{pipeline_dim}; make the mesh with {ranks}, or build the schedule for "
-            f"{layout.shape[1]} ranks"
+            f"the schedule has {ranks} ranks, but the mesh {found} in its dimension "
+            f"{pipeline_dim}; make the mesh with {ranks}, or build the schedule for {found} ranks"
         )
     for name in seed_dims:
         if name not in names or name in (pipeline_dim, *data_dims):
@@ -129,17 +145,19 @@ def _of_mesh(
                 f"of which {pipeline_dim} and {', '.join(data_dims)} draw numbers of their own"
             )
     rank, number = dist.get_rank(), 0
-    place = (mesh.mesh == rank).nonzero().tolist()[0]
+    place = dict(zip(names, (mesh.mesh == rank).nonzero().tolist()[0], strict=True))
     for name in seed_dims:
-        number = number * mesh.mesh.shape[names.index(name)] + place[names.index(name)]
+        number = number * mesh.mesh.shape[names.index(name)] + place[name]
+    others = (name for name in names if name not in (pipeline_dim, *data_dims))
+    where = ", ".join(f"{name} {place[name]}" for name in others)
     # By the place in the mesh: get_local_rank is the rank in a group, which torch sorts.
-    pipeline, own = (layout == rank).nonzero().tolist()[0]
-    draws = number * len(layout) + pipeline
-    return Grid(tuple(map(tuple, layout.tolist())), pipeline, own, draws)
+    at, pipeline, own = (slices == rank).nonzero().tolist()[0]
+    layouts = tuple(tuple(map(tuple, layout)) for layout in slices.tolist())
+    return Grid(layouts, at, pipeline, own, number * pipelines + pipeline, where)
 
 
-def layout_of(mesh: DeviceMesh, pipeline_dim: str, data_dims: Sequence[str]) -> Tensor:
-    """The processes of this one's grid, shape [pipelines, ranks].
+def slices_of(mesh: DeviceMesh, pipeline_dim: str, data_dims: Sequence[str]) -> Tensor:
+    """The processes of a mesh, shape [slices, pipelines, ranks].
 
     Raises ExecutionError if the mesh has none of the dimensions, or not this process.
     """
@@ -152,15 +170,14 @@ def layout_of(mesh: DeviceMesh, pipeline_dim: str, data_dims: Sequence[str]) -> 
             f"{pipeline_dim}, and gradients are summed over {tuple(data_dims)}: name them so, or "
             "pass pipeline_dim= and data_dims="
         )
-    places = (mesh.mesh == rank).nonzero().tolist()
-    if not places:
+    if not (mesh.mesh == rank).any():
         raise ExecutionError(
             f"process {rank} is not in the mesh {mesh.mesh.tolist()}; make executors only on the "
             "mesh's processes"
         )
     others = [name for name in names if name not in (pipeline_dim, *data)]
     pipeline = [pipeline_dim] if pipeline_dim in names else []
-    layout = mesh.mesh.permute([names.index(name) for name in (*others, *data, *pipeline)])
-    for name in others:
-        layout = layout[places[0][names.index(name)]]
-    return layout.reshape(-1, layout.shape[-1] if pipeline else 1)
+    along = [names.index(name) for name in (*others, *data, *pipeline)]
+    ranks = mesh.mesh.shape[along[-1]] if pipeline else 1
+    pipelines = math.prod(mesh.mesh.shape[names.index(name)] for name in data)
+    return mesh.mesh.permute(along).reshape(-1, pipelines, ranks)

@@ -41,7 +41,7 @@ from schedir.runtime.processes.failure import (
     joining,
     waiting,
 )
-from schedir.runtime.processes.grid import layout_of
+from schedir.runtime.processes.grid import slices_of
 from schedir.runtime.processes.nccl import Shares, end, nccl_backend
 
 _MAKING = "all ranks to make their executors"
@@ -290,8 +290,7 @@ class Groups:
         norms of gradients. All processes post them in that order, so one group serves all."""
         key = tuple(sorted(processes))
         if key not in self._for_numbers:
-            purpose = f"numbers/{','.join(map(str, key))}"
-            self._for_numbers[key] = self.make(purpose, key, device)
+            self._for_numbers[key] = self.make("numbers", key, device)
         return self._for_numbers[key]
 
     def ask(self, asked: Asked, warm_up: Callable[[NcclGroup], Iterable[dist.Work]]) -> NcclGroup:
@@ -326,7 +325,9 @@ class Groups:
         self._groups.append(group)
 
     def _place(self, purpose: str, processes: Sequence[int]) -> tuple[Store, int]:
-        return PrefixStore(purpose, self.store), processes.index(dist.get_rank())
+        # Other processes may make a group for the same purpose.
+        key = f"{purpose}/{','.join(map(str, processes))}"
+        return PrefixStore(key, self.store), processes.index(dist.get_rank())
 
     def close(self, abort: bool = False) -> None:
         """Release all groups, the latest first, as on all processes."""
@@ -399,8 +400,8 @@ def declining(
             elif mesh is None:
                 Groups.decline(tuple(range(dist.get_world_size())), reason)
             else:
-                layout = layout_of(mesh, pipeline_dim, data_dims)
-                Groups.decline(tuple(sorted(layout.flatten().tolist())), reason)
+                slices = slices_of(mesh, pipeline_dim, data_dims)
+                Groups.decline(tuple(sorted(slices.flatten().tolist())), reason)
         raise
 
 

@@ -82,7 +82,7 @@ class Watch:
     """Watches the other processes of an executor, in all its pipelines.
 
     `members` are all processes and `own` the number of this one; `ranks` are their numbers in the
-    order of the positions: pipeline by pipeline. `timeout` is in seconds.
+    order of the positions: slice by slice, and in it pipeline by pipeline. `timeout` is in seconds.
     """
 
     def __init__(
@@ -91,12 +91,14 @@ class Watch:
         members: Sequence[Member],
         own: int,
         ranks: Sequence[int],
+        slices: int,
         lists: Callable[[], Lists],
         board: Board,
         timeout: float,
     ) -> None:
         self._positions, self._members, self.own = positions, members, own
-        self._ranks, self._lists, self._board, self.timeout = ranks, lists, board, timeout
+        self._ranks, self._slices = ranks, slices
+        self._lists, self._board, self.timeout = lists, board, timeout
         here = members[own]
         self._near = [n for n, member in enumerate(members) if member.host == here.host]
         self._far = [n for n in range(len(members)) if n not in self._near]
@@ -254,7 +256,8 @@ class Watch:
         inside = [p for p in places.values() if p is not None and 0 <= p.position.index < END]
         latest = max(inside, key=lambda place: place.position.call, default=own)
         schedule = lists.training if latest.trains else lists.evaluation
-        return Standing(schedule, tuple(at), tuple(self._ranks), lists.ties, lists.clips)
+        ranks, slices = tuple(self._ranks), self._slices
+        return Standing(schedule, tuple(at), ranks, lists.ties, lists.clips, slices)
 
     def _position(self, number: int, place: Place | None, own: Place) -> Position:
         """Where a process stands, and what has become of it."""

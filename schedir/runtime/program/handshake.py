@@ -5,7 +5,7 @@ batches would train on wrong pairs. So before anything of a call is posted, one 
 
     pipeline 0   rank 0 ─▶ rank 1 ─▶ rank 3        within a pipeline, over a tree of its ranks
                       └──▶ rank 2
-    pipeline 1   rank 0 ─▶ …                       between pipelines, over one of their first ranks
+    pipeline 1   rank 0 ─▶ …                       between pipelines, and the slices of a mesh
 
 The message goes beside the pipeline's traffic. That is tagged by program, so transfers for one
 input signature never meet those for another.
@@ -95,8 +95,9 @@ class Handshake:
         self._within = self._between = None
         if len(ranks) > 1:
             self._within = control.relay(ranks, _SIZE, RANK_TAG)
-        if grid.pipelines > 1 and grid.rank == speaker:
-            speakers = [grid.number(speaker, line) for line in range(grid.pipelines)]
+        speakers = [grid.everyone.index(row[speaker]) for layout in grid.slices for row in layout]
+        self._first = speakers[0]
+        if len(speakers) > 1 and grid.rank == speaker:
             self._between = control.relay(speakers, _SIZE, PIPELINE_TAG)
 
     def open(
@@ -123,7 +124,8 @@ class Handshake:
         grid, speaker = self._grid, self._speaker
         if self._between is not None:
             first = _decoded(self._between.pass_on(_encoded(own)))
-            _check_same_call(own, first, grid, speaker, pipeline=0)
+            name = grid.name(speaker, 0) + " (the first process)" * (len(grid.slices) > 1)
+            _check_same_call(own, first, (self._first, grid.number(grid.rank)), name, grid.rank)
             own = attrs.evolve(own, stop=first.stop)
         if self._within is None:
             return own
@@ -131,7 +133,11 @@ class Handshake:
             self._within.pass_on(_encoded(own))
             return own
         found = _decoded(self._within.pass_on(None))
-        _check_same_call(own, found, grid, speaker, grid.pipeline)
+        both, name = (
+            (grid.number(speaker), grid.number(grid.rank)),
+            grid.name(speaker, grid.pipeline),
+        )
+        _check_same_call(own, found, both, name, grid.rank)
         _check_same_batch(own, found, grid, speaker)
         return found
 
@@ -143,26 +149,24 @@ class Handshake:
 
 
 def _check_same_call(
-    own: Announcement, received: Announcement, grid: Grid, speaker: int, pipeline: int
+    own: Announcement, received: Announcement, both: tuple[int, int], speaker: str, rank: int
 ) -> None:
-    """Raise DifferError if this rank makes another call than the speaker of a pipeline, or is at
-    another step, and so would draw other dropout."""
-    both = grid.number(speaker, pipeline), grid.number(grid.rank)
+    """Raise DifferError if this rank makes another call than the `speaker` of a pipeline, or is at
+    another step, and so would draw other dropout. `both` are their numbers."""
     if own.request is not received.request or own.precision is not received.precision:
         raise DifferError(
             f"its call {own.call} is {own} ({users_line()}), but call {received.call} of "
-            f"{grid.name(speaker, pipeline)} is {received}; every rank must make the same "
-            "calls, in the same order",
+            f"{speaker} is {received}; every rank must make the same calls, in the same order",
             both,
-            rank=grid.rank,
+            rank=rank,
         )
     if own.step != received.step:
         raise DifferError(
-            f"{_where(own)} is at step {own.step} here, but {grid.name(speaker, pipeline)} is at "
-            f"step {received.step}, so they would draw dropout of different steps; set "
-            "executor.steps to the same number on every rank",
+            f"{_where(own)} is at step {own.step} here, but {speaker} is at step {received.step}, "
+            "so they would draw dropout of different steps; set executor.steps to the same number "
+            "on every rank",
             both,
-            rank=grid.rank,
+            rank=rank,
         )
 
 

@@ -33,7 +33,7 @@ class GlooTransport:
         ordered = tuple(sorted(processes))
         self._tag = 0
         self._numbers = [ordered.index(process) for process in processes]
-        up, down = (groups.make(f"transfers {way}/{ordered}", ordered) for way in ("up", "down"))
+        up, down = (groups.make(f"transfers {way}", ordered) for way in ("up", "down"))
         self._to = [up if peer > rank else down for peer in range(len(processes))]
         self._from = [down if peer > rank else up for peer in range(len(processes))]
 
