@@ -124,7 +124,7 @@ class Executor:
     You can read `stages`, `loss_fn`, `ties`, `nonfinite` and `scaler` as they were given, the
     `device` of the stages, the optimiser of each stage here in `optimizers`, and the `rank` of this
     process in the schedule, the number of its `pipeline`, and that of its `slice`, along the mesh's
-    other dimensions.
+    other dimensions; `where` is the slice in words, "tp 1" say.
 
     **Batches.** `step`, `evaluate` and `infer` take the same data. `inputs` and `target` are each a
     whole batch, which is cut (a tensor, or a tuple or mapping of tensors), or a list or iterator of
@@ -261,7 +261,7 @@ class Executor:
             expect_carried_out(plan.schedule)
         self.rank = plan.grid.rank
         self.pipeline = plan.grid.pipeline
-        self.slice = plan.grid.slice
+        self.slice, self.where = plan.grid.slice, plan.grid.where
         self.device = plan.device
         self.stages = dict(stages)
         self.loss_fn = loss_fn

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -74,6 +75,10 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
         pytest.exit(f"rank {number} has no process group: {error}", returncode=1)
     yield number
     dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # it keeps meshes whose groups have ended
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import schedir
 from schedir.runtime import Executor
-from schedir.training import Checkpoint, gathered_state, partition
+from schedir.training import gathered_state, partition
 from tests.built_in import EVERY
 from tests.runtime.kit import MSE, adamw, everyone, linear_stages, message_of, random_batch
 from tests.runtime.on_ranks import on_ranks
@@ -183,9 +183,6 @@ def test_shards_are_gathered_for_an_export(rank: int) -> None:
         fully_shard(stage, mesh=mesh["dp"])
     with Executor(schedule, stages, MSE, adamw, mesh=mesh, timeout=LONG) as executor:
         state = gathered_state(executor)
-        assert "save its state_dict() by torch.distributed.checkpoint" in message_of(
-            Checkpoint, executor
-        )
     assert (state is not None) is (rank == 0)
     if state is not None:
         assert {tuple(value.shape) for value in state.values()} == {(4, 4), (4,), (2, 4), (2,)}

@@ -102,8 +102,7 @@ def waiting(what: str = "", advice: str = "") -> Iterator[None]:
 def within_stage(error: BaseException) -> BaseException:
     """A failed collective in a stage's module as what it is, a failed wait; other errors as they
     are."""
-    cause = error.cause if isinstance(error, ExecutionError) else None
-    if not isinstance(cause, RuntimeError):
+    if not isinstance(error, ExecutionError) or not isinstance(cause := error.cause, RuntimeError):
         return error
     if not isinstance(cause, dist.DistError) and "gloo/transport" not in str(cause):
         return error

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import accelerator_of
+from schedir.runtime.sharded import local
 from schedir.training.checkpoint.collective import Gather, everywhere
 from schedir.training.checkpoint.storage import Part, Save
 
@@ -45,7 +47,7 @@ class Snapshot:
     @property
     def bytes(self) -> int:
         """The size of all buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return sum(local(buffer).nbytes for buffer in self._buffers.values())
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Copy a nested dict of tensors."""
@@ -56,9 +58,14 @@ class Snapshot:
             if isinstance(value, Mapping):
                 return {name: copied(one, (*path, name)) for name, one in value.items()}
             buffer = kept.get(path)
-            if buffer is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-                buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            self._buffers[path] = buffer.copy_(value, non_blocking=True)
+            own = local(value)
+            if buffer is None or (local(buffer).shape, buffer.dtype) != (own.shape, own.dtype):
+                if isinstance(value, DTensor):
+                    buffer = value.to("cpu", copy=True)
+                else:
+                    buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            local(buffer).copy_(own, non_blocking=True)
+            self._buffers[path] = buffer
             return buffer
 
         found: dict[str, Any] = copied(state, ())

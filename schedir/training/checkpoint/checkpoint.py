@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from schedir.errors import ExecutionError
@@ -72,7 +73,9 @@ class Checkpoint:
     order. With dropout the model must be cut at the same places. Gradients are not saved: save
     after a step that updates. Loading drops the gradients that are there.
 
-    If several processes hold the same data, as replicas do, the first one writes it. A tied
+    If several processes hold the same data, as replicas do, the first one writes it. Of a DTensor,
+    of a sharded stage say, each process writes and reads its part, so a training that is resumed
+    may have another mesh. A tied
     parameter is saved under all its names, and its optimiser state under the first. The states of
     `scheduler` and `others` are the first process's, those of `batches` each pipeline's on its
     first stage. Generators are saved for every process. If a training is resumed on more processes,
@@ -113,25 +116,31 @@ class Checkpoint:
         if isinstance(model, Executor):
             self._optimizers = _optimizers_of(model, optimizer, loss_fn)
             self._gather, self._device = model.gather, model.device
-            self._place, self._feeds = (model.pipeline, model.rank), 0 in model.stages
+            self._place = model.pipeline, model.rank, model.slice
+            self._feeds = 0 in model.stages and model.slice == 0
         elif isinstance(model, nn.Module):
             self._optimizers = {} if optimizer is None else {"the model": optimizer}
             devices = (tensor.device for tensor in model.parameters())
             self._gather, self._device = alone, next(devices, torch.device("cpu"))
-            self._place, self._feeds = (0, 0), True
+            self._place, self._feeds = (0, 0, 0), True
         else:
             raise ExecutionError(
                 "a checkpoint saves an Executor or a model, an nn.Module, not "
                 f"{type(model).__name__}"
             )
         self._held = held_by(model, loss_fn)
-        for held in self._held:
-            if held.is_split:
-                raise ExecutionError(
-                    f"Checkpoint does not save {held.place} yet, of which each process has only a "
-                    "part: save its state_dict() by torch.distributed.checkpoint"
-                )
+        if isinstance(model, nn.Module) and _is_split(model):
+            raise ExecutionError(
+                "each process has only a part of this model: make the Checkpoint of an executor, "
+                "or save model.state_dict() by torch.distributed.checkpoint"
+            )
         self._snapshot = Snapshot(self._device)
+
+    @property
+    def _process(self) -> str:
+        """This process's name in a checkpoint."""
+        pipeline, rank, at = self._place
+        return f"{pipeline}.{rank}" + (f".{at}" if at else "")
 
     @property
     def step(self) -> int:
@@ -245,15 +254,13 @@ class Checkpoint:
         if isinstance(self._model, Executor):
             _check_updated(self._model)
         for held in self._held:
-            if held.saves:
-                section = state.setdefault(held.section, {})
-                for name, value in held.state().items():
-                    section[name] = value if isinstance(value, Tensor) else packed(value, name)
+            for name, value in held.written().items():
+                content = value if isinstance(value, Tensor) else packed(value, name)
+                state.setdefault(held.section, {})[name] = content
         saved = {p for held in self._held if held.saves for _, p in held.parameters()}
         tensors, kept = kept_of(self._optimizers, names.aliases, saved)
         state[SECTION] = {"state": tensors}
-        process = ".".join(map(str, self._place))
-        state["rng"] = {process: packed(_rng_state(self._device), "the RNG state")}
+        state["rng"] = {self._process: packed(_rng_state(self._device), "the RNG state")}
         if self._feeds and self._batches is not None:
             state["batches"] = {str(self._place[0]): _state(self._batches, "batches")}
         packed(merged([kept]), "the optimizer's state")  # else it would fail on its way
@@ -263,7 +270,7 @@ class Checkpoint:
         self._wait()
         stored: Stored
 
-        def opened() -> tuple[tuple[int, int], bytes]:
+        def opened() -> tuple[tuple[int, int, int], bytes]:
             nonlocal stored
             stored = Stored(folder)
             return self._place, stored.mark
@@ -324,7 +331,7 @@ class Checkpoint:
         if self._optimizers and not kept["records"]:
             raise lacks("an optimizer")
         yield from loads_of(stored, kept, optimizers, names.aliases)
-        pipeline, rank = self._place
+        pipeline, rank, _ = self._place
         stateful = [
             (self._scheduler, "a scheduler", ["scheduler"]),
             (self._batches, "batches", [f"batches.{pipeline}", "batches.0"]),
@@ -344,7 +351,8 @@ class Checkpoint:
                     "load_weights"
                 )
             yield partial(one.load_state_dict, state)
-        rng = stored.value(f"rng.{pipeline}.{rank}", f"rng.{pipeline}.0", "rng.0.0")
+        generators = self._process, f"{pipeline}.{rank}", f"{pipeline}.0", "0.0"
+        rng = stored.value(*(f"rng.{process}" for process in generators))
         if rng is not None:
             yield partial(_set_rng_state, rng, self._device)
 
@@ -367,6 +375,11 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
         """Restore a state."""
+
+
+def _is_split(module: nn.Module) -> bool:
+    """Whether this process has only a part of a tensor."""
+    return any(isinstance(tensor, DTensor) for tensor in module.state_dict().values())
 
 
 def _check_updated(executor: Executor) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from schedir.errors import ExecutionError
@@ -55,15 +56,24 @@ class Kept:
 def kept_of(
     optimizers: Optimizers, aliases: Aliases, saved: Collection[nn.Parameter]
 ) -> tuple[dict[str, dict[str, Tensor]], Kept]:
-    """Split the optimisers into the state tensors of the `saved` parameters, and all the rest."""
+    """Split the optimisers into the state tensors of the `saved` parameters, with this process's
+    parts of those that are split, and all the rest.
+
+    Raises ExecutionError for the state of a split parameter that is not split with it.
+    """
     tensors: dict[str, dict[str, Tensor]] = {}
     kept = Kept([], {len(optimizer.param_groups) for optimizer in optimizers.values()}, {})
     for place, optimizer in optimizers.items():
         for parameter, state in optimizer.state.items():
+            name = _names(parameter, aliases, place)[0]
+            found = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+            for key, value in found.items():
+                _check_split(parameter, value, f"the state {key} of {name}, in {place},")
             if parameter in saved:
-                name = _names(parameter, aliases, place)[0]
-                tensors[name] = {k: v for k, v in state.items() if isinstance(v, Tensor)}
-                kept.values[name] = {k: v for k, v in state.items() if k not in tensors[name]}
+                tensors[name] = found
+                kept.values[name] = {k: v for k, v in state.items() if k not in found}
+            elif isinstance(parameter, DTensor):
+                tensors[name] = {k: v for k, v in found.items() if isinstance(v, DTensor)}
         for number, group in enumerate(optimizer.param_groups):
             names = tuple(_names(parameter, aliases, place)[0] for parameter in group["params"])
             options = {
@@ -73,6 +83,26 @@ def kept_of(
             }
             kept.records.append(Record(type(optimizer).__name__, number, options, names))
     return tensors, kept
+
+
+def _check_split(parameter: Tensor, state: Tensor, what: str) -> None:
+    """Raise ExecutionError unless a state tensor is split as its parameter is, or is a number."""
+    alike = isinstance(state, DTensor) and state.shape == parameter.shape
+    if isinstance(parameter, DTensor) and state.ndim and not alike:
+        raise ExecutionError(
+            f"{what} is not split as its parameter is, so its parts can't be put together; take an "
+            "optimizer with a state of the parameters' shapes"
+        )
+
+
+def _like(parameter: Tensor, name: str, stored: Stored) -> Tensor:
+    """An empty tensor for a saved state of a parameter: split as the parameter is here. Numbers,
+    such as the steps of Adam, are on the CPU."""
+    if not stored.sizes[name]:
+        return stored.empty(name)
+    if isinstance(parameter, DTensor):
+        return torch.empty_like(parameter.detach(), dtype=stored.dtype(name))
+    return stored.empty(name, parameter.device)
 
 
 def merged(parts: Iterable[Kept]) -> dict[str, Any]:
@@ -116,11 +146,7 @@ def loads_of(
         for parameter, number in numbers.items():
             names = _names(parameter, aliases, place)
             flat = _first(flat_names, names) or {}
-            # Numbers, such as the steps of Adam, are kept on the CPU.
-            tensors = {
-                key: stored.empty(name, parameter.device if stored.sizes[name] else "cpu")
-                for key, name in flat.items()
-            }
+            tensors = {key: _like(parameter, name, stored) for key, name in flat.items()}
             stored.read_into({flat[key]: tensor for key, tensor in tensors.items()})
             if found := {**(_first(kept["values"], names) or {}), **tensors}:
                 state[number] = found

@@ -257,10 +257,14 @@ class Stored:
             if found != self._files[name]["sha256"]:
                 raise _damaged(f"{file} is damaged: {_OTHER}")
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a saved tensor."""
+        return self._tensors[name].properties.dtype
+
     def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Make an empty tensor to read a saved one into."""
         one = self._tensors[name]
-        return torch.empty(one.size, dtype=one.properties.dtype, device=device)
+        return torch.empty(one.size, dtype=self.dtype(name), device=device)
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors, by name; nothing else is read."""

@@ -29,8 +29,8 @@ Aliases: TypeAlias = Mapping[nn.Parameter, tuple[str, ...]]
 class _Entry:
     """One name of a state dict, as a process sends it to other processes.
 
-    `content` is a hash of a buffer's values, None for a parameter. `size` is None for a value that
-    is no tensor.
+    `content` is a hash of the values here, None for those of a parameter that are not compared.
+    `size` is None for a value that is no tensor. `where` is the slice of the mesh, in words.
     """
 
     key: str
@@ -38,6 +38,8 @@ class _Entry:
     stage: int
     size: tuple[int, ...] | None
     content: int | None
+    is_buffer: bool
+    where: str
 
 
 @attrs.frozen(eq=False)
@@ -45,7 +47,8 @@ class Held:
     """A module of this process: a stage, a whole model, or a loss.
 
     `place` is its name in messages, `stage` its number. `section` is the key of its tensors in a
-    checkpoint. `saves` is whether this process writes it: only one of the replicas does.
+    checkpoint. `saves` is whether this process writes what is whole here: only one of the replicas
+    does. `where` is this process's slice of the mesh, in words; empty if there is one.
     """
 
     place: str
@@ -53,16 +56,20 @@ class Held:
     section: str
     module: nn.Module
     saves: bool = True
+    where: str = ""
 
     def state(self) -> dict[str, Any]:
-        """The module's state dict, under whole names. Shards become whole: all processes that have
-        some of them call it."""
-        return {whole_name(name): _whole(v) for name, v in self.module.state_dict().items()}
+        """The module's state dict, under whole names."""
+        return {whole_name(name): value for name, value in self.module.state_dict().items()}
 
-    @property
-    def is_split(self) -> bool:
-        """Whether this process has only a part of a tensor."""
-        return any(isinstance(tensor, DTensor) for tensor in self.module.state_dict().values())
+    def written(self) -> dict[str, Any]:
+        """What this process writes of it: its parts of what is split, and perhaps the rest."""
+        return {k: v for k, v in self.state().items() if self.saves or isinstance(v, DTensor)}
+
+    def whole(self) -> dict[str, Any]:
+        """The state with whole tensors. All processes that have parts of them call it."""
+        state = self.state()
+        return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Load a state dict under whole names; its tensors may be the module's, changed in
@@ -88,12 +95,10 @@ class Held:
         for name, value in self.module.state_dict(keep_vars=True).items():
             size = tuple(value.shape) if isinstance(value, Tensor) else None
             is_buffer = size is not None and not isinstance(value, nn.Parameter)
-            content = digest(value) if is_buffer else None
-            yield _Entry(self.key(whole_name(name)), self.place, self.stage, size, content)
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+            compares = is_buffer or (bool(self.where) and not isinstance(value, DTensor))
+            content = digest(value) if compares and size is not None else None
+            key = self.key(whole_name(name))
+            yield _Entry(key, self.place, self.stage, size, content, is_buffer, self.where)
 
 
 def held_by(model: Executor | nn.Module, loss_fn: object = None) -> list[Held]:
@@ -101,20 +106,21 @@ def held_by(model: Executor | nn.Module, loss_fn: object = None) -> list[Held]:
     if not isinstance(model, Executor):
         plain = [Held("the model", 0, "model", model)]
         return plain + ([Held(LOSS, 1, LOSS, loss_fn)] if isinstance(loss_fn, nn.Module) else [])
-    placement = model.schedule.placement
+    placement, where = model.schedule.placement, model.where
 
     def saves(stage: int) -> bool:
         holders = placement[stage]
         # With `in_process` other ranks' stages are here as well.
-        return model.pipeline == 0 and (model.rank == holders[0] or model.rank not in holders)
+        first = model.pipeline == model.slice == 0
+        return first and (model.rank == holders[0] or model.rank not in holders)
 
     found = [
-        Held(f"stage {stage}", stage, "model", module, saves(stage))
+        Held(f"stage {stage}", stage, "model", module, saves(stage), where)
         for stage, module in sorted(model.stages.items())
     ]
     last = len(placement) - 1
     if last in model.stages and isinstance(model.loss_fn, nn.Module):
-        found.append(Held(LOSS, last + 1, LOSS, model.loss_fn, saves(last)))
+        found.append(Held(LOSS, last + 1, LOSS, model.loss_fn, saves(last), where))
     return found
 
 
@@ -164,6 +170,8 @@ def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) 
     entries = [entry for theirs, _ in told for entry in theirs]
     for entry in sorted(entries, key=lambda one: one.stage):
         other = first.setdefault(entry.key, entry)
+        if other.stage == entry.stage:
+            _check_slices(other, entry)
         if other.stage == entry.stage or entry.key in shared:
             continue
         if entry.content is None or (entry.content, entry.size) != (other.content, other.size):
@@ -173,6 +181,17 @@ def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) 
                 "or stages_of, or declare a shared parameter with ties="
             )
     return Names({key: entry.size for key, entry in first.items()}, aliases)
+
+
+def _check_slices(one: _Entry, other: _Entry) -> None:
+    """Raise ExecutionError if slices have different values of a parameter that is whole in each, of
+    which one would be saved for all."""
+    if one.where != other.where and one.content != other.content and not one.is_buffer:
+        raise ExecutionError(
+            f"{one.key.partition('.')[2]} of {one.place} differs between {one.where} and "
+            f"{other.where}: make what is split a DTensor, by distribute_tensor, so that all of it "
+            "is saved; what is not must be equal"
+        )
 
 
 def gathered_state(executor: Executor) -> dict[str, Any] | None:
@@ -203,8 +222,8 @@ def gathered_state(executor: Executor) -> dict[str, Any] | None:
         own = {
             name: value.cpu().clone() if isinstance(value, Tensor) else value
             for one in held
-            if one.stage == stage and (one.saves or one.is_split) and one.section == "model"
-            for name, value in one.state().items()
+            if one.stage == stage and one.section == "model"
+            for name, value in one.whole().items()
             if one.saves
         }
         collected = executor.collect(own)
