@@ -37,14 +37,21 @@ SMALL = {
 }
 
 
+LLAMA = "--layers 2 --width 16 --heads 2 --context 16 --batch 8 --steps 6"
+
+
 def run(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, *options = f"{example} {SMALL[example]} --verify".split()
+    start(f"{example} {SMALL[example]}", monkeypatch)
+    assert not dist.is_initialized()  # a process group that is left would be in others' way
+
+
+def start(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, *options = f"{command} --verify".split()
     path = str(ROOT / "examples" / script)
     monkeypatch.setattr(sys, "argv", [path, *options])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(path, run_name="__main__")
     assert ended.value.code == 0
-    assert not dist.is_initialized()  # a process group that is left would be in others' way
 
 
 @pytest.mark.parametrize("example", SMALL)
@@ -69,6 +76,43 @@ def test_two_pipelines_equal_one_process(
     run("train_alexnet.py", monkeypatch)
     if os.environ["RANK"] == "0":
         assert "tensors equal, bit for bit" in capsys.readouterr().out
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("", "pp 2 x fsdp 2 x tp 1: loss .*equal, bit for bit"),
+        ("--tp 2", "pp 2 x fsdp 1 x tp 2: loss .*equal, to 0.0001"),
+    ],
+    ids=["fsdp", "tp"],
+)
+def test_a_sharded_or_split_llama_equals_one_process(
+    rank: int,
+    options: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert_llama_equals(options, said, monkeypatch, capsys)
+
+
+@pytest.mark.long
+@on_ranks(8)
+def test_a_llama_in_three_dimensions_equals_one_process(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "pp 2 x fsdp 2 x tp 2: loss .*equal, to 0.0001"
+    assert_llama_equals("--tp 2", said, monkeypatch, capsys)
+
+
+def assert_llama_equals(
+    options: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "destroy_process_group", dist.barrier)  # the test's own group
+    start(f"train_llama.py {LLAMA} {options}", monkeypatch)
+    if os.environ["RANK"] == "0":
+        assert re.search(said, capsys.readouterr().out, re.DOTALL)
 
 
 def test_verify_tells_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
