@@ -61,7 +61,7 @@ def train(args: argparse.Namespace) -> bool:
 
     text, _ = corpus()
 
-    def batches(pipeline: int | None, *, repeat: bool = False) -> Batches:
+    def batches(pipeline: int | None) -> Batches:
         """One pipeline's part of each batch, or the whole."""
 
         def draw(step: int) -> tuple[Tensor, ...]:
@@ -71,7 +71,8 @@ def train(args: argparse.Namespace) -> bool:
             return tuple(tensor.chunk(pipelines)[pipeline] for tensor in whole)
 
         steps: Any = range(args.steps)
-        return Batches(DataLoader(steps, batch_size=None, collate_fn=draw), repeat=repeat)
+        collate: Any = draw
+        return Batches(DataLoader(steps, batch_size=None, collate_fn=collate))
 
     losses = Losses()
     with Executor(sched, stages, loss_fn, optimizer, mesh=mesh, seed=args.seed) as executor:

@@ -184,7 +184,7 @@ def plan_of(given: Arguments) -> Plan:
     if isinstance(given.loss_fn, nn.Module) and (last := schedule.stages - 1) in trained:
         trained[last] = nn.ModuleDict({"stage": trained[last], "loss": given.loss_fn})
     check_modules(trained)
-    check_sharded(given.stages, schedule, place)
+    check_sharded(given.stages, given.ties, schedule, place)
     accelerator = accelerator_of(device_of(trained))
     transport = transport_for(place.alone, accelerator.device)
     channel = channel_for(transport, given.channel, warns=place.rank == place.pipeline == 0)

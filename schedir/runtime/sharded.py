@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
+from schedir.runtime.arguments import TieOf
 from schedir.runtime.processes.failure import waiting
 from schedir.runtime.processes.grid import Grid
 
@@ -29,6 +30,26 @@ from schedir.runtime.processes.grid import Grid
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that is in this process."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def lying_as(like: Tensor, part: Tensor) -> Tensor:
+    """The tensor that has `part` in this process, and lies over processes as `like` does."""
+    if not isinstance(like, DTensor):
+        return part
+    placed, shape, stride = (like.device_mesh, like.placements), like.shape, like.stride()
+    return DTensor.from_local(part, *placed, run_check=False, shape=shape, stride=stride)
+
+
+def settle(parameters: Iterable[nn.Parameter]) -> None:
+    """Make gradients lie over processes as their parameters do. Of some, such as a norm's between
+    split sequences, each process has made a part: these are summed."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if grad.placements != parameter.placements:
+            with waiting("the sum of a split stage's gradients"):
+                parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def groups_of_shards(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
@@ -74,6 +95,12 @@ class Sharded:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         module.set_is_last_backward(False)
+
+    @property
+    def ways(self) -> int:
+        """Over how many processes the weights are sharded."""
+        infos: Iterable[Any] = (group.mesh_info for group in _groups(self._root))
+        return max((info.shard_mesh_size for info in infos), default=1)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -132,10 +159,18 @@ class Sharded:
         getattr(self._module._get_fsdp_state(), "_reset_iter_state", lambda: None)()
 
 
-def check_sharded(stages: Mapping[int, nn.Module], schedule: Schedule, grid: Grid) -> None:
+def check_sharded(
+    stages: Mapping[int, nn.Module], ties: Iterable[TieOf], schedule: Schedule, grid: Grid
+) -> None:
     """Raise ExecutionError unless the stages that the list shards are those that fully_shard has
     wrapped, in a way that the executor can run."""
     listed = graph_of(schedule).sharded
+    for tie in ties:
+        if len({bool(listed[stage]) for stage, _ in tie}) > 1:
+            raise ExecutionError(
+                f"of the stages {', '.join(str(stage) for stage, _ in tie)}, which share a "
+                "parameter, only some are sharded: shard all of them, or none"
+            )
     for stage, module in sorted(stages.items()):
         wrapped = [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
         if not wrapped:

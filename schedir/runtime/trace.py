@@ -169,7 +169,11 @@ class Trace:
             state = [] if stage.optimizer is None else [*stage.optimizer.state.values()]
             weight[index] = _size(_held(stage.modules))
             optimizer[index] = _size(tree_leaves(state))
-        return gauge.kept | {"weight": weight, "optimizer": optimizer}
+        kept = gauge.kept | {"weight": weight, "optimizer": optimizer}
+        ways = {n: 1 if s.sharded is None else s.sharded.ways for n, s in self._stages.items()}
+        for name in ("weight", "optimizer", "gradient"):  # of a sharded stage a part is here
+            kept[name] = {index: size * ways.get(index, 1) for index, size in kept[name].items()}
+        return kept | {"shard_ways": ways}
 
 
 def _sizes(found: Sequence[Mapping[str, Mapping[int, int]] | None], stages: int) -> Sizes | None:
@@ -189,6 +193,7 @@ def _sizes(found: Sequence[Mapping[str, Mapping[int, int]] | None], stages: int)
     whole = zip(by_stage["deferred"], by_stage["activation"], strict=True)
     deferred = tuple(kept if s in seen else every for s, (kept, every) in enumerate(whole))
     by_stage["deferred"] = deferred if seen else None
+    by_stage["shard_ways"] = max(by_stage["shard_ways"], default=1)
     # There is a boundary after each stage but the last.
     return Sizes(**by_stage | {"boundary": by_stage["boundary"][:-1] or 0})
 
@@ -351,8 +356,10 @@ def _strided(tensor: Tensor) -> Iterator[Tensor]:
     or a wrapper subclass. Other layouts are unknown, and count as nothing."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
-        for name in flatten()[0]:
-            yield from _strided(getattr(tensor, name))
+        parts = (getattr(tensor, name) for name in flatten()[0])
+        for part in parts:
+            if isinstance(part, Tensor):
+                yield from _strided(part)
     elif tensor.layout is torch.strided:
         yield tensor
     else:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
 from schedir.runtime import Executor
-from tests.runtime.test_meshes_on_ranks import blocks, split_up
+from tests.runtime.layouts import blocks, split_up
 
 
 class Fails(nn.Module):

@@ -8,42 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import schedir
 from schedir.runtime import Executor
 from tests.runtime.kit import MSE, Twins, adamw, everyone, message_of, random_batch
 from tests.runtime.launch import torchrun
+from tests.runtime.layouts import LONG, blocks, split_up
 from tests.runtime.on_ranks import on_ranks
-
-LONG = 60.0
-WIDTH = 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return y
-
-
-def blocks(number: int) -> list[nn.Module]:
-    torch.manual_seed(5)
-    return [Block() for _ in range(number)]
-
-
-def split_up(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return parallelize_module(stage, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def whole_of(parameter: Tensor) -> Tensor:

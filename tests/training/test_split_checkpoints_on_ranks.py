@@ -4,61 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-import schedir
 from schedir.runtime import Executor
-from schedir.training import Checkpoint, gathered_state, partition
+from schedir.training import Checkpoint, gathered_state
 from tests.runtime.kit import MSE, adamw, everyone, message_of, random_batch
+from tests.runtime.layouts import LAYOUTS, batch_of, blocks, executor_of
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.test_meshes_on_ranks import Block, split_up
 from tests.sweeps import sweep
 
-LONG = 60.0
-LAYOUTS = {
-    "pp 2 x dp 2": ("pp", "dp"),
-    "pp 2 x fsdp 2": ("pp", "fsdp"),
-    "pp 2 x tp 2": ("pp", "tp"),
-    "fsdp 2 x tp 2": ("fsdp", "tp"),
-}
+SAVED = [layout for layout in LAYOUTS if layout not in ("pp 2 x sp 2", "dp 2 x tp 2")]
 
 
-def blocks(seed: int) -> list[nn.Module]:
-    torch.manual_seed(seed)
-    return [Block(), Block()]
-
-
-def executor_of(layout: str, seed: int = 0, **options: Any) -> Executor:
-    dims = LAYOUTS[layout]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
-    rank = mesh["pp"].get_local_rank() if "pp" in dims else 0
-    schedule = schedir.build("1f1b", ranks=2 if "pp" in dims else 1, microbatches=4)
-    layers = blocks(seed)
-    if "tp" in dims:
-        layers = [split_up(layer, mesh["tp"]) for layer in layers]
-    stages = partition(layers, schedule, rank=rank)
-    if "fsdp" in dims:
-        schedule = schedir.shard(schedule)
-        for stage in stages.values():
-            fully_shard(stage, mesh=mesh["fsdp"])
-    options |= {"data_dims": ("fsdp",) if "fsdp" in dims else ("dp",), "timeout": LONG}
-    return Executor(schedule, stages, MSE, adamw, mesh=mesh, **options)
-
-
-def train(executor: Executor, layout: str, steps: Iterable[int], **options: Any) -> None:
-    """On the same batches whatever the layout: each pipeline has its part."""
+def train(executor: Executor, layout: str, steps: Iterable[int]) -> None:
     for step in steps:
-        x, y = random_batch(8, seed=step)
-        if layout != "pp 2 x tp 2":
-            x, y = (tensor.chunk(2)[executor.pipeline] for tensor in (x, y))
-        executor.step(x, target=y, **options)
+        x, y = batch_of(executor, layout, step)
+        executor.step(x, target=y)
 
 
 def plain(steps: Iterable[int], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -76,16 +41,16 @@ def assert_near(mine: dict[str, Tensor] | None, theirs: nn.Module) -> None:
 
 
 @on_ranks(4)
-@sweep("saved", [*LAYOUTS], quick=["fsdp 2 x tp 2"])
+@sweep("saved", SAVED, quick=["fsdp 2 x tp 2"])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_layout_resumes_what_another_has_saved(
     rank: int, saved: str, later: bool, tmp_path: Path
 ) -> None:
     (folder, *_) = everyone(str(tmp_path))
-    reference = nn.Sequential(*blocks(0))
+    reference = nn.Sequential(*blocks())
     optimizer = adamw(reference.parameters())
     plain(range(2), reference, optimizer)
-    with executor_of(saved) as executor:
+    with executor_of(saved, blocks()) as executor:
         checkpoint = Checkpoint(executor)
         train(executor, saved, range(2))
         if later:
@@ -97,15 +62,15 @@ def test_a_layout_resumes_what_another_has_saved(
             assert_near(gathered_state(executor), reference)
             train(executor, saved, range(2, 4))
         first = gathered_state(executor)
-    whole = nn.Sequential(*blocks(1))
+    whole = nn.Sequential(*blocks(seed=1))
     whole_optimizer = adamw(whole.parameters())
     Checkpoint(whole, whole_optimizer).load(folder)
     assert_near(dict(whole.state_dict()), reference)
     plain(range(2, 4), whole, whole_optimizer)
     plain(range(2, 4), reference, optimizer)
     assert_near(dict(whole.state_dict()), reference)
-    for layout in LAYOUTS:
-        with executor_of(layout, seed=1) as resumed:
+    for layout in SAVED:
+        with executor_of(layout, blocks(seed=1)) as resumed:
             Checkpoint(resumed).load(folder)
             assert resumed.steps == 2
             train(resumed, layout, range(2, 4))
@@ -119,7 +84,7 @@ def test_a_layout_resumes_what_another_has_saved(
 @on_ranks(4)
 def test_what_can_not_be_put_together_is_refused(rank: int, tmp_path: Path) -> None:
     (folder, *_) = everyone(str(tmp_path))
-    with executor_of("pp 2 x tp 2") as executor:
+    with executor_of("pp 2 x tp 2", blocks()) as executor:
         (stage,) = executor.stages.values()
         assert "only a part of this model" in message_of(Checkpoint, stage)
         norm = next(p for name, p in stage.named_parameters() if "norm.weight" in name)

@@ -29,6 +29,7 @@ from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.processes.groups import Group, wait_for_sum
+from schedir.runtime.sharded import local, lying_as, settle
 
 _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 
@@ -102,11 +103,10 @@ class Reduction:
         self.finish()
         for parameter in self._parameters:
             refuse_sparse(parameter, "summed over processes")
+        settle(self._parameters)
         self._mask.tell([p.grad is not None for p in self._parameters])
         for bucket in _buckets(self._parameters):
-            flat = torch.cat(
-                [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket]
-            )
+            flat = torch.cat([_flat(p) for p in bucket])
             self._works.append(self._group.allreduce([flat]))
             self._under_way.append((flat, bucket))
 
@@ -122,7 +122,7 @@ class Reduction:
         self.wait()
         there = dict(zip(self._parameters, self._mask.anywhere(), strict=True))
         for flat, bucket in self._under_way:
-            pieces = flat.split([p.numel() for p in bucket])
+            pieces = flat.split([local(p).numel() for p in bucket])
             for parameter, piece in zip(bucket, pieces, strict=True):
                 if there[parameter]:
                     parameter.grad = _laid_out(piece, parameter)
@@ -147,8 +147,9 @@ class Tie:
         copies = [*self.copies.values()]
         for copy in copies:
             refuse_sparse(copy, "summed with those of its tied copies")
-        grads = [copy.grad for copy in self.counted if copy.grad is not None]
-        total = sum(grads[1:], grads[0]) if grads else torch.zeros_like(copies[0])
+        settle(self.counted)
+        grads = [local(copy.grad) for copy in self.counted if copy.grad is not None]
+        total = sum(grads[1:], grads[0]) if grads else torch.zeros_like(local(copies[0]))
         present = bool(grads)
         if self.elsewhere is not None:
             group, mask = self.elsewhere
@@ -287,14 +288,23 @@ def _in_one_order(places: Sequence[Mapping[int, Sequence[int]]]) -> bool:
     return len(orders) == 1
 
 
+def _flat(parameter: nn.Parameter) -> Tensor:
+    """The gradient that is here, of elements in order of their indices; zeros for none."""
+    if parameter.grad is None:
+        own = local(parameter)
+        return own.new_zeros(own.numel())
+    return local(parameter.grad).reshape(-1)
+
+
 def _laid_out(flat: Tensor, parameter: nn.Parameter) -> Tensor:
     """A gradient in the layout of its parameter, of its elements in order of their indices.
 
     Fused optimisers take for granted that both lie alike: channels last, say, or transposed.
     """
-    if parameter.is_contiguous():
-        return flat.view_as(parameter)
-    return torch.empty_like(parameter).copy_(flat.view_as(parameter))
+    own = local(parameter)
+    if own.is_contiguous():
+        return lying_as(parameter, flat.view_as(own))
+    return lying_as(parameter, torch.empty_like(own).copy_(flat.view_as(own)))
 
 
 def refuse_sparse(parameter: nn.Parameter, what: str) -> None:
@@ -315,9 +325,10 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         for parameter in parameters:
             if parameter.dtype is not dtype:
                 continue
-            if bucket and size + parameter.nbytes > _BUCKET:
+            own = local(parameter).nbytes
+            if bucket and size + own > _BUCKET:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(parameter)
-            size += parameter.nbytes
+            size += own
         yield bucket

@@ -101,17 +101,15 @@ class Shared:
         for tie, held in self._plan.tied:
             for stage, copy in held.items():
                 own = (digest(copy), *copy.shape)
-                if found.setdefault(self._label(tied := _label(tie)), own) != own:
+                if found.setdefault(self._label_of(tie), own) != own:
                     raise ExecutionError(
-                        f"{tied} differs in stage {stage}, in shape or values; load the same"
+                        f"{_label(tie)} differs in stage {stage}, in shape or values; load the same"
                     )
         return found
 
     def _dtypes(self) -> dict[str, str]:
         """The dtypes of the copies here, by their names."""
-        found = {
-            self._label(_label(tie)): [*held.values()] for tie, held in self._plan.tied if held
-        }
+        found = {self._label_of(tie): [*held.values()] for tie, held in self._plan.tied if held}
         for stage, module in self._stages.items():
             if self._is_copied(stage):
                 found[self._label(f"stage {stage}")] = [*module.parameters()]
@@ -123,6 +121,11 @@ class Shared:
     def _label(self, copies: str) -> str:
         """What is equal within a slice of the mesh; other slices may have other parts of it."""
         return f"{copies} ({self._grid.where})" if self._grid.where else copies
+
+    def _label_of(self, tie: TieOf) -> str:
+        """A tied parameter; of a sharded one each pipeline has another part."""
+        line = f" in pipeline {self._grid.pipeline}" * (tie[0][0] in self._plan.sharded)
+        return self._label(_label(tie) + line)
 
     def _holders(self, tie: TieOf) -> set[int]:
         """The ranks that hold a copy of a tied parameter."""

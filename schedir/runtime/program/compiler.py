@@ -16,6 +16,7 @@ from itertools import takewhile
 import attrs
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from schedir.errors import ExecutionError
 from schedir.graph.alive import StageVersions, weight_versions
@@ -326,6 +327,7 @@ class _List:
             self._rank,
             reductions,
             [replicas[stage] for stage in stages if stage in replicas],
+            [p for s in stages for p in self._stages[s].weights.newest if isinstance(p, DTensor)],
             [self._scale(*step) for step in steps if compiler.scaling.scales(*step)],
             compiler.barriers.before(stages),
             partial(compiler.nonfinite.look, steps) if compiler.nonfinite.looks_alone else None,

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+from torch import nn
+
 from schedir.runtime.call import Now
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Barrier, Reduction
 from schedir.runtime.program.instruction import Bound
-from schedir.runtime.sharded import Sharded
+from schedir.runtime.sharded import Sharded, settle
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights
@@ -72,8 +74,9 @@ def reduce_shards(sharded: Sharded, now: Now) -> Bound:
 
 class PassBarriers:
     """The work before a rank's consecutive OPTIM_STEPs, in this order: 1. finish sums of gradients
-    over processes, 2. finish sums over `replicas` in this process, 3. scale sums that need it,
-    4. pass the barriers: ties, then clipping, 5. check what is about to be applied (`look`)."""
+    over processes, 2. finish sums over `replicas` in this process, 3. sum what is split
+    otherwise than its parameter, of the `split` ones, 4. scale sums that need it,
+    5. pass the barriers: ties, then clipping, 6. check what is about to be applied (`look`)."""
 
     def __init__(
         self,
@@ -81,12 +84,14 @@ class PassBarriers:
         rank: int,
         reductions: Sequence[Reduction],
         replicas: Sequence[Replicas],
+        split: Sequence[nn.Parameter],
         scales: Sequence[Callable[[], None]],
         barriers: Sequence[Barrier],
         look: Callable[[], None] | None,
     ) -> None:
         self._now, self._rank, self._reductions, self._scales = now, rank, reductions, scales
         self._replicas, self._barriers, self._look = replicas, barriers, look
+        self._split = split
         self._turns: list[int] | None = None
 
     def is_blocked(self) -> bool:
@@ -117,6 +122,7 @@ class PassBarriers:
                 reduction.finish()
             for replicas in self._replicas:
                 replicas.leave(self._rank)
+            settle(self._split)
             for scale in self._scales:
                 scale()
             self._turns = [barrier.arrive() for barrier in self._barriers]

@@ -1,0 +1,115 @@
+"""Layouts of four processes, each of which trains the same model on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import schedir
+from schedir.runtime import Executor
+from schedir.training import partition
+from tests.runtime.kit import MSE, adamw, random_batch
+
+WIDTH = 4
+LONG = 60.0
+LAYOUTS = {
+    "pp 2 x dp 2": ("pp", "dp"),
+    "pp 2 x fsdp 2": ("pp", "fsdp"),
+    "pp 2 x tp 2": ("pp", "tp"),
+    "pp 2 x sp 2": ("pp", "sp"),
+    "dp 2 x tp 2": ("dp", "tp"),
+    "fsdp 2 x tp 2": ("fsdp", "tp"),
+}
+
+
+class Block(nn.Module):
+    """Two linear layers behind a norm, on a residual path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+def blocks(number: int = 2, seed: int = 5) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [Block() for _ in range(number)]
+
+
+def split_up(block: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Split for tensor parallelism: what is not split is a plain tensor in each process."""
+    return parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def split_by_rows(block: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The norm takes a part of the rows in each process, which so makes a part of its gradient."""
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0, use_local_output=False),
+        "up": ColwiseParallel(input_layouts=Shard(0)),
+        "down": RowwiseParallel(),
+    }
+    found = parallelize_module(block, mesh, plan)
+
+    def by_rows(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        whole = DTensor.from_local(given[0], mesh, [Replicate()], run_check=False)
+        return (whole.redistribute(placements=[Shard(0)]),)
+
+    found.get_submodule("norm").register_forward_pre_hook(by_rows, prepend=True)
+    return found
+
+
+SPLIT: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
+    "tp": split_up,
+    "sp": split_by_rows,
+}
+
+
+def executor_of(
+    layout: str,
+    layers: list[nn.Module],
+    name: str = "1f1b",
+    change: Callable[[schedir.Schedule], schedir.Schedule] = lambda schedule: schedule,
+    **options: Any,
+) -> Executor:
+    """An executor on this process; `change` changes the list before it is sharded."""
+    dims = LAYOUTS[layout]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
+    schedule = change(schedir.build(name, ranks=2 if "pp" in dims else 1, microbatches=4))
+    for dim, split in SPLIT.items():
+        if dim in dims:
+            layers = [split(layer, mesh[dim]) for layer in layers]
+    rank = mesh["pp"].get_local_rank() if "pp" in dims else 0
+    stages = partition(layers, schedule, rank=rank)
+    if "fsdp" in dims:
+        schedule = schedir.shard(schedule)
+        for stage in stages.values():
+            fully_shard(stage, mesh=mesh["fsdp"])
+    options = {"data_dims": ("fsdp",) if "fsdp" in dims else ("dp",), "timeout": LONG, **options}
+    return Executor(schedule, stages, MSE, adamw, mesh=mesh, **options)
+
+
+def batch_of(executor: Executor, layout: str, step: int) -> tuple[Tensor, Tensor]:
+    """This process's part of a batch of 8 rows: a half where there are two pipelines."""
+    x, y = random_batch(8, seed=step)
+    return part_of(executor, layout, x), part_of(executor, layout, y)
+
+
+def part_of(executor: Executor, layout: str, tensor: Tensor) -> Tensor:
+    halves = {"dp", "fsdp"} & {*LAYOUTS[layout]}
+    return tensor.chunk(2)[executor.pipeline] if halves else tensor
