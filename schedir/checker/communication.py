@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 
@@ -245,20 +245,22 @@ def _in_other_orders(graph: Graph) -> Iterator[Faults]:
             differ = [place for place in places if kind[place] != kind[places[0]]]
             if differ:
                 finding = rules.GROUP_ORDER.at(schedule, differ[0], places[0])
-                swaps = (
-                    moved_beside(schedule, differ[0], side, other)
-                    for own in by_rank.values()
-                    if differ[0] in own
-                    for other in own
-                    if kind[other] == kind[places[0]] and other > differ[0]
-                    for side in ("after", "before")
-                )
+                (own,) = (own for own in by_rank.values() if differ[0] in own)
+                later = [n for n in own if n > differ[0] and kind[n] == kind[places[0]]]
+                swaps = _beside(schedule, differ[0], later)
                 yield Faults(
                     rule=rules.GROUP_ORDER,
                     keys=np.array([stage]),
                     findings=iter([Finding(finding, swaps)]),
                 )
                 break
+
+
+def _beside(schedule: Schedule, place: int, others: Sequence[int]) -> Iterator[Change]:
+    """The changes that move an action next to one of others."""
+    for other in others:
+        for side in ("after", "before"):
+            yield moved_beside(schedule, place, side, other)
 
 
 def _without_counterpart(

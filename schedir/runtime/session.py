@@ -234,6 +234,8 @@ class Session:
         if isinstance(error, WaitError):
             found = self._explained(error, what, verdict)
             error.forget_frames()
+            if verdict is None and self._watch is not None:  # so that the others know as much
+                verdict = self._watch.blame([], str(found))
         if isinstance(found, ExecutionError):
             found.roots = roots
         self.broken = f"{what} has failed: {found}"

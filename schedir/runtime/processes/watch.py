@@ -122,7 +122,8 @@ class Watch:
     # What the main thread tells, and asks.
 
     def blame(self, roots: Sequence[Root], reason: str) -> Verdict:
-        """These are to blame, unless the verdict has been given already; returns it."""
+        """These are to blame, or nobody is known to be, unless the verdict has been given already;
+        returns it."""
         causes = {root.rank: root.cause for root in roots}
         standing = self._standing()
         at = [
@@ -319,8 +320,10 @@ class Watch:
                 say(f"root: {root}")
             for line in lines:
                 say(line)
-        else:
+        elif verdict.roots:
             say_ended(self.own, verdict.roots)
+        else:
+            say(f"rank {self.own} ended: {verdict.reason}")
         self._end_the_silent(roots)
         if any((r.rank, r.cause) == (self.own, self._no_progress) for r in verdict.roots):
             say("".join(["it stands at\n", *self._stack()]).rstrip())
