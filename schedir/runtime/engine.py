@@ -513,6 +513,8 @@ class Engine:
 
     def close(self) -> None:
         """Release the process groups that were made for this; safe to call twice."""
+        for stage in self._stages:
+            stage.close()
         with self._plan.accelerator.chosen(), self._session.closing() as still_works:
             if still_works:
                 self._session.stand(CLOSE_PLACE)

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule, OffloadPolicy, UnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
@@ -30,6 +32,22 @@ from schedir.runtime.processes.grid import Grid
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that is in this process."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def return_local(module: nn.Module) -> RemovableHandle:
+    """From now on a module returns the local parts of the DTensors in its output: these travel to
+    the next stage, whose processes have the same parts."""
+    return module.register_forward_hook(lambda _, __, output: tree_map_only(DTensor, _part, output))
+
+
+def _part(tensor: DTensor) -> Tensor:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ExecutionError(
+            f"the stage returned a DTensor placed {tensor.placements}, of which each process has a "
+            "summand and no value; sum it first, by redistribute, or with output_layouts="
+        )
+    part: Tensor = tensor.to_local()
+    return part
 
 
 def lying_as(like: Tensor, part: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import schedir
 from schedir.runtime import Executor
@@ -50,6 +50,67 @@ def test_split_stages_train_as_whole_ones(rank: int, name: str, options: dict[st
         x, y = random_batch(8, seed=99)
         losses = [one.evaluate(x, target=y).loss for one in (executor, alone)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+class Returns(nn.Module):
+    """A stage that returns a DTensor, in rows that are split over processes."""
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
+        super().__init__()
+        self.inner, self.mesh, self.placement = nn.Linear(4, 4), mesh, placement
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        y = DTensor.from_local(self.inner(x), self.mesh, [Replicate()], run_check=False)
+        if self.placement.is_partial():
+            return DTensor.from_local(y.to_local(), self.mesh, [self.placement]), 1
+        return y.redistribute(placements=[self.placement]), 1
+
+
+class Takes(nn.Module):
+    """A stage that takes its rows of these."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.inner, self.mesh = nn.Linear(4, 4), mesh
+
+    def forward(self, x: Tensor, one: int) -> Tensor:
+        assert (type(x), one) == (Tensor, 1)
+        rows = DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False)
+        y: Tensor = self.inner(rows.redistribute(placements=[Replicate()]).to_local())
+        return y
+
+
+@on_ranks(4)
+def test_the_local_part_of_a_dtensor_travels(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    pp, tp = mesh["pp"].get_local_rank(), mesh["tp"]
+    torch.manual_seed(0)
+    stages: list[Any] = [Returns(tp, Shard(0)), Takes(tp)]
+    plain = [copy.deepcopy(stage.inner) for stage in stages]
+    x, y = random_batch(8)
+    with Executor(schedule, {pp: stages[pp]}, MSE, mesh=mesh, timeout=LONG) as executor:
+        loss = executor.step(x, target=y).loss
+    expected = MSE(plain[1](plain[0](x)), y)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    mine, theirs = stages[pp].inner.weight.grad, plain[pp].weight.grad
+    assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+    if pp == 0:
+        assert isinstance(stages[0](x)[0], DTensor)  # the executor is closed
+
+
+@on_ranks(4)
+def test_a_summand_does_not_travel(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    pp, tp = mesh["pp"].get_local_rank(), mesh["tp"]
+    stage = Returns(tp, Partial()) if pp == 0 else Takes(tp)
+    x, y = random_batch(8)
+    executor = Executor(schedule, {pp: stage}, MSE, mesh=mesh, timeout=LONG)
+    said = message_of(lambda: executor.step(x, target=y).loss)
+    assert "sum it first, by redistribute" in said
+    everyone("all have failed")
 
 
 class Noise(nn.Module):

@@ -230,6 +230,20 @@ def test_as_many_gathers_and_sums_as_listed(
             assert counts["reduce_scatter_single"] == sum("REDUCE" in token for token in tokens)
 
 
+@on_ranks(4)
+def test_nothing_is_gathered_that_the_list_does_not_gather(rank: int) -> None:
+    mesh = pipelines()
+    schedule = schedir.shard(schedir.build("1f1b", ranks=2, microbatches=4))
+    pp = pipeline_rank(mesh)
+    stage = sharded(blocks(2)[pp], mesh["dp"], nested=True)
+    x, y = random_batch(8)
+    with Executor(schedule, {pp: stage}, MSE, adamw, mesh=mesh, timeout=LONG) as executor:
+        executor.step(x, target=y)
+        for module in (stage, stage[1]):  # type: ignore[index]
+            assert "fully_shard gathers weights that the list does not" in message_of(module, x)
+        executor.step(x, target=y)
+
+
 def refused(mesh: DeviceMesh, schedule: Any, stage: Any, **options: Any) -> str:
     given = {pipeline_rank(mesh): stage}
     return message_of(Executor, schedule, given, MSE, adamw, mesh=mesh, **options)

@@ -15,7 +15,7 @@ from schedir.errors import ExecutionError
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.plan import Plan
-from schedir.runtime.sharded import Sharded
+from schedir.runtime.sharded import Sharded, return_local
 from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.buffers import Buffers
 from schedir.runtime.stage.rng import Seeds, seeder
@@ -58,6 +58,14 @@ class Stage:
         first = plan.grid.draws * microbatches  # each pipeline draws numbers of its own
         self.draws = Seeds(plan.arguments.seed, index, range(first, first + microbatches))
         self.seeds: list[int] = []
+        # The loss may want a DTensor; other stages take what travels.
+        split = bool(plan.groups_of_stages) and index != plan.last_stage
+        self._hook = return_local(self.module) if split else None
+
+    def close(self) -> None:
+        """Leave the module as it was."""
+        if self._hook is not None:
+            self._hook.remove()
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
