@@ -63,7 +63,14 @@ def test_a_sharded_list_is_clean_wherever_the_plain_one_is(
     rest = [[a for a in own if a.kind not in MEANT] for own in sharded.flat]
     assert rest == [[a for a in own if a.kind not in MEANT] for own in plain.flat]
     assert Oracle(sharded, "async").run() == "completes"
-    assert any(a.kind is Kind.UNSHARD for own in forward_only(sharded).flat for a in own)
+    evaluated = forward_only(sharded)
+    assert Oracle(evaluated, "async").run() != "blocks"  # it trains nothing, so not "completes"
+    for own in evaluated.flat:  # each gathering is used
+        kinds = [(a.stage, a.kind) for a in own if a.kind in (*MEANT, Kind.FORWARD)]
+        for stage in {stage for stage, _ in kinds}:
+            (first, *rest) = [kind for s, kind in kinds if s == stage]
+            assert first is Kind.UNSHARD
+            assert (Kind.UNSHARD, Kind.RESHARD) not in [*zip([first, *rest], rest, strict=False)]
 
 
 def mutant(schedule: Schedule, chance: random.Random) -> Schedule:

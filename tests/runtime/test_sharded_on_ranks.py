@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import schedir
+from schedir.passes import forward_only
 from schedir.runtime import Executor
 from schedir.training import gathered_state, partition
 from tests.built_in import EVERY
@@ -24,6 +26,7 @@ from tests.runtime.kit import MSE, adamw, everyone, linear_stages, message_of, r
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.test_replicas_on_ranks import accumulate_by_pipeline, clip, pipelines
 from tests.sweeps import sweep
+from tests.test_sharding import mutant
 
 LONG = 60.0
 WIDTH = 4
@@ -228,6 +231,30 @@ def test_as_many_gathers_and_sums_as_listed(
                 executor.step(x, target=y)
             assert counts["all_gather_single"] == sum("UNSHARD" in token for token in tokens)
             assert counts["reduce_scatter_single"] == sum("REDUCE" in token for token in tokens)
+
+
+CLEAN = {"1f1b": (107, 116, 148), "interleaved-1f1b": (26, 33, 40), "looped-bfs": (1, 14, 33)}
+"""By name, seeds whose mutants are other lists, and clean: those of the first 150."""
+
+
+@on_ranks(4)
+@sweep("name", CLEAN, quick=["1f1b"])
+def test_a_changed_list_that_is_proved_trains_and_gathers_as_listed(
+    rank: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = schedir.shard(schedir.build(name, ranks=2, microbatches=4), limit=1)
+    for seed in CLEAN[name]:
+        changed = mutant(plain, random.Random(seed))
+        assert changed != plain
+        assert schedir.check(changed).ok
+        tokens = [str(action) for action in changed.flat[pipeline_rank(pipelines())]]
+        with counted(monkeypatch) as counts:
+            assert_trains(rank, changed, blocks(changed.stages), pipelines(), exact=False)
+        evaluated = forward_only(changed).flat[pipeline_rank(pipelines())]
+        gathers = 3 * sum("UNSHARD" in token for token in tokens)
+        gathers += sum("UNSHARD" in str(action) for action in evaluated)
+        # A comparison of whole weights gathers too, by another collective.
+        assert counts["all_gather_single"] == gathers
 
 
 @on_ranks(4)
