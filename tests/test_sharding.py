@@ -68,9 +68,9 @@ def test_a_sharded_list_is_clean_wherever_the_plain_one_is(
     for own in evaluated.flat:  # each gathering is used
         kinds = [(a.stage, a.kind) for a in own if a.kind in (*MEANT, Kind.FORWARD)]
         for stage in {stage for stage, _ in kinds}:
-            (first, *rest) = [kind for s, kind in kinds if s == stage]
+            (first, *then) = [kind for s, kind in kinds if s == stage]
             assert first is Kind.UNSHARD
-            assert (Kind.UNSHARD, Kind.RESHARD) not in [*zip([first, *rest], rest, strict=False)]
+            assert (Kind.UNSHARD, Kind.RESHARD) not in [*zip([first, *then], then, strict=False)]
 
 
 def mutant(schedule: Schedule, chance: random.Random) -> Schedule:
