@@ -95,7 +95,7 @@ def load_standing(folder: str) -> Standing | None:
             tuple(map(int, found["ranks"])),
             tuple(map(tuple, found["ties"])),
             bool(found["clips"]),
-            int(found["slices"]),
+            int(found.get("slices", 1)),
         )
         standing.diagnosis()
     except (OSError, ValueError, TypeError, KeyError, IndexError, ParseError) as error:

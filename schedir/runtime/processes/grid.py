@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import TypeAlias
 
 import attrs
@@ -58,7 +59,7 @@ class Grid:
         """How many ranks each pipeline has."""
         return len(self.processes[0])
 
-    @property
+    @cached_property
     def everyone(self) -> tuple[int, ...]:
         """All processes of all slices, as a process group numbers them."""
         return tuple(

@@ -96,7 +96,11 @@ class Handshake:
         if len(ranks) > 1:
             self._within = control.relay(ranks, _SIZE, RANK_TAG)
         speakers = [grid.everyone.index(row[speaker]) for layout in grid.slices for row in layout]
-        self._first = speakers[0]
+        own = grid.number(grid.rank)
+        # Of the processes that are compared, the numbers, and the other one's name.
+        of_all = " (the first process)" * (len(grid.slices) > 1)
+        self._with_first = (speakers[0], own), grid.name(speaker, 0) + of_all
+        self._with_own = (grid.number(speaker), own), grid.name(speaker, grid.pipeline)
         if len(speakers) > 1 and grid.rank == speaker:
             self._between = control.relay(speakers, _SIZE, PIPELINE_TAG)
 
@@ -124,8 +128,7 @@ class Handshake:
         grid, speaker = self._grid, self._speaker
         if self._between is not None:
             first = _decoded(self._between.pass_on(_encoded(own)))
-            name = grid.name(speaker, 0) + " (the first process)" * (len(grid.slices) > 1)
-            _check_same_call(own, first, (self._first, grid.number(grid.rank)), name, grid.rank)
+            _check_same_call(own, first, *self._with_first, grid.rank)
             own = attrs.evolve(own, stop=first.stop)
         if self._within is None:
             return own
@@ -133,11 +136,7 @@ class Handshake:
             self._within.pass_on(_encoded(own))
             return own
         found = _decoded(self._within.pass_on(None))
-        both, name = (
-            (grid.number(speaker), grid.number(grid.rank)),
-            grid.name(speaker, grid.pipeline),
-        )
-        _check_same_call(own, found, both, name, grid.rank)
+        _check_same_call(own, found, *self._with_own, grid.rank)
         _check_same_batch(own, found, grid, speaker)
         return found
 
