@@ -15,12 +15,11 @@ because the peak of a process never falls.
 from __future__ import annotations
 
 import argparse
-import resource
 import warnings
 
 import torch
 import torch.distributed as dist
-from bench_step import Step, compare
+from bench_step import Step, added_by, compare
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,21 +87,18 @@ def torch_step(mesh: DeviceMesh, width: int, layers: int) -> Step:
 def memory(side: str, mesh: DeviceMesh, width: int, layers: int) -> list[int]:
     """What three steps add to the memory of each process, at its peak, in MiB."""
     executors = []
-    for wide in (8, width):  # the former has what a first step imports come in
-        if side == "schedir":
-            step, executor = schedir_step(mesh, wide, layers)
-            executors.append(executor)
-        else:
-            step = torch_step(mesh, wide, layers)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for _ in range(3):
-            step()
-    added = torch.tensor([(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024])
-    everyone = [torch.empty(1) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, added)
+
+    def step_of(wide: int) -> Step:
+        if side != "schedir":
+            return torch_step(mesh, wide, layers)
+        step, executor = schedir_step(mesh, wide, layers)
+        executors.append(executor)
+        return step
+
+    found = added_by(step_of, 8, width)
     for executor in executors:
         executor.close()
-    return [round(float(x)) for x in everyone]
+    return found
 
 
 def main() -> None:

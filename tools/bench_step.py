@@ -32,7 +32,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -50,6 +50,7 @@ import gpt  # the example's model
 
 MICROBATCHES = 8
 Step = Callable[[], None]
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -281,21 +282,32 @@ def memory(side: str, label: str) -> dict[str, Any]:
     """What three steps add to the memory of each rank, at its peak, in MiB."""
     name, theirs, chunks = SCHEDULES[label]
     executors = []
-    for model in (MODELS["tiny"], WIDE):  # the former has what a first step imports come in
-        if side == "schedir":
-            step, executor, _ = schedir_step(model, name, chunks)
-            executors.append(executor)
-        else:
-            step = torch_step(model, theirs, chunks)
+
+    def step_of(model: Model) -> Step:
+        if side != "schedir":
+            return torch_step(model, theirs, chunks)
+        step, executor, _ = schedir_step(model, name, chunks)
+        executors.append(executor)
+        return step
+
+    found = added_by(step_of, MODELS["tiny"], WIDE)
+    for executor in executors:
+        executor.close()
+    return {"side": side, "schedule": label, "MiB by rank": found}
+
+
+def added_by(step_of: Callable[[T], Step], small: T, large: T) -> list[int]:
+    """What three steps of a large model add to the memory of each process, at its peak, in MiB;
+    those of a small one have what a first step imports come in."""
+    for model in (small, large):
+        step = step_of(model)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(3):
             step()
     added = torch.tensor([(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024])
     everyone = [torch.empty(1) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, added)
-    for executor in executors:
-        executor.close()
-    return {"side": side, "schedule": label, "MiB by rank": [round(float(x)) for x in everyone]}
+    return [round(float(x)) for x in everyone]
 
 
 HEAD = (
