@@ -146,6 +146,15 @@ def test_shards_of_replicas(rank: int) -> None:
     assert_trains(rank, schedule, blocks(1), mesh, exact=False, data_dims=dims)
 
 
+@pytest.mark.long
+@on_ranks(8)
+def test_shards_of_replicas_in_a_pipeline(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "pp"))
+    schedule = schedir.shard(schedir.build("1f1b", ranks=2, microbatches=4))
+    dims = ("replicate", "shard")
+    assert_trains(rank, schedule, blocks(2), mesh, exact=False, data_dims=dims)
+
+
 @on_ranks(4)
 def test_half_precision_is_that_of_torch(rank: int) -> None:
     """Parameters in bfloat16, sums in float32: as FSDP does without a pipeline."""
