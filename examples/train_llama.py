@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import RANKS, Losses, Parser, build, console, run, show, verify
+from common import RANKS, Losses, Parser, build, console, fail, run, show, verify
 from gpt import batch, corpus, loss_fn
 from llama import Block, Config, llama, split
 from reference import Reference
@@ -30,6 +30,9 @@ from schedir.training import Batches, Trainer, gathered_state, partition
 
 def train(args: argparse.Namespace) -> bool:
     """Train, and print what came of it. False where --verify found a difference."""
+    sched = build(args)
+    if args.in_process:
+        fail("--in-process has no mesh: start it by torchrun")
     pipelines = RANKS // (args.ranks * args.tp)
     # Neighbours in the mesh's last dimension are neighbours on a node, where tp needs them.
     mesh = init_device_mesh(
@@ -37,7 +40,6 @@ def train(args: argparse.Namespace) -> bool:
         (pipelines, args.ranks, args.tp),
         mesh_dim_names=("dp", "pp", "tp"),
     )
-    sched = build(args)
     if pipelines > 1:
         sched = schedir.shard(sched)  # lists when weights are gathered and given up
 
@@ -111,9 +113,7 @@ def parse_arguments() -> argparse.Namespace:
         tp=(1, "processes that share each rank's stages"),
     )
     args = parser.arguments()
-    if args.in_process:
-        parser.error("--in-process has no mesh: start it by torchrun")
-    if RANKS % (args.ranks * args.tp):
+    if not args.in_process and RANKS % (args.ranks * args.tp):
         parser.error(f"{RANKS} processes are no pipelines of {args.ranks} x {args.tp}")
     if args.width % (2 * args.heads) or args.heads % args.tp:
         parser.error("--heads has to be a multiple of --tp, and --width of twice --heads")

@@ -178,7 +178,8 @@ class Shared:
             if len(processes := self._tied[number]) > 1:
                 stages = frozenset(stage for stage, _ in self._plan.tied[number][0])
                 if stages not in groups:
-                    purpose = f"ties/{','.join(map(str, sorted(stages)))}"
+                    listed = (",".join(map(str, sorted(each))) for each in (stages, processes))
+                    purpose = f"ties/{'/'.join(listed)}"
                     groups[stages] = self._connect(purpose, processes)
                 group, beside = groups[stages]
                 elsewhere[number] = group, self._mask(beside, "a tied parameter's")

@@ -290,7 +290,8 @@ class Groups:
         norms of gradients. All processes post them in that order, so one group serves all."""
         key = tuple(sorted(processes))
         if key not in self._for_numbers:
-            self._for_numbers[key] = self.make("numbers", key, device)
+            purpose = f"numbers/{','.join(map(str, key))}"
+            self._for_numbers[key] = self.make(purpose, key, device)
         return self._for_numbers[key]
 
     def ask(self, asked: Asked, warm_up: Callable[[NcclGroup], Iterable[dist.Work]]) -> NcclGroup:
@@ -325,7 +326,7 @@ class Groups:
         self._groups.append(group)
 
     def _place(self, purpose: str, processes: Sequence[int]) -> tuple[Store, int]:
-        # Other processes may make a group for the same purpose.
+        # The processes of another slice of a mesh make a group for the same purpose.
         key = f"{purpose}/{','.join(map(str, processes))}"
         return PrefixStore(key, self.store), processes.index(dist.get_rank())
 
