@@ -425,7 +425,18 @@ def test_an_optimizer_of_the_callers_is_kept(tmp_path: Path) -> None:
     assert_same(trained(2, 4, load=True), expected)
 
 
-def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_torchs_own_tools_read_it(
+    copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where torch writes a copy of the metadata, and leaves ours, as torch 2.11 does."""
+    finish = FileSystemWriter.finish
+
+    def finish_copy(self: FileSystemWriter, metadata: Any, results: Any) -> None:
+        finish(self, dataclasses.replace(metadata), results)
+
+    if copies:
+        monkeypatch.setattr(FileSystemWriter, "finish", finish_copy)
     model = partition(layers(), 1)[0]
     optimizer = adamw(model.parameters())
     for parameter in model.parameters():

@@ -139,9 +139,10 @@ class Save:
         if not self.is_first:
             return
         files = {name: entry for _, own in parts for name, entry in own.items()}
-        self._writer.publish(self._metadata, [results for results, _ in parts], files)
+        results = [results for results, _ in parts]
+        self._writer.publish(self._metadata, results, files)
         self._is_published = True
-        kept = {info.relative_path for info in self._metadata.storage_data.values()}
+        kept = {result.storage_data.relative_path for own in results for result in own}
         _remove(self.folder, "*.distcp", f"{_METADATA}.*", but=kept)
 
     def discard(self) -> None:
