@@ -37,6 +37,7 @@ from schedir.runtime.processes.failure import (
     describe,
     end_in_one_line,
     end_in_silence,
+    in_one_line,
     record,
     waiting,
     within_stage,
@@ -248,7 +249,7 @@ class Session:
         elif isinstance(found, OneLineError):
             end_in_one_line(found)
         if self.groups.asked:  # an abort may not return: log the failure before it
-            said = found if isinstance(found, ExecutionError) else describe(found)
+            said = in_one_line(found if isinstance(found, ExecutionError) else describe(found))
             logger.error("%s; aborting NCCL's communicators now, in at most %g s", said, ABORT)
         self._let_go(abort=True)
         return found
@@ -260,6 +261,8 @@ class Session:
                 return self._board.verdict()
             return self._board.give(Verdict((), str(error), self.grid.number(self.grid.rank)))
         if isinstance(error, WaitError):
+            if self._plan.transport.queues and error.index is not None:
+                self.words[CODE] = at_place(error.index)  # of the device, behind the host
             peer = error.process
             if peer is None and error.peer is not None:
                 peer = self.grid.number(error.peer)
@@ -295,7 +298,7 @@ class Session:
         index, action = None, None
         if isinstance(error, ExecutionError):
             index, action = error.index, error.action
-        return Root(self._watch.own, at.call, index, action, str(cause), at.step)
+        return Root(self._watch.own, at.call, index, action, in_one_line(cause), at.step)
 
     def abandon(self, error: BaseException) -> None:
         """The caller's own code has failed: end the session, and with it the other processes."""

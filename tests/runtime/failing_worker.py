@@ -34,7 +34,7 @@ class Failing(nn.Module):
 
 
 def raise_error() -> NoReturn:
-    raise ValueError("no more of this")
+    raise ValueError("no more of this\nand what else there is to say")
 
 
 def die() -> NoReturn:

@@ -23,18 +23,20 @@ def failed(how: str) -> tuple[list[list[str]], str]:
 
 
 def test_a_failing_module_is_named_with_its_action() -> None:
-    """By one traceback of its own, a line on every other rank, and torchrun's root cause."""
+    """By a line of each rank, one traceback of its own, and torchrun's root cause."""
     (first, failing, last), box = failed("raise")
     root = "rank 1 #4 1F1: ValueError: no more of this"
     assert failing[0] == "schedir: root: rank 1 step 0 #4 1F1: ValueError: no more of this"
-    assert failing[-1].endswith(f"schedir.errors.ExecutionError: {root}")
+    assert failing[-2].endswith(f"schedir.errors.ExecutionError: {root}")
+    assert failing[-1].endswith("and what else there is to say")
     assert sum("Traceback" in line for line in failing) == 1
-    assert any('raise ValueError("no more of this")' in line for line in failing)
+    assert failing[1].endswith("Traceback (most recent call last):")
+    assert any('raise ValueError("no more of this' in line for line in failing)
     assert first == ["schedir: rank 0 ended: root is rank 1"]
     assert last == ["schedir: rank 2 ended: root is rank 1"]
     cause = box[box.index("Root Cause") :]
     assert root in cause
-    assert 'raise ValueError("no more of this")' in cause
+    assert 'raise ValueError("no more of this' in cause
 
 
 def test_a_rank_that_dies_is_the_root() -> None:

@@ -39,7 +39,7 @@ _CLOSED = "closed"
 _PLACE = "place"
 _STOP = "stop"
 _PAUSE = 20e-6  # seconds from look to look
-_ASK = 0.5  # seconds after which to ask whether another process has failed: over the network
+_ASK = 0.2  # seconds after which to ask whether another process has failed: over the network
 _Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -312,4 +312,9 @@ def users_line() -> str:
 
 def describe(error: BaseException) -> str:
     """An exception's type and message."""
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def in_one_line(text: object) -> str:
+    """The first line of a text. torch's messages may have dozens."""
+    return str(text).strip().partition("\n")[0]
