@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from socket import gethostname
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import attrs
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 T = TypeVar("T")
+Reach: TypeAlias = Callable[[Callable[[], bool]], None]
+"""Waits until the device has come so far that a function is true; raises if that is in vain."""
 
 
 class Mark(Protocol):
@@ -123,14 +125,17 @@ class Accelerator:
         """Host memory of `size` bytes, for copies that the host does not wait for."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def read(self, scalars: Sequence[Tensor]) -> list[float]:
-        """Make the host wait for the values of scalars that the current stream makes."""
+    def read(self, scalars: Sequence[Tensor], reach: Reach) -> list[float]:
+        """Make the host wait for the values of scalars that the current stream makes.
+
+        Raises what `reach` raises if they never come.
+        """
         if not scalars:
             return []
-        values: list[float] = self.to_host(
-            torch.stack([scalar.to(torch.float64) for scalar in scalars])
-        )().tolist()
-        return values
+        stacked = torch.stack([scalar.to(torch.float64) for scalar in scalars])
+        values: Late[list[float]] = Late(self, stacked, Tensor.tolist)
+        reach(values.is_there)
+        return values()
 
     def synchronize(self) -> None:
         """Make the host wait for everything that is queued."""
@@ -201,7 +206,7 @@ class Host(Accelerator):
         """Host memory of `size` bytes."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
-    def read(self, scalars: Sequence[Tensor]) -> list[float]:
+    def read(self, scalars: Sequence[Tensor], reach: Reach) -> list[float]:
         """Return the values of scalars."""
         return [float(scalar.item()) for scalar in scalars]
 

@@ -129,7 +129,13 @@ def assemble(plan: Plan, session: Session) -> Parts:
     ExecutionError if processes differ, WaitError if they don't come in time.
     """
     optimizers = plan.optimizers()
-    nonfinite = NonFinite(plan, session.control, optimizers)
+    progress = Progress(
+        session.groups.patience,
+        session.groups.posted,
+        plan.accelerator,
+        follows=plan.transport.queues,
+    )
+    nonfinite = NonFinite(plan, session.control, optimizers, progress.reach)
     shared = Shared(plan, session)
     session.warm_up()
     handshake = Handshake(plan, session.control, session.stops)
@@ -162,12 +168,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
         stages,
         _replicas(plan, stages),
         streams,
-        Progress(
-            session.groups.patience,
-            session.groups.posted,
-            plan.accelerator,
-            follows=plan.transport.queues,
-        ),
+        progress,
         clock,
         Trace(plan, session.control, stages) if plan.traced else None,
         Now(session.words),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.runtime import StepResult, arguments, plan
-from schedir.runtime.accelerator import Accelerator, Mark
+from schedir.runtime.accelerator import Accelerator, Mark, Reach
 from schedir.runtime.boundaries import described
 from schedir.runtime.engine import Engine
 from schedir.runtime.gradients import shared_parameters
@@ -100,7 +100,7 @@ class FarDevice(Accelerator):
 
         return fetched
 
-    def read(self, scalars: Sequence[Tensor]) -> list[float]:
+    def read(self, scalars: Sequence[Tensor], reach: Reach) -> list[float]:
         """Where the host may wait within a step: before OPTIM_STEPs. On meta all is finite."""
         assert all(scalar.device.type == self.device.type for scalar in scalars)
         self.reads += 1

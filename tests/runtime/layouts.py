@@ -1,12 +1,16 @@
-"""Layouts of four processes, each of which trains the same model on the same batches."""
+"""Layouts of four processes, each of which trains the same model on the same batches, beside one
+process; on any device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
+import pytest
 import torch
+from attrs import frozen
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -19,8 +23,8 @@ from torch.distributed.tensor.parallel import (
 
 import schedir
 from schedir.runtime import Executor
-from schedir.training import partition
-from tests.runtime.kit import MSE, adamw, random_batch
+from schedir.training import gathered_state, partition
+from tests.runtime.kit import MSE, random_batch
 
 WIDTH = 4
 LONG = 60.0
@@ -32,6 +36,12 @@ LAYOUTS = {
     "dp 2 x tp 2": ("dp", "tp"),
     "fsdp 2 x tp 2": ("fsdp", "tp"),
 }
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """One parameter at a time: on a GPU torch's updates of many at once refuse plain tensors beside
+    DTensors."""
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3, foreach=False)
 
 
 class Block(nn.Module):
@@ -74,6 +84,7 @@ def split_by_rows(block: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return found
 
 
+Change: TypeAlias = Callable[[schedir.Schedule], schedir.Schedule]
 SPLIT: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
     "tp": split_up,
     "sp": split_by_rows,
@@ -84,12 +95,13 @@ def executor_of(
     layout: str,
     layers: list[nn.Module],
     name: str = "1f1b",
-    change: Callable[[schedir.Schedule], schedir.Schedule] = lambda schedule: schedule,
+    change: Change = lambda schedule: schedule,
     **options: Any,
 ) -> Executor:
     """An executor on this process; `change` changes the list before it is sharded."""
     dims = LAYOUTS[layout]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
+    (device,) = {p.device.type for layer in layers for p in layer.parameters()}
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=dims)
     schedule = change(schedir.build(name, ranks=2 if "pp" in dims else 1, microbatches=4))
     for dim, split in SPLIT.items():
         if dim in dims:
@@ -113,3 +125,90 @@ def batch_of(executor: Executor, layout: str, step: int) -> tuple[Tensor, Tensor
 def part_of(executor: Executor, layout: str, tensor: Tensor) -> Tensor:
     halves = {"dp", "fsdp"} & {*LAYOUTS[layout]}
     return tensor.chunk(2)[executor.pipeline] if halves else tensor
+
+
+@frozen
+class Pair:
+    """An executor on these processes, and one in this process alone, of equal models."""
+
+    layout: str
+    device: str
+    executor: Executor
+    alone: Executor
+
+    def step(self, step: int, **options: Any) -> None:
+        x, y = batch_of(self.executor, self.layout, step)
+        mine = self.executor.step(x.to(self.device), target=y.to(self.device), **options)
+        x, y = random_batch(8, seed=step)
+        theirs = self.alone.step(x.to(self.device), target=y.to(self.device), **options)
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+
+    def assert_equal(self) -> None:
+        """Sums over processes round differently, and AdamW divides by their roots."""
+        mine, theirs = gathered_state(self.executor), gathered_state(self.alone)
+        assert theirs is not None
+        for name, value in (mine or {}).items():
+            assert torch.allclose(value, theirs[name], rtol=1e-5, atol=1e-5), name
+
+
+def pair_of(
+    layout: str,
+    name: str = "1f1b",
+    change: Change = lambda schedule: schedule,
+    tied: bool = False,
+    device: str = "cpu",
+    **options: Any,
+) -> Pair:
+    ranks = 2 if "pp" in layout else 1
+    schedule = change(schedir.build(name, ranks=ranks, microbatches=4))
+
+    def layers() -> list[nn.Module]:
+        made = blocks()
+        if tied:
+            made[1].load_state_dict(made[0].state_dict())
+        return [layer.to(device) for layer in made]
+
+    def scaled() -> dict[str, Any]:
+        scaler = GradScaler(torch.device(device).type, init_scale=16.0)
+        return {"scaler": scaler} if "scaler" in options else {}
+
+    alone = partition(layers(), schedule.stages)
+    there = Executor(schedule, alone, MSE, adamw, in_process=True, **{**options, **scaled()})
+    here = executor_of(layout, layers(), name, change, **{**options, **scaled()})
+    return Pair(layout, device, here, there)
+
+
+def _offloaded(schedule: schedir.Schedule) -> schedir.Schedule:
+    return schedir.offload(schedule, stages=range(schedule.stages))
+
+
+_TIES = [[(0, f"0.{name}"), (1, f"1.{name}")] for name in ("norm.weight", "up.weight")]
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zb-h1": {"name": "zb-h1"},
+    "clipping": {"clip_grad_norm": 0.05},
+    "scaler": {"scaler": True},
+    "recompute": {"recompute": True},
+    "offload": {"change": _offloaded},
+    "ties": {"tied": True, "ties": _TIES},
+    "replicas": {"name": "chimera"},
+}
+
+
+def fitting(layouts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each feature with each layout: copies and ties need two ranks, and replicas whole stages."""
+    for feature in FEATURES:
+        for layout in layouts:
+            alone = "pp" not in layout and feature in ("ties", "replicas", "zb-h1")
+            if not alone and not (feature == "replicas" and "fsdp" in layout):
+                yield feature, layout
+
+
+def compare(feature: str, layout: str, device: str = "cpu", **options: Any) -> None:
+    """Train with a feature on a layout and in one process; raises AssertionError where they
+    differ."""
+    pair = pair_of(layout, device=device, **FEATURES[feature], **options)
+    with pair.executor:
+        for step in range(3):
+            pair.step(step)
+        pair.assert_equal()

@@ -2,102 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
-from attrs import frozen
-from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch import Tensor
 
-import schedir
-from schedir.runtime import Executor
-from schedir.training import gathered_state, partition
-from tests.runtime.kit import MSE, adamw, random_batch
-from tests.runtime.layouts import batch_of, blocks, executor_of, part_of
+from tests.runtime.kit import random_batch
+from tests.runtime.layouts import compare, fitting, pair_of, part_of
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
 
 SHARDED, SPLIT, BY_ROWS = "pp 2 x fsdp 2", "pp 2 x tp 2", "pp 2 x sp 2"
 BOTH, COPIED = "fsdp 2 x tp 2", "dp 2 x tp 2"
 ALL = [SHARDED, SPLIT, BY_ROWS, BOTH, COPIED]
-TIES = [[(0, f"0.{name}"), (1, f"1.{name}")] for name in ("norm.weight", "up.weight")]
-
-
-@frozen
-class Pair:
-    """An executor on these processes, and one in this process alone, of equal models."""
-
-    layout: str
-    executor: Executor
-    alone: Executor
-
-    def step(self, step: int, **options: Any) -> None:
-        x, y = batch_of(self.executor, self.layout, step)
-        mine = self.executor.step(x, target=y, **options)
-        x, y = random_batch(8, seed=step)
-        theirs = self.alone.step(x, target=y, **options)
-        assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
-
-    def assert_equal(self) -> None:
-        """Sums over processes round differently, and AdamW divides by their roots."""
-        mine, theirs = gathered_state(self.executor), gathered_state(self.alone)
-        assert theirs is not None
-        for name, value in (mine or {}).items():
-            assert torch.allclose(value, theirs[name], rtol=1e-5, atol=1e-5), name
-
-
-def pair_of(
-    layout: str,
-    name: str = "1f1b",
-    change: Callable[[schedir.Schedule], schedir.Schedule] = lambda schedule: schedule,
-    tied: bool = False,
-    **options: Any,
-) -> Pair:
-    ranks = 2 if "pp" in layout else 1
-    schedule = change(schedir.build(name, ranks=ranks, microbatches=4))
-
-    def layers() -> list[nn.Module]:
-        made = blocks()
-        if tied:
-            made[1].load_state_dict(made[0].state_dict())
-        return made
-
-    def scaled() -> dict[str, Any]:
-        return {"scaler": GradScaler("cpu", init_scale=16.0)} if "scaler" in options else {}
-
-    alone = partition(layers(), schedule.stages)
-    there = Executor(schedule, alone, MSE, adamw, in_process=True, **{**options, **scaled()})
-    here = executor_of(layout, layers(), name, change, **{**options, **scaled()})
-    return Pair(layout, here, there)
-
-
-def offloaded(schedule: schedir.Schedule) -> schedir.Schedule:
-    return schedir.offload(schedule, stages=range(schedule.stages))
-
-
-FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "zb-h1": {"name": "zb-h1"},
-    "clipping": {"clip_grad_norm": 0.05},
-    "scaler": {"scaler": True},
-    "recompute": {"recompute": True},
-    "offload": {"change": offloaded},
-    "ties": {"tied": True, "ties": TIES},
-    "replicas": {"name": "chimera"},
-}
-
-
-def fitting(features: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Each feature with each layout: copies and ties need two ranks, and replicas whole stages."""
-    for feature in features:
-        for layout in ALL:
-            alone = "pp" not in layout and feature in ("ties", "replicas", "zb-h1")
-            if not alone and not (feature == "replicas" and "fsdp" in layout):
-                yield feature, layout
-
-
 QUICK = [
     ("clipping", BY_ROWS),
     ("clipping", COPIED),
@@ -110,13 +26,9 @@ QUICK = [
 
 
 @on_ranks(4)
-@sweep("feature, layout", [*fitting(FEATURES)], quick=QUICK)
+@sweep("feature, layout", [*fitting(ALL)], quick=QUICK)
 def test_a_feature_works_on_any_layout(rank: int, feature: str, layout: str) -> None:
-    pair = pair_of(layout, **FEATURES[feature])
-    with pair.executor:
-        for step in range(3):
-            pair.step(step)
-        pair.assert_equal()
+    compare(feature, layout)
 
 
 @on_ranks(4)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.accelerator import Host
+from schedir.runtime.accelerator import Accelerator, Host
 from schedir.runtime.processes import groups as module
 from schedir.runtime.processes import nccl
 from schedir.runtime.processes.control import Control
@@ -344,9 +344,9 @@ class Stuck:
 
 
 @on_ranks(2)
-@sweep("waits", ["loss", "close", "step"], quick=["loss"])
+@sweep("waits", ["loss", "close", "step", "update"], quick=["loss", "update"])
 def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
-    """The host never waits inside a step, so it looks where it comes to wait for the device."""
+    """The host looks where it comes to wait for the device: inside a step only before updates."""
     stage: dict[int, nn.Module] = {rank: nn.Linear(4, 4)}
     schedule = schedir.build("1f1b", ranks=2, microbatches=3)
     x, y = random_batch(6)
@@ -363,15 +363,20 @@ def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
             monkeypatch.setattr(NcclOverGloo, "_end_coalescing", post_stuck)
             # So the device never comes to what is behind them.
             monkeypatch.setattr(Host, "mark", _never)
-        result = executor.step(x, target=y)
-        message = ""
-        if waits == "loss":
-            message = message_of(getattr, result, "loss")
-        elif waits == "close":
-            message = message_of(executor.close)
-        else:
-            executor.step(x, target=y)  # the host is at most one call ahead
-            message = message_of(executor.step, x, target=y)
+            if waits == "update":  # as a GPU reads
+                monkeypatch.setattr(Host, "read", Accelerator.read)
+
+        def comes_to_wait() -> None:
+            result = executor.step(x, target=y)
+            if waits == "close":
+                executor.close()
+            elif waits == "step":
+                for _ in range(2):  # the host is at most one call ahead
+                    executor.step(x, target=y)
+            elif waits == "loss" or rank == 1:
+                float(result.loss)
+
+        message = message_of(comes_to_wait)
         if rank == 0:
             index = schedule.actions[0].index(schedir.recv_grad(0, 0))
             assert f"rank 0 #{index} 0RECV_GRAD0: " in message
@@ -380,6 +385,26 @@ def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
             assert ("closed" if waits == "close" else "broken") in again
         elif waits == "step":
             assert "the first to fail was rank 0" in message
+        everyone(rank)
+
+
+@on_ranks(2)
+def test_a_device_that_waits_for_a_rank_without_a_call_names_it(rank: int) -> None:
+    """By where the device stands, which does nothing: the host has come to the update."""
+    stage: dict[int, nn.Module] = {rank: nn.Linear(4, 4)}
+    schedule = schedir.build("1f1b", ranks=2, microbatches=3)
+    x, y = random_batch(6)
+    with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
+        executor = Executor(schedule, stage, MSE, sgd, timeout=60 if rank else 4)
+        executor.step(x, target=y)
+        if rank == 0:
+            monkeypatch.setattr(NcclOverGloo, "_end_coalescing", lambda self: Stuck(None))
+            monkeypatch.setattr(Host, "mark", _never)
+            monkeypatch.setattr(Host, "read", Accelerator.read)
+            with pytest.raises(schedir.ExecutionError, match="vain for 0SEND_ACT0") as failed:
+                executor.step(x, target=y)
+            (root,) = failed.value.roots
+            assert (root.rank, root.call, root.cause) == (1, 1, "no progress for 4.0 s")
         everyone(rank)
 
 

@@ -153,6 +153,20 @@ def test_an_abort_that_never_returns_holds_nothing_up(monkeypatch: pytest.Monkey
         never.set()
 
 
+def test_what_was_aborted_is_not_freed() -> None:
+    """Its destructor would wait for the watchdog, for up to a minute."""
+
+    class Aborted:
+        def abort(self) -> None: ...
+
+    aborted = [Aborted()]
+    watch = weakref.ref(aborted[0])
+    end(aborted, abort=True)
+    aborted.clear()
+    gc.collect()
+    assert watch() is not None
+
+
 def test_connections_between_hosts_end_before_anything_is_aborted() -> None:
     """Others may wait for that, and the abort for theirs."""
     groups = Groups((0,), timedelta(seconds=1))

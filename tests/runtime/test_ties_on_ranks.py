@@ -6,10 +6,15 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import schedir
 from schedir.runtime import Executor
+from schedir.runtime.accelerator import Host
+from schedir.runtime.gradients.reduction import Barrier
+from schedir.runtime.sharded import local
 from tests.runtime.kit import (
     MSE,
     Twins,
@@ -125,3 +130,29 @@ def test_tied_copies_that_drift_apart_are_found(rank: int) -> None:
 
     said = everyone(message_of(train))
     assert any("tied as 0:0.weight and 1:0.weight differs between" in text for text in said)
+
+
+class Noting(Host):
+    """Notes what is used."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.uses: list[Tensor] = []
+
+    def used(self, tensor: Tensor) -> None:
+        self.uses.append(tensor)
+
+
+@on_ranks(2)
+def test_the_part_of_a_sharded_gradient_that_is_here_is_kept(rank: int) -> None:
+    """A DTensor has no memory of its own to be kept."""
+    mesh = init_device_mesh("cpu", (2,))
+    shard = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    shard.grad = shard.detach().clone()
+    device = Noting()
+    barrier = Barrier(1, lambda: None, device, [shard])
+    barrier.arrive()
+    barrier.leave()
+    (used,) = device.uses
+    assert type(used) is Tensor
+    assert used.data_ptr() == local(shard.grad).data_ptr()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.runtime.accelerator import Accelerator, Late, Unread
+from schedir.runtime.accelerator import Accelerator, Late, Reach, Unread
 from schedir.runtime.batch.microbatches import Count
 from schedir.runtime.gradients.loss_scale import LossScale
 from schedir.runtime.plan import Plan
@@ -46,12 +46,18 @@ class NonFinite:
     `optimizers` are those of the stages here. `skipped` are the OPTIM_STEPs that the current call
     has left out. `agreement` is what ranks that don't clip do together before they step, if
     anything. `active` says whether anything is checked. `scale` is the loss scale, if there is one.
+    With `reach` the host waits for a device.
     """
 
     def __init__(
-        self, plan: Plan, control: Control, optimizers: Mapping[int, torch.optim.Optimizer]
+        self,
+        plan: Plan,
+        control: Control,
+        optimizers: Mapping[int, torch.optim.Optimizer],
+        reach: Reach,
     ) -> None:
         self._plan, self._control, self._accelerator = plan, control, plan.accelerator
+        self._reach = reach
         rule, clips = plan.arguments.nonfinite, plan.arguments.clip_grad_norm is not None
         self.active, self._raises = rule != "ignore", rule == "raise"
         together = rule == "skip" and plan.steps_last
@@ -217,8 +223,8 @@ class NonFinite:
     def _read(self, scalars: Sequence[Tensor]) -> list[float]:
         """Read the values; on a GPU with the losses, so that the host waits only once."""
         if not self._losses:
-            return self._accelerator.read(scalars)
-        values = self._accelerator.read([*scalars, *self._losses.values()])
+            return self._accelerator.read(scalars, self._reach)
+        values = self._accelerator.read([*scalars, *self._losses.values()], self._reach)
         found = dict(zip(self._losses, values[len(scalars) :], strict=True))
         self._losses.clear()
         self._look_at_losses(found)

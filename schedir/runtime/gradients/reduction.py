@@ -229,7 +229,7 @@ class Barrier:
             self._done.wait()
         for parameter in self._remade:
             if parameter.grad is not None:
-                self._accelerator.used(parameter.grad)
+                self._accelerator.used(local(parameter.grad))
 
     def reset(self) -> None:
         """Forget who has arrived: a step has failed."""

@@ -20,12 +20,15 @@ What it does is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, of which sc
   what only the others would end. (A group of NCCL's calls around them, as `_abort_process_group`
   of distributed_c10d.py has, does not reach those threads.) An abort may never return, where it
   joins a thread of NCCL's that waits for the network (nccl, issues 863 and 1777).
+- The destructor joins the watchdog, which sleeps for a minute once it has seen an error, to let
+  others write their flight recorders.
 - The first group of a process, of whatever library, tells it its rank (`globalRank`).
 - The watchdog ends the process where a work is not done in time, counted from its post.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -110,6 +113,8 @@ def end(backends: Sequence[Any], abort: bool) -> None:
     until = monotonic() + ABORT
     for thread in threads:
         thread.join(max(0.0, until - monotonic()))
+    for backend in backends:  # never free it: the process might not end for a minute
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
 def _abort(backend: Any) -> None:

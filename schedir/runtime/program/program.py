@@ -125,7 +125,8 @@ class Program:
                 call()
         except WaitError as stalled:
             place = places[number_of(at[0])]
-            stalled.at(place.rank, place.listed_at, place.action)
+            if stalled.action is None:  # where the device stands is known
+                stalled.at(place.rank, place.listed_at, place.action)
             if not stalled.what:
                 stalled.what, stalled.peer = _awaited(self.schedule, place.action)
             raise

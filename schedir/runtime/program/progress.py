@@ -105,10 +105,12 @@ class Progress:
         return ended
 
     def reach(self, ended: Callable[[], bool]) -> None:
-        """Wait for the end of a call. Raises WaitError, with the place in the list, where that is
-        in vain."""
+        """Wait until the device has come to what `ended` tells: the end of a call, or a value that
+        a step reads. Raises WaitError, with the place in the list, where that is in vain."""
         for posted in (self._before, self._latest):
             self._end(posted, ended)
+        if self.follows:
+            self._patience.until(ended, lambda: "the device")
 
     def settle(self) -> None:
         """Wait until all is done; raises as `reach` does."""
