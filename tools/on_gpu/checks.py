@@ -13,6 +13,7 @@ from attrs import evolve
 
 from on_gpu.launch import Check
 from tests.runtime.features import FEATURES
+from tests.runtime.layouts import fitting
 
 PART = 540.0  # seconds
 
@@ -54,6 +55,14 @@ def _features(
     return _row(name, ranks, expected, limit, command, claim, pieces=pieces, **more)
 
 
+def _layouts(
+    where: str, layouts: Sequence[str], expected: float, limit: float, claim: str
+) -> Check:
+    """All features of stages that are sharded or split over 4 ranks, one after the other."""
+    pieces = [f"{feature}, {layout}" for feature, layout in fitting(layouts)]
+    return _row(where, 4, expected, limit, "on_gpu.layouts", claim, pieces=pieces)
+
+
 def _under(
     variable: str, where: str, ranks: int, expected: float, limit: float, claim: str
 ) -> Check:
@@ -75,6 +84,14 @@ PARTS: dict[str, Sequence[Check]] = {
         _features("on 2 ranks", 2, 100, 240, "features over NCCL equal plain training"),
         _features("on 3 ranks", 3, 40, 120, "replicas of a stage over NCCL equal plain training"),
         _features("on 4 ranks", 4, 40, 120, "two pipelines over NCCL equal plain training"),
+    ),
+    "G": (
+        _layouts("sharded stages, on 4 ranks", ["pp 2 x fsdp 2"], 60, 180,
+                 "stages of FSDP2 over NCCL train as one process does"),
+        _layouts("split stages, on 4 ranks", ["pp 2 x tp 2", "pp 2 x sp 2"], 100, 180,
+                 "tensor and sequence parallel stages over NCCL do so"),
+        _layouts("sharded and split models, on 4 ranks", ["fsdp 2 x tp 2", "dp 2 x tp 2"], 80, 180,
+                 "FSDP2, and replicas, over tensor parallelism do so"),
     ),
     "B": (
         _row("tests/runtime/test_cuda.py", 0, 150, 300, "pytest tests/runtime/test_cuda.py -q "

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 
 from attrs import frozen
 
 from on_gpu.failing import BEGINS, CULPRIT, HOW, RANKS, TIMEOUT
-from on_gpu.launch import DEVICE, Ended, launch
+from on_gpu.launch import DEVICE, Codes, Ended, launch
 from on_gpu.rank import arguments, begin, left, say
 
 ENDING = 30.0  # seconds to end in, once a rank knows: communicators may be slow to abort
@@ -41,7 +42,7 @@ PROMISES: Mapping[str, Promise] = {
         dict.fromkeys(_OTHERS, _told(f"no progress for {TIMEOUT:.1f} s")), TIMEOUT + ENDING
     ),
     "leaves": Promise(
-        {CULPRIT: BEGINS} | dict.fromkeys(_OTHERS, _told("has closed its executor, or ended")),
+        {CULPRIT: BEGINS} | dict.fromkeys(_OTHERS, _told("(has closed its|exited with code 0)")),
         TIMEOUT + ENDING,
     ),
     "beside-a-stuck-rank": Promise({CULPRIT: _ROOT} | dict.fromkeys(_OTHERS, _ENDED)),
@@ -55,12 +56,16 @@ def main() -> None:
     begin(args.device)
     promise = PROMISES[args.how]
     command = ["-m", "on_gpu.failing", args.how]
-    ended = launch(command, RANKS, left() - 5, {DEVICE: args.device})
+    ended = launch(command, RANKS, left() - 5, {DEVICE: args.device}, _until_others_end)
     for rank, process in enumerate(ended):
         print(f"rank {rank}, exit status {process.code}:\n{process.printed}")
     if faults := [*broken(promise, ended)]:
         raise SystemExit("; ".join(faults))
     say("; ".join(described(promise, ended)))
+
+
+def _until_others_end(codes: Codes) -> float:
+    return inf if None in [codes[rank] for rank in _OTHERS] else ENDING / 6
 
 
 def broken(promise: Promise, ended: Sequence[Ended]) -> Iterator[str]:

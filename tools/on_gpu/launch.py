@@ -8,6 +8,7 @@ in the list, whose timeout is half of the time.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,9 +101,9 @@ class Ended:
 
     @property
     def last(self) -> str:
-        """Its last line, but for those of NCCL."""
+        """Its last line, but for those of NCCL and torch's warnings of it."""
         lines = [line.strip() for line in self.printed.splitlines() if line.strip()]
-        own = [line for line in lines if " NCCL " not in line]
+        own = [line for line in lines if not re.search(" NCCL |ProcessGroupNCCL", line)]
         return own[-1] if own else "it has printed nothing"
 
 

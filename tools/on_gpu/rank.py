@@ -28,8 +28,8 @@ def arguments(doc: str | None) -> ArgumentParser:
     return parser
 
 
-def begin(device: str) -> None:
-    """Of every process; of one that has a rank, the process group too."""
+def begin(device: str, backend: str = "gloo") -> None:
+    """Of every process; of one that has a rank, the process group too, of that backend."""
     if "TORCH_CUDA_SANITIZER" in os.environ and not sanitizer_knows_streams():
         skip("this torch's sanitizer would take record_stream for a kernel, and find races")
     torch.use_deterministic_algorithms(True)
@@ -41,7 +41,7 @@ def begin(device: str) -> None:
     if device != "cpu":
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
 
 
 def sanitizer_knows_streams() -> bool:
