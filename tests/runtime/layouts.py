@@ -156,6 +156,7 @@ def pair_of(
     name: str = "1f1b",
     change: Change = lambda schedule: schedule,
     tied: bool = False,
+    compiled: bool = False,
     device: str = "cpu",
     **options: Any,
 ) -> Pair:
@@ -174,7 +175,10 @@ def pair_of(
 
     alone = partition(layers(), schedule.stages)
     there = Executor(schedule, alone, MSE, adamw, in_process=True, **{**options, **scaled()})
-    here = executor_of(layout, layers(), name, change, **{**options, **scaled()})
+    own = layers()
+    for layer in own if compiled else ():
+        layer.compile(backend="aot_eager")  # the tracing, without a compiler of C++
+    here = executor_of(layout, own, name, change, **{**options, **scaled()})
     return Pair(layout, device, here, there)
 
 
@@ -190,6 +194,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "scaler": {"scaler": True},
     "recompute": {"recompute": True},
     "offload": {"change": _offloaded},
+    "compiled": {"compiled": True},
     "ties": {"tied": True, "ties": _TIES},
     "replicas": {"name": "chimera"},
 }

@@ -22,9 +22,11 @@ QUICK = [
     ("ties", SPLIT),
     ("replicas", SPLIT),
     ("offload", SHARDED),
+    ("compiled", SHARDED),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that torch.compile looks at
 @on_ranks(4)
 @sweep("feature, layout", [*fitting(ALL)], quick=QUICK)
 def test_a_feature_works_on_any_layout(rank: int, feature: str, layout: str) -> None:

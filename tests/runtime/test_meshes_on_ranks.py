@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 import schedir
 from schedir.runtime import Executor
@@ -194,3 +201,98 @@ def test_a_process_that_ends_inside_a_stage_is_the_root(how: str) -> None:
     (root,) = roots
     why = "killed by SIGKILL" if how == "SIGKILL" else "no progress for 8.0 s"
     assert root == f"schedir: root: rank 1 step 1 #0 0F0: {why}"
+
+
+class Attends(nn.Module):
+    """Attention of the tokens here to those of all processes of a mesh; rows × tokens × width."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.mesh = mesh
+
+    def everywhere(self, here: Tensor) -> Tensor:
+        if self.mesh is None:
+            return here
+        parts = DTensor.from_local(here, self.mesh, [Shard(1)], run_check=False)
+        return parts.full_tensor(grad_placements=[Partial()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys, values = self.everywhere(self.key(x)), self.everywhere(self.value(x))
+        return x + nn.functional.scaled_dot_product_attention(self.query(x), keys, values)
+
+
+@on_ranks(4)
+def test_parts_of_a_context_train_as_the_whole(rank: int) -> None:
+    """The dimension over which the tokens are split is a data dimension."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    torch.manual_seed(5)
+    whole: list[nn.Module] = [Attends() for _ in range(2)]
+    place = mesh["pp"].get_local_rank()
+    stage = Attends(mesh["cp"])
+    stage.load_state_dict(whole[place].state_dict())
+    twins = Twins(whole, schedule)
+    alone = twins.executor(count=Tensor.numel)
+    options = {"mesh": mesh, "data_dims": ("cp",), "count": Tensor.numel, "timeout": LONG}
+    with Executor(schedule, {place: stage}, MSE, adamw, **options) as executor:  # type: ignore[arg-type]
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(2, 8, 6, 4, generator=generator)
+            mine, target = (t.chunk(2, dim=1)[executor.pipeline] for t in (x, y))
+            found = executor.step(mine, target=target).loss
+            assert found == pytest.approx(alone.step(x, target=y).loss, rel=1e-6)
+        pairs = zip(stage.parameters(), twins.local[place].parameters(), strict=True)
+        assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in pairs)
+
+
+class Experts(nn.Module):
+    """Each token goes to the one of four experts that its gate prefers, on any process of a mesh.
+
+    Experts that are split run on the processes that hold them, and the sum is made over all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.experts = nn.Parameter(torch.randn(4, 4, 4) / 2)
+
+    def split(self, mesh: DeviceMesh) -> Experts:
+        self.experts = nn.Parameter(distribute_tensor(self.experts.detach(), mesh, [Shard(0)]))
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        chosen = nn.functional.one_hot(shares.argmax(-1), 4) * shares
+        if not isinstance(self.experts, DTensor):
+            return x + torch.einsum("te,td,edf->tf", chosen, x, self.experts)
+        mesh = self.experts.device_mesh
+        tokens, routes = (
+            DTensor.from_local(t, mesh, [Replicate()], run_check=False) for t in (x, chosen)
+        )
+        made: Any = torch.einsum("te,td,edf->tf", routes, tokens, self.experts)
+        y: Tensor = x + made.redistribute(placements=[Replicate()]).to_local()
+        return y
+
+
+@on_ranks(4)
+def test_experts_on_several_processes_train_as_on_one(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    torch.manual_seed(5)
+    whole: list[nn.Module] = [Experts() for _ in range(2)]
+    place = mesh["pp"].get_local_rank()
+    stage = Experts()
+    stage.load_state_dict(whole[place].state_dict())
+    stage.split(mesh["ep"])
+    twins = Twins(whole, schedule)
+    alone = twins.executor(clip_grad_norm=0.5)
+    options = {"mesh": mesh, "clip_grad_norm": 0.5, "timeout": LONG}
+    with Executor(schedule, {place: stage}, MSE, adamw, **options) as executor:  # type: ignore[arg-type]
+        for step in range(3):
+            x, y = random_batch(8, seed=step)
+            found, expected = (one.step(x, target=y) for one in (executor, alone))
+            assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+            assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
+        pairs = zip(stage.parameters(), twins.local[place].parameters(), strict=True)
+        assert all(torch.allclose(whole_of(a), b, rtol=1e-6, atol=1e-6) for a, b in pairs)

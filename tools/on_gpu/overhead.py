@@ -47,7 +47,10 @@ def main() -> None:
             _one_by_one(modules, part, target)
 
     with Executor(schedule, dict(enumerate(modules)), LOSS, in_process=True) as executor:
-        steps = {"schedir": lambda: executor.step(x, target=y), "the loop": loop}
+        steps: dict[str, Callable[[], object]] = {
+            "schedir": lambda: executor.step(x, target=y),
+            "the loop": loop,
+        }
         theirs = _torch_step(modules, args.device, x, y)
         with suppress(RuntimeError):  # before torch 2.13 it sends to itself, which gloo refuses
             theirs()
