@@ -16,7 +16,11 @@ CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 def browser() -> Iterator[Browser]:
     """Chromium, for all tests of a process; ended with them."""
     if CHROMIUM is None:
-        pytest.skip("no Chromium is installed: `apt-get install chromium` has one")
+        pytest.fail(
+            "no Chromium is installed: `apt-get install chromium` has one, and "
+            "`--ignore tests/browser` leaves these tests out",
+            pytrace=False,
+        )
     with sync_playwright() as driver:
         # Without a sandbox, which needs rights that a container lacks: it opens our own page alone.
         chromium = driver.chromium.launch(
