@@ -99,7 +99,7 @@ class Session:
         self._watch: Watch | None = None
         with self.together("making the executor"):
             if not grid.alone:
-                self.groups.come_together(len(grid.everyone))
+                self.groups.come_together(grid.everyone)
             self.control.connect(self.groups)
             if not grid.alone:
                 self._watch = self._watched()

@@ -254,13 +254,24 @@ class Groups:
         store = PrefixStore(cls._named(everyone), _get_default_store())
         _decline(store, f"process {dist.get_rank()}: {reason}")
 
-    def come_together(self, number: int) -> None:
-        """Wait until all of a number of processes make their groups.
+    def come_together(self, everyone: Sequence[int]) -> None:
+        """Wait until all of these processes make their groups.
 
-        Raises WaitError if they don't in time, OneLineError if one of them can't.
+        Raises WaitError, with those that have not come, if they don't in time, OneLineError if one
+        of them can't.
         """
-        with waiting(_MAKING, interface_advice()):
-            declined = _roll_call(self.store, number, self.timeout)
+        self.store.set(f"{_CAME}/{dist.get_rank()}", "")
+        try:
+            declined = _roll_call(self.store, len(everyone), self.timeout)
+        except RuntimeError as error:
+            with waiting(_MAKING):
+                away = [n for n in everyone if not self.store.check([f"{_CAME}/{n}"])]
+            advice = (
+                f"missing: {', '.join(f'process {n}' for n in away)}; make the executor on all of "
+                "them, with a mesh of the same processes"
+            )
+            advices = filter(None, (advice, interface_advice()))
+            raise WaitError(error, _MAKING, "; ".join(advices)) from error
         if declined:
             raise OneLineError(f"{_NOT_ALL}: {declined}")
 
