@@ -203,25 +203,15 @@ def test_a_process_that_ends_inside_a_stage_is_the_root(how: str) -> None:
     assert root == f"schedir: root: rank 1 step 1 #0 0F0: {why}"
 
 
-@on_ranks(4)
-def test_processes_with_a_mesh_of_others_are_named(rank: int) -> None:
+@pytest.mark.long
+def test_processes_with_a_mesh_of_others_are_named() -> None:
     """Two are complete without the others, who wait for them."""
-    dims = ("pp", "tp")
-    some = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=dims)
-    every = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=dims)
-    mesh = every if rank > 1 else some
-    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
-    stage: dict[int, nn.Module] = {mesh["pp"].get_local_rank(): nn.Linear(4, 4)}
-    if rank > 1:
-        said = message_of(Executor, schedule, stage, MSE, adamw, mesh=mesh, timeout=2)
-        assert "missing: process 0, process 1; make the executor on all of them" in said
-    else:
-        with Executor(schedule, stage, MSE, adamw, mesh=mesh, timeout=LONG) as executor:
-            x, y = random_batch(8)
-            executor.step(x, target=y)
-    everyone(rank)
-    if rank < 2:  # all have to try to make as many executors together
-        assert message_of(Executor, schedule, {}, MSE, adamw, mesh=every)
+    result = torchrun(4, "-m", "tests.runtime.other_processes")
+    assert not result.returncode
+    said = [lines.splitlines()[-1] for lines in result.outputs]
+    assert said[:2] == ["True"] * 2
+    named = "missing: process 0, process 1; make the executor on all of them"
+    assert all(named in text for text in said[2:])
 
 
 class Attends(nn.Module):
