@@ -1,4 +1,4 @@
-"""The tool of the first GPU hours, on the CPU: it stops at nothing, and goes on where it ended."""
+"""The tool that tries a GPU, on the CPU: it stops at nothing, and goes on where it ended."""
 
 from __future__ import annotations
 

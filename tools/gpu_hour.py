@@ -1,7 +1,7 @@
-"""Tries schedir on a GPU for the first time, in parts of nine minutes.
+"""Tries schedir on a GPU, in parts of nine minutes.
 
     python tools/gpu_hour.py --list                   # the parts, their rows and what each shows
-    python tools/gpu_hour.py --part A -o gpu_hour.md  # on one GPU, which all ranks share; then B, C
+    python tools/gpu_hour.py --part A -o gpu_hour.md  # on one GPU, which all ranks share; B to G
     python tools/gpu_hour.py --only transformer       # rows whose names contain this, again
     python tools/gpu_hour.py --part A --device cpu    # over gloo, to try the script itself
 

@@ -10,14 +10,14 @@ so after them. All names of torch that are private stand in this module.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, UnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
@@ -28,6 +28,9 @@ from schedir.runtime.arguments import TieOf
 from schedir.runtime.processes.failure import waiting
 from schedir.runtime.processes.grid import Grid
 
+_Placed: TypeAlias = list[tuple[Placement, ...]]
+"""The placements of the DTensors in an output."""
+
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that is in this process."""
@@ -36,8 +39,28 @@ def local(tensor: Tensor) -> Tensor:
 
 def return_local(module: nn.Module) -> RemovableHandle:
     """From now on a module returns the local parts of the DTensors in its output: these travel to
-    the next stage, whose processes have the same parts."""
-    return module.register_forward_hook(lambda _, __, output: tree_map_only(DTensor, _part, output))
+    the next stage, whose processes have the same parts. It can't see how they are placed, so the
+    module has to place them in every forward as in the first."""
+    first: list[_Placed] = []
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        placed: _Placed = []
+
+        def part(tensor: DTensor) -> Tensor:
+            placed.append(tensor.placements)
+            return _part(tensor)
+
+        parts = tree_map_only(DTensor, part, output)
+        if not first:
+            first.append(placed)
+        elif placed != first[0]:
+            raise ExecutionError(
+                f"the stage returned DTensors placed {placed}, but {first[0]} in its first "
+                "forward; place them alike, by redistribute: the next stage gets only local parts"
+            )
+        return parts
+
+    return module.register_forward_hook(hook)
 
 
 def _part(tensor: DTensor) -> Tensor:

@@ -34,8 +34,9 @@ Batch: TypeAlias = tuple[Any, Any]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """With a decay that shows wherever a gradient of zeros stands for none."""
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
+    """With a decay that shows wherever a gradient of zeros stands for none. It updates parameters
+    one by one: together torch refuses plain tensors beside DTensors."""
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3, foreach=False)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 import schedir
 from schedir.runtime import Executor
 from schedir.training import gathered_state, partition
-from tests.runtime.kit import MSE, random_batch
+from tests.runtime.kit import MSE, adamw, random_batch
 
 WIDTH = 4
 LONG = 60.0
@@ -36,12 +36,6 @@ LAYOUTS = {
     "dp 2 x tp 2": ("dp", "tp"),
     "fsdp 2 x tp 2": ("fsdp", "tp"),
 }
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """One parameter at a time: on a GPU torch's updates of many at once refuse plain tensors beside
-    DTensors."""
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3, foreach=False)
 
 
 class Block(nn.Module):

@@ -30,6 +30,12 @@ def whole_of(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+def assert_near(mine: nn.Module, theirs: nn.Module) -> None:
+    """Two modules have the same parameters, to 1e-6."""
+    pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
+    assert all(torch.allclose(whole_of(a), b, rtol=1e-6, atol=1e-6) for a, b in pairs)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -52,8 +58,7 @@ def test_split_stages_train_as_whole_ones(rank: int, name: str, options: dict[st
             if options:
                 assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
         for stage, module in local.items():
-            pairs = zip(module.parameters(), twins.local[stage].parameters(), strict=True)
-            assert all(torch.allclose(whole_of(a), b, rtol=1e-6, atol=1e-6) for a, b in pairs)
+            assert_near(module, twins.local[stage])
         x, y = random_batch(8, seed=99)
         losses = [one.evaluate(x, target=y).loss for one in (executor, alone)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -117,6 +122,23 @@ def test_a_summand_does_not_travel(rank: int) -> None:
     executor = Executor(schedule, {pp: stage}, MSE, mesh=mesh, timeout=LONG)
     said = message_of(lambda: executor.step(x, target=y).loss)
     assert "sum it first, by redistribute" in said
+    everyone("all have failed")
+
+
+@on_ranks(4)
+def test_a_dtensor_is_placed_as_in_the_first_forward(rank: int) -> None:
+    """Local parts of one shape may be rows or columns."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    pp, tp = mesh["pp"].get_local_rank(), mesh["tp"]
+    stage = Returns(tp, Shard(0)) if pp == 0 else Takes(tp)
+    x, y = random_batch(8)
+    executor = Executor(schedule, {pp: stage}, MSE, mesh=mesh, timeout=LONG)
+    executor.step(x, target=y)
+    if isinstance(stage, Returns):
+        stage.placement = Shard(1)
+    said = message_of(lambda: executor.step(x, target=y).loss)
+    assert "(Shard(dim=1),)], but [(Shard(dim=0),)] in its first forward" in said
     everyone("all have failed")
 
 
@@ -189,6 +211,8 @@ def test_slices_that_make_different_calls_are_named(rank: int) -> None:
     else:
         executor.step(x, target=y)  # waits for nobody of the other slice
     everyone("slice 1 has failed")
+    if not tp:  # an executor that does not know of the failure would end this process with others
+        assert "the first to fail was rank 0" in message_of(executor.step, x, target=y)
 
 
 @pytest.mark.long
@@ -253,8 +277,7 @@ def test_parts_of_a_context_train_as_the_whole(rank: int) -> None:
             mine, target = (t.chunk(2, dim=1)[executor.pipeline] for t in (x, y))
             found = executor.step(mine, target=target).loss
             assert found == pytest.approx(alone.step(x, target=y).loss, rel=1e-6)
-        pairs = zip(stage.parameters(), twins.local[place].parameters(), strict=True)
-        assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in pairs)
+        assert_near(stage, twins.local[place])
 
 
 class Experts(nn.Module):
@@ -305,5 +328,4 @@ def test_experts_on_several_processes_train_as_on_one(rank: int) -> None:
             found, expected = (one.step(x, target=y) for one in (executor, alone))
             assert found.loss == pytest.approx(expected.loss, rel=1e-6)
             assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
-        pairs = zip(stage.parameters(), twins.local[place].parameters(), strict=True)
-        assert all(torch.allclose(whole_of(a), b, rtol=1e-6, atol=1e-6) for a, b in pairs)
+        assert_near(stage, twins.local[place])

@@ -48,6 +48,7 @@ def test_on_one_host_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     found = said()
     assert "not all processes have come together" in found
+    assert "missing: process 1; make the executor on all of them" in found
     assert SET not in found
 
 

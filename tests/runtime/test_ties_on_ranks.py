@@ -132,27 +132,19 @@ def test_tied_copies_that_drift_apart_are_found(rank: int) -> None:
     assert any("tied as 0:0.weight and 1:0.weight differs between" in text for text in said)
 
 
-class Noting(Host):
-    """Notes what is used."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.uses: list[Tensor] = []
-
-    def used(self, tensor: Tensor) -> None:
-        self.uses.append(tensor)
-
-
 @on_ranks(2)
-def test_the_part_of_a_sharded_gradient_that_is_here_is_kept(rank: int) -> None:
+def test_the_part_of_a_sharded_gradient_that_is_here_is_kept(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A DTensor has no memory of its own to be kept."""
+    uses: list[Tensor] = []
+    monkeypatch.setattr(Host, "used", lambda _, tensor: uses.append(tensor))
     mesh = init_device_mesh("cpu", (2,))
     shard = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     shard.grad = shard.detach().clone()
-    device = Noting()
-    barrier = Barrier(1, lambda: None, device, [shard])
+    barrier = Barrier(1, lambda: None, Host(torch.device("cpu")), [shard])
     barrier.arrive()
     barrier.leave()
-    (used,) = device.uses
+    (used,) = uses
     assert type(used) is Tensor
     assert used.data_ptr() == local(shard.grad).data_ptr()

@@ -260,18 +260,12 @@ class Groups:
         Raises WaitError, with those that have not come, if they don't in time, OneLineError if one
         of them can't.
         """
-        self.store.set(f"{_CAME}/{dist.get_rank()}", "")
-        try:
-            declined = _roll_call(self.store, len(everyone), self.timeout)
-        except RuntimeError as error:
-            with waiting(_MAKING):
-                away = [n for n in everyone if not self.store.check([f"{_CAME}/{n}"])]
-            advice = (
-                f"missing: {', '.join(f'process {n}' for n in away)}; make the executor on all of "
-                "them, with a mesh of the same processes"
-            )
-            advices = filter(None, (advice, interface_advice()))
-            raise WaitError(error, _MAKING, "; ".join(advices)) from error
+        with waiting(_MAKING, interface_advice()):
+            try:
+                declined = _roll_call(self.store, everyone, dist.get_rank(), self.timeout)
+            except _AwayError as away:
+                advices = filter(None, (away.advice, interface_advice()))
+                raise WaitError(away, _MAKING, "; ".join(advices)) from away
         if declined:
             raise OneLineError(f"{_NOT_ALL}: {declined}")
 
@@ -379,11 +373,28 @@ _SOON = timedelta(seconds=5)
 _kept: list[Store] = []  # until this process ends, so that others can read why
 
 
-def _roll_call(store: Store, number: int, timeout: timedelta) -> str:
-    """Wait until all of a number of processes have come; returns why one can't, or nothing."""
-    if store.add(_CAME, 1) == number:
+class _AwayError(RuntimeError):
+    """Some processes have not come in time; `advice` says which, and what to do."""
+
+    def __init__(self, cause: RuntimeError, away: Iterable[int]) -> None:
+        self.advice = (
+            f"missing: {', '.join(f'process {number}' for number in away)}; make the executor on "
+            "all of them, with a mesh of the same processes"
+        )
+        super().__init__(f"{cause}; {self.advice}")
+
+
+def _roll_call(store: Store, everyone: Sequence[int], own: int, timeout: timedelta) -> str:
+    """Wait, as process `own`, until all have come; returns why one can't, or nothing. Raises
+    _AwayError if some don't in time."""
+    store.set(f"{_CAME}/{own}", "")
+    if store.add(_CAME, 1) == len(everyone):
         store.set(_CALLED, "")
-    store.wait([_CALLED], timeout)
+    try:
+        store.wait([_CALLED], timeout)
+    except RuntimeError as error:
+        away = [number for number in everyone if not store.check([f"{_CAME}/{number}"])]
+        raise _AwayError(error, away) from error
     return store.get(_CALLED).decode()
 
 
@@ -435,6 +446,6 @@ def init_process_group(timeout: timedelta | None) -> None:
     limit = default_pg_timeout if timeout is None else timeout
     own, rank, world = _joined(default_pg_timeout)
     with joining():
-        if declined := _roll_call(own, world, limit):
+        if declined := _roll_call(own, range(world), rank, limit):
             raise RuntimeError(declined)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timeout)

@@ -125,7 +125,7 @@ class Program:
                 call()
         except WaitError as stalled:
             place = places[number_of(at[0])]
-            if stalled.action is None:  # where the device stands is known
+            if stalled.action is None:  # else the place where the device stands is known
                 stalled.at(place.rank, place.listed_at, place.action)
             if not stalled.what:
                 stalled.what, stalled.peer = _awaited(self.schedule, place.action)
