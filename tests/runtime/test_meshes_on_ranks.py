@@ -127,7 +127,7 @@ def test_a_summand_does_not_travel(rank: int) -> None:
 
 @on_ranks(4)
 def test_a_dtensor_is_placed_as_in_the_first_forward(rank: int) -> None:
-    """Local parts of one shape may be rows or columns."""
+    """Who takes it sees its local part alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     pp, tp = mesh["pp"].get_local_rank(), mesh["tp"]
