@@ -557,21 +557,18 @@ def test_what_has_no_schedule_is_refused_before_it_runs(run: Run, command: str, 
         "import schedir.library.authoring as a\n@a.schedule('mine')",
         "import schedir.library\ndeclared = schedir.library.schedule\n@declared('mine')",
         "if True:\n    from schedir.library import Generator as G\n@lambda f: G(f, 'mine')",
-        "import common\n@common.schedule('mine')",
-        "from common import *\n@schedule('mine')",
+        "import passed_on\n@passed_on.schedule('mine')",
+        "from passed_on import *\n@schedule('mine')",
         "import schedir as s\n@lambda f: s.Generator(f, 'mine')",
     ],
 )
-def test_whatever_may_declare_a_schedule_is_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    monkeypatch.syspath_prepend(".")
-    Path("common.py").write_text("from schedir import schedule\n")
+@pytest.mark.usefixtures("importable")
+def test_whatever_may_declare_a_schedule_is_run(run: Run, text: str) -> None:
+    Path("passed_on.py").write_text("from schedir import schedule\n")
     Path("mine.py").write_text(f"from schedir import forward, backward\n{text}\n{ONE}")
     code, out, err = run("export", "mine.py", "--ranks", "1", "--microbatches", "1")
     assert (code, err) == (0, "")
     assert out.startswith("schedir 1\nname mine\n")
-    sys.modules.pop("common", None)
 
 
 def test_a_training_script_is_not_run(tmp_path: Path) -> None:

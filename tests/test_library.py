@@ -40,8 +40,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("mine.py")
 
 
-def test_the_ways_to_name_a_generator_agree(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(file.resolve().parent))
+@pytest.mark.usefixtures("importable")
+def test_the_ways_to_name_a_generator_agree(file: Path) -> None:
     built = schedir.build(file, ranks=2, microbatches=2)
     assert built == schedir.build("mine.py", ranks=2, microbatches=2)
     assert built == schedir.build("mine.py:mine", ranks=2, microbatches=2)

@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.importing import forget_modules
 from tests.runtime.launch import ROOT, Launched
 
 _PIPES = "SCHEDIR_TEST_PIPES"  # where orders come from, and where is said that they are done
@@ -104,20 +105,13 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
                 continue
             os.environ |= order["environment"]
             _become_rank(order["ranks"], Path(order["folder"]))
-            _forget_examples()
+            forget_modules(ROOT / "examples")  # one reads the number of ranks as it is
             capture.start_global_capturing()
             capture.suspend_global_capture()
             by_name = {item.nodeid: item for item in session.items}
             session.items[:] = [by_name[test] for test in order["tests"]]
             return None
     return True
-
-
-def _forget_examples() -> None:
-    """Have the examples' modules imported anew: one of them reads the number of ranks as it is."""
-    for name, module in [*sys.modules.items()]:
-        if (getattr(module, "__file__", None) or "").startswith(f"{ROOT}/examples/"):
-            del sys.modules[name]
 
 
 def _become_rank(ranks: int, folder: Path) -> None:
