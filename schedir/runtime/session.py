@@ -183,10 +183,13 @@ class Session:
                 dist.all_reduce(torch.zeros(1, device=self._plan.device), group=group)
 
     def connect(self, processors: int) -> None:
-        """Make NCCL's communicators for transfers and sums; `processors` are the multiprocessors of
-        the smallest GPU."""
+        """Make NCCL's communicators for transfers and sums, and wait until all processes have all
+        their groups: one that closed now would break those that another still makes. `processors`
+        are the multiprocessors of the smallest GPU."""
         if self._plan.transport is NcclTransport:
             connect(self.groups, self.control, processors)
+        if not self.grid.alone:
+            self.control.meet(self.grid.everyone)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

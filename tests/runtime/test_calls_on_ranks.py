@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import permutations
@@ -189,6 +190,30 @@ def test_one_pipeline_of_two_calls_something_else(rank: int, names: tuple[str, s
     name, odd = names
     executor = executor_on(mesh.get_local_rank("pp"), mesh=mesh)
     assert_differing_calls_are_named([name, name, odd, odd], executor, rank)
+
+
+@on_ranks(2)
+def test_no_rank_closes_while_another_still_connects(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 gives rank 0 time to run ahead, after each of its groups."""
+    store = dist.distributed_c10d._get_default_store()
+    make, ahead = dist.ProcessGroupGloo, []
+
+    def slow(*place: Any) -> dist.ProcessGroupGloo:
+        group = make(*place)
+        with suppress(RuntimeError):
+            store.wait(["closing"], timedelta(seconds=0.5))
+        ahead.append(store.check(["closing"]))
+        return group
+
+    if rank == 1:
+        monkeypatch.setattr(dist, "ProcessGroupGloo", slow)
+    executor = executor_on(rank)
+    if rank == 0:
+        store.set("closing", "")
+    executor.close()
+    assert ahead == [False] * 3 * rank  # for control, and for transfers up and down
 
 
 @on_ranks(2)
