@@ -183,9 +183,9 @@ class Session:
                 dist.all_reduce(torch.zeros(1, device=self._plan.device), group=group)
 
     def connect(self, processors: int) -> None:
-        """Make NCCL's communicators for transfers and sums, and wait until all processes have all
-        their groups: one that closed now would break those that another still makes. `processors`
-        are the multiprocessors of the smallest GPU."""
+        """Make NCCL's communicators for transfers and sums; then wait until all processes have all
+        their groups, since one that closed earlier would break a connection that another still
+        makes. `processors` are the multiprocessors of the smallest GPU."""
         if self._plan.transport is NcclTransport:
             connect(self.groups, self.control, processors)
         if not self.grid.alone:
