@@ -4,6 +4,9 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
+# Compiled modules are kept: the tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-part docs format clean
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.importing import importable  # noqa: F401
 from tests.runtime.forked import pytest_runtestloop  # noqa: F401
 from tests.runtime.on_ranks import (  # noqa: F401
     check_names,
-    pytest_generate_tests,
+    generate_on_ranks,
     pytest_pyfunc_call,
     pytest_runtest_logreport,
     pytest_runtest_makereport,
@@ -24,6 +25,7 @@ from tests.runtime.on_ranks import (  # noqa: F401
     rank,
 )
 from tests.sweeps import QUICK
+from tests.warm import commands
 
 # How long an example takes is no test: machines are noisy.
 settings.register_profile("patient", deadline=None)
@@ -48,6 +50,19 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[size] = ""
         del os.environ[size]
     settings.load_profile(QUICK if config.getoption("quick") else "patient")
+    if config.getoption("numprocesses", None):
+        commands()  # one server for all workers, ready by the time that they have collected
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
+    """Make no cases that `--quick` leaves out: there are more of them than of the others."""
+    generate_on_ranks(metafunc)
+    yield
+    if metafunc.config.getoption("quick"):
+        cases = metafunc._calls
+        left = [case for case in cases if not any(mark.name == "long" for mark in case.marks)]
+        cases[:] = left or cases[:1]  # without any there would be a test without parameters
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -86,8 +85,8 @@ def _before(lines: list[str], fence: int) -> str:
     return " ".join(lines[first:above])
 
 
-def run(page: Path, first: bool, meet: Callable[[], object]) -> None:
-    """Run a page in the working directory.
+def run(page: Path, first: bool, meet: Callable[[], object], programs: Path) -> None:
+    """Run a page in the working directory; `programs` is the folder of `schedir` and `torchrun`.
 
     Of several processes that run it, one is the `first`, which writes files, runs commands and
     compares what is printed; `meet` returns once all processes have called it.
@@ -118,17 +117,17 @@ def run(page: Path, first: bool, meet: Callable[[], object]) -> None:
             printed = StringIO()
         elif block.language in ("console", "sh"):
             if first:
-                _run_commands(block, place)
+                _run_commands(block, place, programs)
             meet()
 
 
-def _run_commands(block: Block, place: str) -> None:
+def _run_commands(block: Block, place: str, programs: Path) -> None:
     if block.language == "sh":
-        code, output = _bash("set -e\n" + block.text)
+        code, output = _bash("set -e\n" + block.text, programs)
         assert code == 0, f"{place}: exit code {code}\n{output}"
         return
     for command, expected in _sessions(block.text):
-        compare(expected, _bash(command)[1], f"{place}: $ {command}")
+        compare(expected, _bash(command, programs)[1], f"{place}: $ {command}")
 
 
 def _sessions(text: str) -> Iterator[tuple[str, str]]:
@@ -138,9 +137,9 @@ def _sessions(text: str) -> Iterator[tuple[str, str]]:
         yield command, expected
 
 
-def _bash(command: str) -> tuple[int, str]:
+def _bash(command: str, programs: Path) -> tuple[int, str]:
     """The exit code of a command, and what it prints on both streams."""
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    path = os.pathsep.join((str(programs), os.environ["PATH"]))
     kept = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.match(name)}
     kept.pop("COLUMNS", None)
     done = subprocess.run(

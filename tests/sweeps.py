@@ -42,5 +42,9 @@ def sweep(
 
 def examples(number: int) -> settings:
     """Let Hypothesis draw so many examples; in `make test` a tenth of them, but 5 at least."""
-    quick = settings.get_current_profile_name() == QUICK
-    return settings(max_examples=max(number // 10, 5) if quick else number)
+    return settings(max_examples=max(number // 10, 5) if is_quick() else number)
+
+
+def is_quick() -> bool:
+    """Whether this is a run of `make test`."""
+    return settings.get_current_profile_name() == QUICK

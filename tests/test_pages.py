@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.pages import DOCS, ROOT, anchors, blocks, compare, links, ranks_of, run
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import long
+from tests.warm import REAL, commands
 
 GENERATED = {"gallery.md", "reference/rules.md", "reference/commands.md", "reference/kinds.md"}
 """Pages that a tool writes from what the code does; other tests hold them to that."""
@@ -45,7 +46,8 @@ def test_a_page_runs_as_printed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run(page, first=True, meet=lambda: None)
+    programs = REAL if page.name == "README.md" else commands()
+    run(page, first=True, meet=lambda: None, programs=programs)
 
 
 @on_ranks(2)
@@ -56,7 +58,7 @@ def test_a_page_runs_as_printed_on_two_ranks(
     folder = [tmp_path]
     dist.broadcast_object_list(folder)  # files are where both ranks can see them
     monkeypatch.chdir(folder[0])
-    run(page, first=rank == 0, meet=dist.barrier)
+    run(page, first=rank == 0, meet=dist.barrier, programs=commands())
 
 
 def test_links_and_pictures_lead_somewhere() -> None:

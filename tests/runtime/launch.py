@@ -9,13 +9,14 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from attrs import frozen
+
+from tests.warm import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,10 +48,9 @@ def torchrun(
 ) -> Launched:
     """Run `torchrun ARGUMENTS` on `ranks` processes, for `timeout` seconds at most."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--redirects", "3", "--log-dir", folder]
+        command = [str(commands() / "torchrun"), "--standalone", "--redirects", "3"]
         process = subprocess.Popen(
-            [*command, "--nproc-per-node", str(ranks), *arguments],
+            [*command, "--log-dir", folder, "--nproc-per-node", str(ranks), *arguments],
             cwd=cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
             stdout=subprocess.DEVNULL,

@@ -81,7 +81,8 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
         _clear_sharding_prop_cache()  # it keeps meshes whose groups have ended
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def generate_on_ranks(metafunc: pytest.Metafunc) -> None:
+    """Make a case of a test for each number of ranks."""
     marker = metafunc.definition.get_closest_marker("on_ranks")
     if marker is not None and marker.args:
         metafunc.fixturenames.append("ranks")
@@ -205,7 +206,7 @@ def _stem_of(session: pytest.Session) -> Stem:
     """The process that forks the ranks of this session: a new one where the last has ended."""
     if _STEM not in session.stash or session.stash[_STEM].ended:
         tests = [item.nodeid for item in session.items if _ranks_of(item)]
-        session.stash[_STEM] = Stem(_OPTIONS, tests)
+        session.stash[_STEM] = Stem(["--quick", *_OPTIONS], tests)
         session.config.add_cleanup(session.stash[_STEM].close)
     return session.stash[_STEM]
 
