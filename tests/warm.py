@@ -183,8 +183,8 @@ def _become(arguments: Sequence[str], environment: Mapping[str, str], streams: l
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
+    for own, stream in enumerate(streams):
+        os.dup2(stream, own)
     os.environ.clear()
     os.environ |= environment
     coding, _, errors = environment.get("PYTHONIOENCODING", "utf-8").partition(":")
