@@ -21,7 +21,8 @@ test: .venv/.installed-dev  ## Lint, check types and run the tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest --quick -n auto --maxprocesses 8
+	$(BIN)/python tools/processor.py $(if $(AT_MOST),--at-most $(AT_MOST)) \
+		$(BIN)/pytest --quick -n auto --maxprocesses 8 --durations 10
 
 test-all: test-part  ## Run all tests: long trials, browsers and wide sweeps too
 

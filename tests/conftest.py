@@ -24,6 +24,7 @@ from tests.runtime.on_ranks import (  # noqa: F401
     pytest_sessionfinish,
     rank,
 )
+from tests.started import Started
 from tests.sweeps import QUICK
 from tests.warm import commands
 
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[size] = ""
         del os.environ[size]
     settings.load_profile(QUICK if config.getoption("quick") else "patient")
+    config.pluginmanager.register(Started())
     if config.getoption("numprocesses", None):
         commands()  # one server for all workers, ready by the time that they have collected
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from tests.importing import forget_modules
 from tests.runtime.launch import ROOT, Launched
+from tests.started import count
 
 _PIPES = "SCHEDIR_TEST_PIPES"  # where orders come from, and where is said that they are done
 _FORKED = "SCHEDIR_TEST_FORKED"  # set on ranks that are
@@ -61,6 +62,7 @@ class Stem:
     ) -> Launched:
         """Run the tests on so many ranks, for `timeout` seconds at most."""
         order = {"ranks": ranks, "tests": tests, "folder": folder, "environment": {**environment}}
+        count(ranks)
         os.write(self._orders, json.dumps(order).encode() + b"\n")
         ready, _, _ = select.select([self._done], [], [], timeout)
         if not (ready and os.read(self._done, 1)):
