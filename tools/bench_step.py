@@ -1,13 +1,16 @@
 """Times a training step beside torch.distributed.pipelining's: same processes, model and data.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/bench_step.py [--json FILE]
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tools/bench_step.py --by-hand [--microbatches 32]
 
 Both sides run in turn in the same processes, in blocks A B B A of `--steps` steps each, without a
 pause within a block and with a barrier between blocks. The figure of a block is schedir's time ÷
 torch's. The tool prints the median over the blocks and its bootstrap interval; a run of schedir
 against schedir before that shows the noise. It also prints schedir's time ÷ the ideal: the busiest
 rank's compute plus the schedule's bubble at F = 1, B = 2. There is no optimiser; gradients are
-cleared by hand.
+cleared by hand. `--by-hand` takes a textbook loop over gloo in place of torch's pipelining: it has
+the same order, knows all shapes, posts every receive before the first forward, and broadcasts the
+loss once.
 
     python tools/bench_step.py --overhead [--device cuda] [--json FILE]
 
@@ -32,7 +35,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import torch
@@ -50,7 +53,6 @@ import gpt  # the example's model
 
 MICROBATCHES = 8
 Step = Callable[[], None]
-T = TypeVar("T")
 
 
 @attrs.frozen
@@ -59,33 +61,32 @@ class Model:
 
     name: str
     stage: Callable[[int, int], nn.Module]  # (stage, stages) -> module
-    batch: Callable[[], tuple[Tensor, Tensor]]
+    batch: Callable[[int], tuple[Tensor, Tensor]]  # of so many microbatches
     loss: Callable[[Tensor, Tensor], Tensor]
-    microbatches: int = MICROBATCHES
 
 
-def linear(name: str, width: int, rows: int, microbatches: int = MICROBATCHES) -> Model:
+def linear(name: str, width: int, rows: int) -> Model:
     """One linear layer and its activation per stage, `rows` rows per microbatch."""
 
     def stage(index: int, _: int) -> nn.Module:
         torch.manual_seed(index)
         return nn.Sequential(nn.Linear(width, width), nn.Tanh())
 
-    def batch() -> tuple[Tensor, Tensor]:
+    def batch(microbatches: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
         x, y = torch.randn((2, microbatches * rows, width), generator=generator)
         return x, y
 
-    return Model(name, stage, batch, nn.functional.mse_loss, microbatches)
+    return Model(name, stage, batch, nn.functional.mse_loss)
 
 
 def gpt_model() -> Model:
     """The example's model, on random bytes."""
     config = gpt.Config()
 
-    def batch() -> tuple[Tensor, Tensor]:
+    def batch(microbatches: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
-        shape = (2, 2 * MICROBATCHES, config.context)
+        shape = (2, 2 * microbatches, config.context)
         x, y = torch.randint(gpt.BYTES, shape, generator=generator)
         return x, y
 
@@ -117,17 +118,20 @@ def clear(stages: Mapping[int, nn.Module]) -> None:
             parameter.grad = None
 
 
-def schedir_step(model: Model, name: str, chunks: int) -> tuple[Step, Executor, list[float]]:
+def schedir_step(
+    model: Model, label: str, microbatches: int = MICROBATCHES
+) -> tuple[Step, Executor, list[float]]:
     """A step, its executor, and the seconds of compute in every step so far."""
+    name, _, chunks = SCHEDULES[label]
     schedule = schedir.build(
         name,
         ranks=dist.get_world_size(),
-        microbatches=model.microbatches,
+        microbatches=microbatches,
         chunks=chunks if chunks > 1 else None,
     )
     stages = local_stages(model, chunks)
     executor = Executor(schedule, stages, model.loss)
-    x, y = model.batch()
+    x, y = model.batch(microbatches)
     busy: list[float] = []
 
     def step() -> None:
@@ -137,7 +141,8 @@ def schedir_step(model: Model, name: str, chunks: int) -> tuple[Step, Executor, 
     return step, executor, busy
 
 
-def torch_step(model: Model, name: str, chunks: int) -> Step:
+def torch_step(model: Model, label: str, microbatches: int = MICROBATCHES) -> Step:
+    _, name, chunks = SCHEDULES[label]
     stages = local_stages(model, chunks)
     last = dist.get_world_size() * chunks - 1
     wrapped = [
@@ -145,14 +150,86 @@ def torch_step(model: Model, name: str, chunks: int) -> Step:
     ]
     generator = getattr(torch_schedules, name)
     given = wrapped if chunks > 1 else wrapped[0]
-    schedule = generator(given, model.microbatches, loss_fn=model.loss)
-    x, y = model.batch()
+    schedule = generator(given, microbatches, loss_fn=model.loss)
+    x, y = model.batch(microbatches)
     inputs = (x,) if 0 in stages else ()
     target = y if last in stages else None
 
     def step() -> None:
         losses: list[Tensor] = []
         schedule.step(*inputs, target=target, losses=losses)
+        clear(stages)
+
+    return step
+
+
+def posted(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # it is on ranks that are in no group alone
+    return work
+
+
+def loop_step(model: Model, schedule: schedir.Schedule) -> Step:
+    """A step in the order of a list without I and W whose neighbouring stages are on different
+    ranks. Transfers to higher ranks and transfers to lower ones have a process group each."""
+    rank, ranks, count = dist.get_rank(), dist.get_world_size(), schedule.microbatches
+    stages, last = local_stages(model, schedule.stages // ranks), schedule.stages - 1
+    order = [
+        (str(action.kind), action.stage, action.microbatch)
+        for action in schedule.flat[rank]
+        if str(action.kind) in "FB" and action.microbatch is not None
+    ]
+    up: dist.ProcessGroup = dist.new_group()
+    down: dist.ProcessGroup = dist.new_group()
+    (x, y), share = model.batch(count), torch.tensor(1 / count)
+    like = x.chunk(count)[0]
+
+    def way(peer: int) -> dist.ProcessGroup:
+        return up if peer > rank else down
+
+    def back(peer: int) -> dist.ProcessGroup:
+        return down if peer > rank else up
+
+    def step() -> None:
+        batch, targets = x.chunk(count), y.chunk(count)
+        inputs: dict[tuple[int, int], Tensor] = {}
+        outputs: dict[tuple[int, int], Tensor] = {}
+        grads: dict[tuple[int, int], Tensor] = {}
+        arrives: dict[tuple[str, int, int], dist.Work] = {}
+        sent, loss = [], torch.zeros(())
+        for kind, s, m in order:
+            if kind == "F" and s > 0:
+                inputs[s, m] = torch.empty_like(like, requires_grad=True)
+                peer, tag = (s - 1) % ranks, 2 * (s * count + m)
+                work = dist.irecv(inputs[s, m].detach(), peer, group=back(peer), tag=tag)
+                arrives["F", s, m] = posted(work)
+            elif kind == "B" and s < last:
+                grads[s, m] = torch.empty_like(like)
+                peer, tag = (s + 1) % ranks, 2 * (s * count + m) + 1
+                work = dist.irecv(grads[s, m], peer, group=back(peer), tag=tag)
+                arrives["B", s, m] = posted(work)
+        for kind, s, m in order:
+            if (kind, s, m) in arrives:
+                arrives[kind, s, m].wait()
+            if kind == "F":
+                output = stages[s](inputs[s, m] if s else batch[m])
+                if s == last:
+                    output = model.loss(output, targets[m])
+                    loss += output.detach() * share
+                else:
+                    peer, tag = (s + 1) % ranks, 2 * ((s + 1) * count + m)
+                    work = dist.isend(output.detach(), peer, group=way(peer), tag=tag)
+                    sent.append(posted(work))
+                outputs[s, m] = output
+            else:
+                outputs.pop((s, m)).backward(share if s == last else grads.pop((s, m)))
+                if s:
+                    grad = inputs.pop((s, m)).grad
+                    assert grad is not None
+                    peer, tag = (s - 1) % ranks, 2 * ((s - 1) * count + m) + 1
+                    sent.append(posted(dist.isend(grad, peer, group=way(peer), tag=tag)))
+        for work in sent:
+            work.wait()
+        dist.broadcast(loss, last % ranks)
         clear(stages)
 
     return step
@@ -186,16 +263,21 @@ def compare(one: Step, other: Step, blocks: int, steps: int) -> dict[str, Any]:
         "low": medians[50],
         "high": medians[-51],
         "schedir_ms": 1e3 * statistics.median(ones),
-        "torch_ms": 1e3 * statistics.median(others),
+        "other_ms": 1e3 * statistics.median(others),
     }
 
 
-def measure(model: Model, label: str, blocks: int, steps: int) -> dict[str, Any]:
-    name, theirs, chunks = SCHEDULES[label]
-    ours, executor, busy = schedir_step(model, name, chunks)
-    again, second, _ = schedir_step(model, name, chunks)
+def measure(
+    model: Model, label: str, microbatches: int, by_hand: bool, blocks: int, steps: int
+) -> dict[str, Any]:
+    ours, executor, busy = schedir_step(model, label, microbatches)
+    again, second, _ = schedir_step(model, label, microbatches)
     noise = compare(ours, again, blocks, steps)
-    found = compare(ours, torch_step(model, theirs, chunks), blocks, steps)
+    if by_hand:
+        other = loop_step(model, executor.schedule)
+    else:
+        other = torch_step(model, label, microbatches)
+    found = compare(ours, other, blocks, steps)
     # At best the busiest rank computes without a pause but for the schedule's bubble.
     most = torch.tensor([statistics.median(busy[-2 * blocks * steps :])])
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -280,45 +362,37 @@ def overhead(chunks: int, device: str, blocks: int = 200, steps: int = 5) -> dic
 
 def memory(side: str, label: str) -> dict[str, Any]:
     """What three steps add to the memory of each rank, at its peak, in MiB."""
-    name, theirs, chunks = SCHEDULES[label]
     executors = []
-
-    def step_of(model: Model) -> Step:
-        if side != "schedir":
-            return torch_step(model, theirs, chunks)
-        step, executor, _ = schedir_step(model, name, chunks)
-        executors.append(executor)
-        return step
-
-    found = added_by(step_of, MODELS["tiny"], WIDE)
-    for executor in executors:
-        executor.close()
-    return {"side": side, "schedule": label, "MiB by rank": found}
-
-
-def added_by(step_of: Callable[[T], Step], small: T, large: T) -> list[int]:
-    """What three steps of a large model add to the memory of each process, at its peak, in MiB;
-    those of a small one have what a first step imports come in."""
-    for model in (small, large):
-        step = step_of(model)
+    for model in (MODELS["tiny"], WIDE):  # what a first step imports comes in with the tiny one
+        if side == "schedir":
+            step, executor, _ = schedir_step(model, label)
+            executors.append(executor)
+        else:
+            step = torch_step(model, label)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(3):
             step()
     added = torch.tensor([(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024])
     everyone = [torch.empty(1) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, added)
-    return [round(float(x)) for x in everyone]
+    for executor in executors:
+        executor.close()
+    return {
+        "side": side,
+        "schedule": label,
+        "MiB by rank": [round(float(x)) for x in everyone],
+    }
 
 
 HEAD = (
-    "| model | schedule | schedir ms | torch ms | schedir / torch | noise | schedir / ideal |\n"
+    "| model | schedule | schedir ms | {0} ms | schedir / {0} | noise | schedir / ideal |\n"
     "| --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
 def row(r: dict[str, Any]) -> str:
     return (
-        f"| {r['model']} | {r['schedule']} | {r['schedir_ms']:.2f} | {r['torch_ms']:.2f} | "
+        f"| {r['model']} | {r['schedule']} | {r['schedir_ms']:.2f} | {r['other_ms']:.2f} | "
         f"{r['ratio']:.2f} ({r['low']:.2f} to {r['high']:.2f}) | "
         f"{r['noise'][0]:.2f} to {r['noise'][1]:.2f} | {r['over_ideal']:.2f} |"
     )
@@ -326,8 +400,10 @@ def row(r: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--models", nargs="+", choices=MODELS)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES])
+    parser.add_argument("--microbatches", type=int, default=MICROBATCHES)
+    parser.add_argument("--by-hand", action="store_true", help="beside a loop, not torch")
     parser.add_argument("--blocks", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -351,10 +427,12 @@ def main() -> None:
         found = []
         speaks = dist.get_rank() == 0
         if speaks:
-            print(HEAD)
-        for name in args.models:
+            print(HEAD.format("loop" if args.by_hand else "torch"))
+        # The loop takes boundaries of the shape of the input, which a GPT's have not.
+        for name in args.models or [n for n in MODELS if n != "gpt" or not args.by_hand]:
             for label in args.schedules:
-                found.append(measure(MODELS[name], label, args.blocks, args.steps))
+                how = args.microbatches, args.by_hand, args.blocks, args.steps
+                found.append(measure(MODELS[name], label, *how))
                 if speaks:
                     print(row(found[-1]), flush=True)
     if args.json and (args.overhead or dist.get_rank() == 0):

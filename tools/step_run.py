@@ -13,8 +13,7 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from bench_step import MODELS, compare, schedir_step, torch_step
-from hand_written import loop_step
+from bench_step import MODELS, compare, loop_step, schedir_step, torch_step
 
 
 def slowest(ms: float) -> float:
@@ -28,21 +27,19 @@ def figures(blocks: int, steps: int) -> Iterator[tuple[str, float]]:
     model = MODELS["tiny"]
     dist.barrier()
     start = perf_counter()
-    step, executor, _ = schedir_step(model, "1f1b", 1)
+    step, executor, _ = schedir_step(model, "1f1b")
     yield "start-up, ms", slowest(1e3 * (perf_counter() - start))
     dist.barrier()
     start = perf_counter()
     step()
     yield "first step, ms", slowest(1e3 * (perf_counter() - start))
-    beside_torch = compare(step, torch_step(model, "Schedule1F1B", 1), blocks, steps)
+    beside_torch = compare(step, torch_step(model, "1f1b"), blocks, steps)
     yield "µs a step", 1e3 * beside_torch["schedir_ms"]
     actions = max(map(len, executor.schedule.actions))
     yield "µs an action", 1e3 * beside_torch["schedir_ms"] / actions
     yield "a step ÷ torch's", beside_torch["ratio"]
-    yield (
-        "a step ÷ a hand-written loop's",
-        compare(step, loop_step(model, "1f1b"), blocks, steps)["ratio"],
-    )
+    loop = loop_step(model, executor.schedule)
+    yield "a step ÷ a hand-written loop's", compare(step, loop, blocks, steps)["ratio"]
     executor.close()
 
 
