@@ -1,15 +1,17 @@
-"""The training of a schedule, done in one process: a pipelined run must equal it.
+"""The training of a schedule, done in one process without schedir's runtime: a run must equal it.
 
-It uses only this of the schedule's list: the microbatches that each update applies, and their
-order; and, if weights change in between, the version that each forward reads.
+A `Recurrence` says what a call computes: at which version of its weights each stage runs each
+microbatch, and which microbatches each of its updates applies. `recurrence_of` reads that from the
+lists of a schedule. Nothing else of the schedule is used.
 """
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any, TypeAlias
 
+import attrs
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -19,91 +21,187 @@ from torch.utils._pytree import tree_map_only
 from schedir import Kind, Schedule
 from schedir.runtime import rng
 
-Weights: TypeAlias = dict[str, Tensor]
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
+Optimizer: TypeAlias = Callable[[Any], torch.optim.Optimizer]
+Gradients: TypeAlias = Iterable[Tensor | None]
+Tie: TypeAlias = Sequence[tuple[int, str]]
 
 
-def updates(schedule: Schedule) -> list[list[int]]:
-    """The microbatches that each update applies, in the order of the last stage's backwards."""
-    last = schedule.stages - 1
-    groups: dict[int, list[int]] = {}
-    for rank in schedule.placement[last]:
-        order: list[int] = []
-        complete: set[int] = set()
-        done = 0
-        for action in schedule.flat[rank]:
-            if action.stage != last:
-                continue
-            if action.kind is Kind.OPTIM_STEP:
-                groups.setdefault(done, []).extend(m for m in order if m in complete)
-                order = [m for m in order if m not in complete]
-                complete.clear()
-                done += 1
-            elif action.microbatch is not None:
-                if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-                    order.append(action.microbatch)
-                if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                    complete.add(action.microbatch)
-    return [groups[i] for i in range(len(groups))]
+@attrs.frozen
+class Recurrence:
+    """What a call computes.
+
+    Stage s runs microbatch m at version `reads(s, m)` of its weights: after so many updates of this
+    call. `updates[s]` are its updates. Each has the microbatches that it applies, rank by rank, in
+    the order in which the rank adds up their gradients; then the sums of the ranks are added.
+    Forwards run in the order of `forwards`, as BatchNorm keeps running statistics.
+    """
+
+    reads: Callable[[int, int], int]
+    updates: Sequence[Sequence[Sequence[Sequence[int]]]]
+    forwards: Sequence[int]
 
 
-def versions(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """The weight version at which each (stage, microbatch) runs.
+def accumulation(stages: int, order: Sequence[int]) -> Recurrence:
+    """All microbatches, in this order, go into one update of every stage."""
+    return Recurrence(lambda stage, microbatch: 0, [[[order]]] * stages, order)
 
-    It is the version that the forward names, otherwise the number of the stage's updates before it.
+
+def recurrence_of(schedule: Schedule, pipelines: int = 1) -> Recurrence:
+    """What the lists of a schedule say, if so many `pipelines` train as one.
+
+    Each pipeline has its own microbatches: the first pipeline has the first ones.
     """
     read: dict[tuple[int, int], int] = {}
-    for actions in schedule.flat:
-        done: Counter[int] = Counter()
-        for action in actions:
-            if action.kind is Kind.OPTIM_STEP:
-                done[action.stage] += 1
-            elif action.kind is Kind.FORWARD and action.microbatch is not None:
-                newest = done[action.stage]
-                version = newest if action.version is None else action.version
-                read[action.stage, action.microbatch] = version
-    return read
+    forwards: list[int] = []
+    updates = []
+    for stage, ranks in enumerate(schedule.placement):
+        by_rank = []
+        for rank in ranks:
+            parts: list[list[int]] = [[]]
+            for action in schedule.flat[rank]:
+                if action.stage != stage:
+                    continue
+                if action.kind is Kind.OPTIM_STEP:
+                    parts.append([])
+                elif action.microbatch is None:
+                    continue
+                elif action.kind is Kind.FORWARD:
+                    newest = len(parts) - 1
+                    version = newest if action.version is None else action.version
+                    read[stage, action.microbatch] = version
+                    if stage == 0:
+                        forwards.append(action.microbatch)
+                elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                    parts[-1].append(action.microbatch)
+            by_rank.append(parts[:-1] or parts)  # no update comes after the last one
+        updates.append([*zip(*by_rank, strict=True)])
+    number = schedule.microbatches
+    firsts = [number * pipeline for pipeline in range(pipelines)]
+    return Recurrence(
+        lambda stage, microbatch: read[stage, microbatch % number],
+        [
+            [[[first + m for m in part] for first in firsts for part in parts] for parts in own]
+            for own in updates
+        ],
+        [first + m for first in firsts for m in forwards],
+    )
 
 
-def forwards(schedule: Schedule) -> list[int]:
-    """The microbatches in the order of the first stage's forwards."""
-    return [
-        action.microbatch
-        for rank in schedule.placement[0]
-        for action in schedule.flat[rank]
-        if action.kind is Kind.FORWARD and action.stage == 0 and action.microbatch is not None
-    ]
+def run_stages(
+    stages: Sequence[nn.Module],
+    x: Any,
+    seed: tuple[int, int, int] | None = None,
+    weights: Mapping[int, dict[str, Tensor]] | None = None,
+) -> Any:
+    """The whole model on one microbatch. `seed` is (seed, step, microbatch), for dropout as the
+    executor draws it. `weights` take the place of those that the stages of these numbers have."""
+    for number, stage in enumerate(stages):
+        with rng(seed[0], seed[1], number, seed[2]) if seed else nullcontext():
+            x = _called(stage, x, weights.get(number, {}) if weights else {})
+    return x
 
 
-def holders(schedule: Schedule) -> dict[int, list[int]]:
-    """The rank that runs each microbatch, for the stages that several ranks hold."""
-    ran: dict[int, dict[int, int]] = {}
-    for rank, actions in enumerate(schedule.flat):
-        for action in actions:
-            if action.kind is Kind.FORWARD and len(schedule.placement[action.stage]) > 1:
-                ran.setdefault(action.stage, {})[action.microbatch or 0] = rank
-    return {stage: [of[m] for m in sorted(of)] for stage, of in ran.items()}
+def plain_step(
+    stages: Sequence[nn.Module],
+    loss_fn: Loss,
+    optimizers: Sequence[torch.optim.Optimizer],
+    microbatches: Sequence[tuple[Any, Any]],
+    recurrence: Recurrence | None = None,
+    *,
+    seed: tuple[int, int] | None = None,
+    count: Callable[[Any], float | Tensor] = len,
+    ties: Sequence[Tie] = (),
+) -> float:
+    """One call on these inputs and targets; returns the mean loss over the samples.
+
+    Without a recurrence it is gradient accumulation, the loop that everybody writes. There is an
+    optimiser for each stage; without any the gradients are left in `.grad`. `seed` is (seed, step).
+    """
+    recurrence = recurrence or accumulation(len(stages), range(len(microbatches)))
+    counts = [float(count(y)) for _, y in microbatches]
+    # A microbatch has its share of the samples that the last stage's update of it applies.
+    groups = [{*chain(*parts)} for parts in recurrence.updates[-1]]
+    shares = {m: counts[m] / sum(counts[n] for n in group) for group in groups for m in group}
+    copies = [[(s, stages[s].get_parameter(name)) for s, name in tie] for tie in ties]
+    before = [[_taken(weight) for weight in stage.parameters()] for stage in stages]
+    past: list[list[dict[str, Tensor]]] = [[] for _ in stages]  # older weights, by version
+    found: dict[tuple[int, int], list[Tensor | None]] = {}  # gradients, by stage and microbatch
+    losses: dict[int, float] = {}
+
+    def run(m: int) -> None:
+        """Find the gradients of a microbatch, at the versions that it reads."""
+        if m in losses:
+            return
+        for s in range(len(stages)):
+            update_until(s, recurrence.reads(s, m))
+        versions = [recurrence.reads(s, m) for s in range(len(stages))]
+        old = {s: past[s][v] for s, v in enumerate(versions) if v < len(past[s])}
+        x, y = microbatches[m]
+        loss = loss_fn(run_stages(stages, x, (*seed, m) if seed else None, old), y)
+        (loss * shares[m]).backward()
+        losses[m] = loss.item()
+        for s, stage in enumerate(stages):
+            weights = old[s].values() if s in old else stage.parameters()
+            found[s, m] = [_taken(weight) for weight in weights]
+
+    def total(s: int, number: int) -> dict[nn.Parameter, Tensor | None]:
+        """The gradients of a stage that an update of this number applies."""
+        parts = recurrence.updates[s][number]
+        for m in chain(*parts):
+            run(m)
+        rows = [[found[s, m] for m in part] for part in parts]
+        if number == 0:
+            rows[0].insert(0, before[s])
+        sums = _sums([_sums(row) for row in rows if row])
+        if {*chain(*parts)} not in groups:  # then it is the mean over its own microbatches
+            scale = 1 / sum(shares[m] for m in chain(*parts))
+            sums = [None if each is None else each * scale for each in sums]
+        return dict(zip(stages[s].parameters(), sums, strict=True))
+
+    def update_until(s: int, version: int) -> None:
+        """Update a stage until its weights are of that version."""
+        while (number := len(past[s])) < version:
+            gradients = total(s, number)
+            for tied in copies:  # of one parameter: each gets the gradients of all
+                if any(stage == s for stage, _ in tied):
+                    shared = _sum(total(stage, number)[weight] for stage, weight in tied)
+                    gradients |= {weight: shared for stage, weight in tied if stage == s}
+            # Nothing reads an old version once all microbatches have run.
+            past[s].append({} if len(losses) == len(microbatches) else _copied(stages[s]))
+            for weight, gradient in gradients.items():
+                weight.grad = gradient
+            if optimizers:
+                optimizers[s].step()
+                optimizers[s].zero_grad()
+
+    for m in recurrence.forwards:
+        run(m)
+    for s, updates in enumerate(recurrence.updates):
+        update_until(s, len(updates))
+    return sum(counts[m] * losses[m] for m in sorted(losses)) / sum(counts)
 
 
 class Reference:
     """Trains all stages in this process as `schedule` says; the arguments are the Executor's.
 
+    A model that is not cut may stand for all stages; it is updated as the last one is.
     A batch is a tensor, or a tuple or mapping of tensors. `scheduler` makes the learning-rate
     scheduler of a stage's optimiser, stepped once per step. `replicas` is the number of pipelines
-    that train as one: a batch has the first one's batch, then the second one's, and so on. If
-    several ranks hold a stage, each adds up the gradients of its own microbatches; a transport may
-    add more than two such sums in another order.
+    that train as one: a batch has the first one's batch, then the second one's, and so on. A
+    transport may add more than two sums of gradients in another order.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         stages: Sequence[nn.Module],
-        loss_fn: Callable[[Any, Any], Tensor],
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        loss_fn: Loss,
+        optimizer: Optimizer,
         seed: int = 0,
         *,
         count: Callable[[Any], float | Tensor] = len,
-        ties: Sequence[Sequence[tuple[int, str]]] = (),
+        ties: Sequence[Tie] = (),
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         replicas: int = 1,
     ) -> None:
@@ -113,134 +211,61 @@ class Reference:
         self.schedulers = [scheduler(each) for each in self.optimizers] if scheduler else []
         self.seed = seed
         self.count = count
-        self.ties = [[stages[i].get_parameter(name) for i, name in tie] for tie in ties]
+        self.ties = ties
         self.replicas = replicas
         self.microbatches = schedule.microbatches
-        self.forwards = forwards(schedule)
-        self.updates = updates(schedule)
-        self.versions = versions(schedule)
-        self.holders = holders(schedule)
-        self.held: dict[tuple[int, int], dict[nn.Parameter, Tensor | None]] = {}
+        self.recurrence = recurrence_of(schedule, replicas)
+        if len(stages) < schedule.stages:
+            last, cut = schedule.stages - 1, self.recurrence
+            self.recurrence = Recurrence(
+                lambda _, m: cut.reads(last, m), cut.updates[last:], cut.forwards
+            )
         self.steps = 0
 
     def step(self, inputs: Any, target: Any) -> float:
         """Train on one batch. Returns its mean loss."""
-        xs, ys = self._microbatches(self._placed(inputs)), self._microbatches(self._placed(target))
-        counts = [float(self.count(y)) for y in ys]
-        # past[stage][v]: the stage's weights at version v; versions restart with every step.
-        past: list[list[Weights]] = [[] for _ in self.stages]
-        losses: dict[int, float] = {}
-        for microbatches in self.updates:
-            each = [[m + i * self.microbatches for m in microbatches] for i in range(self.replicas)]
-            samples = sum(counts[m] for pipeline in each for m in pipeline)
-            if len(self.updates) > 1:
-                for stage, weights in zip(self.stages, past, strict=True):
-                    weights.append(_copy(stage))
-            sums: list[list[Tensor | None]] = []  # of each pipeline's gradients
-            for pipeline in each:
-                shares = {m: counts[m] / samples for m in pipeline}
-                if len(self.updates) > 1:
-                    losses |= self._accumulate_at_versions(shares, xs, ys, past)
-                else:
-                    losses |= self._accumulate(shares, xs, ys)
-                self._join()
-                sums.append([weight.grad for weight in self._weights()])
-                self._clear()
-            for weight, gradients in zip(self._weights(), zip(*sums, strict=True), strict=True):
-                weight.grad = _sum(gradients)
-            self._update()
+        loss = plain_step(
+            self.stages,
+            self.loss_fn,
+            self.optimizers,
+            [*zip(self._microbatches(inputs), self._microbatches(target), strict=True)],
+            self.recurrence,
+            seed=(self.seed, self.steps),
+            count=self.count,
+            ties=self.ties,
+        )
         for scheduler in self.schedulers:
             scheduler.step()
         self.steps += 1
-        return sum(counts[m] * losses[m] for m in sorted(losses)) / sum(counts)
-
-    def _placed(self, batch: Any) -> Any:
-        """The device of the stages."""
-        device = self._weights()[0].device
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+        return loss
 
     def _microbatches(self, batch: Any) -> list[Any]:
-        """Those of all pipelines, one after the other."""
+        """Those of all pipelines, one after the other, on the device of the stages."""
+        device = next(self.stages[0].parameters()).device
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         each = _cut(batch, self.replicas)
         return [m for pipeline in each for m in _cut(pipeline, self.microbatches)]
 
-    def _weights(self) -> list[nn.Parameter]:
-        return [weight for stage in self.stages for weight in stage.parameters()]
 
-    def _clear(self) -> None:
-        for weight in self._weights():
-            weight.grad = None
-
-    def _update(self) -> None:
-        for tied in self.ties:  # copies of one parameter: each gets the gradients of all
-            gradient = _sum([weight.grad for weight in tied])
-            for weight in tied:
-                weight.grad = gradient
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self._clear()
-
-    def _accumulate(self, shares: Mapping[int, float], xs: Any, ys: Any) -> dict[int, float]:
-        """Add up the gradients of these microbatches, in this order. Returns their losses.
-
-        The forwards keep the order of the list, for BatchNorm's running statistics.
-        """
-        stages = [partial(_called, stage) for stage in self.stages]
-        first = min(shares) // self.microbatches * self.microbatches
-        waiting = [m + first for m in self.forwards if m + first in shares]
-        losses: dict[int, Tensor] = {}
-        for m, share in shares.items():
-            while m not in losses:
-                n = waiting.pop(0)
-                losses[n] = self._loss(stages, n, xs[n], ys[n])
-            (losses[m] * share).backward()
-            self._set_apart(m)
-        return {m: loss.item() for m, loss in losses.items()}
-
-    def _loss(self, stages: Sequence[Callable[..., Any]], m: int, x: Any, target: Any) -> Tensor:
-        for number, stage in enumerate(stages):
-            with rng(self.seed, self.steps, number, m):  # as the executor does, for dropout
-                x = stage(x)
-        return self.loss_fn(x, target)
-
-    def _accumulate_at_versions(
-        self, shares: Mapping[int, float], xs: Any, ys: Any, past: list[list[Weights]]
-    ) -> dict[int, float]:
-        """As `_accumulate`, but with the gradients at the versions that each microbatch reads."""
-        losses = {}
-        for m, share in shares.items():
-            number = m % self.microbatches
-            read = [of[self.versions[i, number]] for i, of in enumerate(past)]
-            stages = [
-                partial(_called, stage, weights=weights)
-                for stage, weights in zip(self.stages, read, strict=True)
-            ]
-            loss = self._loss(stages, m, xs[m], ys[m])
-            leaves = [weight for weights in read for weight in weights.values()]
-            gradients = torch.autograd.grad(loss * share, leaves, allow_unused=True)
-            for weight, gradient in zip(self._weights(), gradients, strict=True):
-                weight.grad = _sum([weight.grad, gradient])
-            self._set_apart(m)
-            losses[m] = loss.item()
-        return losses
-
-    def _set_apart(self, m: int) -> None:
-        """Move the gradients of stages that several ranks hold to what m's rank has added up."""
-        for stage, ranks in self.holders.items():
-            held = self.held.setdefault((stage, ranks[m % self.microbatches]), {})
-            for weight in self.stages[stage].parameters():
-                held[weight] = _sum([held.get(weight), weight.grad])
-                weight.grad = None
-
-    def _join(self) -> None:
-        """Add up what these ranks have, the lowest first."""
-        for _, held in sorted(self.held.items(), key=lambda item: item[0]):
-            for weight, gradient in held.items():
-                weight.grad = _sum([weight.grad, gradient])
-        self.held.clear()
+def _copied(stage: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: weight.detach().clone().requires_grad_(weight.requires_grad)
+        for name, weight in stage.named_parameters()
+    }
 
 
-def _sum(gradients: Iterable[Tensor | None]) -> Tensor | None:
+def _taken(weight: Tensor) -> Tensor | None:
+    """Take the gradient of a weight away."""
+    gradient, weight.grad = weight.grad, None
+    return gradient
+
+
+def _sums(rows: Sequence[Gradients]) -> list[Tensor | None]:
+    """Column by column."""
+    return [_sum(column) for column in zip(*rows, strict=True)]
+
+
+def _sum(gradients: Gradients) -> Tensor | None:
     """The sum of the values that are not None, from the first to the last."""
     total: Tensor | None = None
     for gradient in gradients:
@@ -249,7 +274,7 @@ def _sum(gradients: Iterable[Tensor | None]) -> Tensor | None:
     return total
 
 
-def _called(stage: nn.Module, x: Any, weights: Weights | None = None) -> Any:
+def _called(stage: nn.Module, x: Any, weights: dict[str, Tensor]) -> Any:
     """Run the stage on x: a tuple by position, a mapping by keyword, if the stage takes them so."""
     args: tuple[Any, ...] = x if isinstance(x, tuple) else (x,)
     kwargs: dict[str, Any] = {}
@@ -259,7 +284,7 @@ def _called(stage: nn.Module, x: Any, weights: Weights | None = None) -> Any:
         inspect.signature(stage.forward).bind(*args, **kwargs)
     except TypeError:
         args, kwargs = (x,), {}
-    return functional_call(stage, weights or {}, args, kwargs)
+    return functional_call(stage, weights, args, kwargs) if weights else stage(*args, **kwargs)
 
 
 def _cut(batch: Any, microbatches: int) -> Sequence[Any]:
@@ -271,7 +296,3 @@ def _cut(batch: Any, microbatches: int) -> Sequence[Any]:
         return list(zip(*(_cut(part, microbatches) for part in batch), strict=True))
     parts: Sequence[Any] = batch.tensor_split(microbatches)
     return parts
-
-
-def _copy(stage: nn.Module) -> Weights:
-    return {name: w.detach().clone().requires_grad_() for name, w in stage.named_parameters()}

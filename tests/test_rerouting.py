@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import recurrence_of
 from torch import nn
 
 import schedir
@@ -20,14 +21,11 @@ from schedir.passes import strip_communication
 from tests import test_replicas as replicas
 from tests.oracle import happens
 from tests.runtime.kit import (
-    MSE,
     Twins,
     adamw,
     linear_stages,
-    microbatches_of,
     random_batches,
 )
-from tests.schedules.recurrence import Listed, listed, train
 
 SPLIT = {"split": True}
 
@@ -156,9 +154,15 @@ def work(schedule: Schedule) -> Counter[tuple[str, int, int | None]]:
     )
 
 
-def applied(stage: Listed) -> list[list[int]]:
-    """By update, the microbatches whose gradients it applies, over all ranks."""
-    return [sorted(chain(*group)) for group in stage.groups]
+def reads(schedule: Schedule) -> list[list[int]]:
+    """By stage and microbatch, the version of the weights."""
+    found, microbatches = recurrence_of(schedule).reads, range(schedule.microbatches)
+    return [[found(s, m) for m in microbatches] for s in range(schedule.stages)]
+
+
+def applied(schedule: Schedule) -> list[list[list[int]]]:
+    """By stage and update, the microbatches whose gradients it applies, over all ranks."""
+    return [[sorted(chain(*parts)) for parts in own] for own in recurrence_of(schedule).updates]
 
 
 @settings(max_examples=40)
@@ -180,9 +184,8 @@ def test_nothing_is_lost(lost: tuple[Schedule, int], split: bool, seed: int) -> 
             r for r in schedule.placement[s] if r != rank
         )
     # The same versions are read, and the same gradients applied together.
-    for mine, theirs in zip(listed(found), listed(schedule), strict=True):
-        assert mine.reads == theirs.reads
-        assert applied(mine) == applied(theirs)
+    assert reads(found) == reads(schedule)
+    assert applied(found) == applied(schedule)
     # What the other ranks ran stays with them.
     for now, rank in zip(found.flat, others, strict=True):
         assert {a for a in schedule.flat[rank] if a.kind is Kind.FORWARD} <= {*now}
@@ -220,7 +223,7 @@ def test_an_update_comes_before_what_begins_at_its_time() -> None:
         ],
     )
     assert schedir.check(schedule).ok
-    assert [own.reads for own in listed(schedir.without(schedule, 0))] == [{0: 0, 1: 0, 2: 1}] * 3
+    assert reads(schedir.without(schedule, 0)) == [[0, 0, 1]] * 3
 
 
 def close(mine: nn.Module, theirs: nn.Module) -> bool:
@@ -239,10 +242,9 @@ def test_it_trains_the_same_weights(lost: tuple[Schedule, int], split: bool) -> 
     before, after = (Twins(stages, each, None, adamw) for each in (schedule, found))
     with before.executor() as first, after.executor() as second:
         for batch in random_batches(2, 2 * schedule.microbatches):
-            pieces = microbatches_of(batch, schedule.microbatches)
             loss = first.step(batch[0], target=batch[1]).loss
             assert second.step(batch[0], target=batch[1]).loss == pytest.approx(loss, rel=1e-4)
-            train(found, stages, after.optimizers, MSE, pieces)
+            after.step(batch, recurrence=recurrence_of(found))
     after.assert_equal()
     assert all(close(after.local[s], before.local[s]) for s in range(schedule.stages))
 

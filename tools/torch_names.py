@@ -30,12 +30,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "runtime" / "torch_names.json"
 SOURCES = (
     "schedir/**/*.py",
+    "examples/reference.py",
     "tools/on_gpu/*.py",
     "tests/runtime/features.py",
     "tests/runtime/kit.py",
     "tests/runtime/lists.py",
     "tests/runtime/parity.py",
-    "tests/runtime/reference.py",
     "tests/runtime/test_cuda.py",
 )
 """What runs on a machine with a GPU."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from attrs import evolve, field, frozen
+from reference import Recurrence, plain_step, recurrence_of, run_stages
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,10 +34,10 @@ from schedir import (
 )
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE
-from schedir.runtime import Executor, rng
-from tests.runtime.kit import MSE, momentum, split
+from schedir.runtime import Executor
+from tests.runtime.kit import MSE, microbatches_of, momentum
 from tests.runtime.lists import bidirectional_v, megatron, recomputed_early
-from tests.runtime.reference import delayed, pipedream
+from tests.runtime.recurrences import delayed, pipedream
 
 MICROBATCHES = 6
 RANKS = 2  # of a pipeline
@@ -106,7 +107,7 @@ class Feature:
     options: dict[str, Any] = field(factory=dict)
     pipelines: int = 1
     tied: tuple[int, ...] = ()
-    recurrence: Callable[..., float] | None = None
+    recurrence: Recurrence | None = None
     workload: Workload = field()
 
     @workload.default
@@ -173,22 +174,21 @@ def _scaler() -> GradScaler:
     return GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
 
 
-def _two_rates(whole: Any, loss_fn: Any, optimizers: Any, pieces: Any) -> float:
-    return delayed(whole, loss_fn, optimizers, pieces, (3, 2), lambda s, m: m // (2 if s else 3))
-
-
 def built(target: Any, ranks: int = RANKS, **parameters: Any) -> schedir.Schedule:
     return schedir.build(target, ranks=ranks, microbatches=MICROBATCHES, **parameters)
 
+
+_PIPEDREAM = pipedream(RANKS, MICROBATCHES)
+_TWO_RATES = delayed((3, 2), MICROBATCHES, lambda s, m: m // (2 if s else 3))
 
 FEATURES: dict[str, Callable[[], Feature]] = {
     "fill-drain": lambda: Feature(built("fill-drain")),
     "1f1b": lambda: Feature(built("1f1b")),
     "interleaved": lambda: Feature(built("interleaved-1f1b", chunks=2)),
-    "weight versions": lambda: Feature(built("pipedream"), recurrence=pipedream),
-    "different rates": lambda: Feature(built(two_rates), recurrence=_two_rates),
+    "weight versions": lambda: Feature(built("pipedream"), recurrence=_PIPEDREAM),
+    "different rates": lambda: Feature(built(two_rates), recurrence=_TWO_RATES),
     "different rates, counted": lambda: Feature(
-        built(two_rates), {"count": _counted}, recurrence=_two_rates
+        built(two_rates), {"count": _counted}, recurrence=_TWO_RATES
     ),
     "split backward": lambda: Feature(built(zero_bubble)),
     "recompute": lambda: Feature(recomputed_early(built("1f1b"), {0}), {"recompute": [1]}),
@@ -263,12 +263,22 @@ def compare(feature: Feature, setting: Setting) -> None:
             batches = [(x.to(setting.device), y.to(setting.device)) for x, y in drawn]
             with _no_host_read() if step and not setting.reads else nullcontext():
                 result = executor.step(given[0], target=given[1])
-            if feature.recurrence is not None:
-                x, y = (split(tensor, MICROBATCHES) for tensor in batches[line])
-                pieces = [*zip(x, y, strict=True)]
-                expected = feature.recurrence(whole, MSE, optimizers, pieces)
-            else:
-                expected = _plain_step(feature, whole, optimizers, batches, step, result.grad_norm)
+            pieces = [piece for batch in batches for piece in microbatches_of(batch, MICROBATCHES)]
+            clips = "clip_grad_norm" in feature.options
+            expected = plain_step(
+                whole,
+                loss_fn,
+                () if clips else optimizers,
+                pieces,
+                feature.recurrence or recurrence_of(feature.schedule, feature.pipelines),
+                seed=None if feature.recurrence else (0, step),
+                ties=options.get("ties", ()),
+            )
+            if clips:
+                _clip(feature, whole, result.grad_norm)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
             _assert_near("the loss", result.loss, expected, near)
         evaluated = executor.evaluate(given[0], target=given[1]).loss
         if feature.options.get("trace"):
@@ -315,82 +325,16 @@ def _batches(feature: Feature, setting: Setting) -> Iterator[list[tuple[Tensor, 
         ]
 
 
-def _through(stage: nn.Module, boundary: Any) -> Any:
-    """What a stage makes of what the one before has made."""
-    return stage(*boundary) if isinstance(boundary, tuple) else stage(boundary)
-
-
-def _plain_step(
-    feature: Feature,
-    whole: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    batches: Sequence[tuple[Tensor, Tensor]],
-    step: int,
-    norm: float | None,
-) -> float:
-    """Gradient accumulation in one process; the loss. Sums over replicas are taken last, and those
-    over ties after them, as REDUCE_GRAD and OPTIM_STEP find them."""
-    total = sum(len(y) for _, y in batches)
-    sums: list[dict[tuple[int, int], list[Tensor]]] = [{} for _ in whole]
-    losses = 0.0
-    for line, (x, y) in enumerate(batches):
-        for m in _order(feature.schedule):
-            a, b = split(x, MICROBATCHES)[m], split(y, MICROBATCHES)[m]
-            for number, stage in enumerate(whole):
-                rng(0, step, number, line * MICROBATCHES + m)
-                a = _through(stage, a)
-            loss = feature.workload.loss_fn(a, b)
-            (loss * (len(b) / total)).backward()
-            losses += len(b) * float(loss.detach())
-            for number, stage in enumerate(whole):
-                key = line, int(graph_of(feature.schedule).runs[number, m])
-                grads = [p.grad for p in stage.parameters() if p.grad is not None]
-                found = sums[number].setdefault(key, grads)
-                if found is not grads:
-                    for one, other in zip(found, grads, strict=True):
-                        one += other
-                stage.zero_grad()
-    for stage, by_rank in zip(whole, sums, strict=True):
-        for p, *parts in zip(stage.parameters(), *by_rank.values(), strict=True):
-            p.grad = sum(parts[1:], parts[0])
-    tied = [whole[stage].get_parameter("0.weight") for stage in feature.tied]
-    if tied:
-        grads = [p.grad for p in tied if p.grad is not None]
-        shared = sum(grads[1:], grads[0])
-        for p in tied:
-            p.grad = shared.clone()
-    if "clip_grad_norm" in feature.options:
-        _clip(feature, whole, tied[1:], norm)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses / total
-
-
-def _clip(
-    feature: Feature, whole: Sequence[nn.Module], copies: Sequence[Tensor], norm: float | None
-) -> None:
+def _clip(feature: Feature, whole: Sequence[nn.Module], norm: float | None) -> None:
     """As torch clips; a tied parameter counts once, and its copies are clipped with it."""
+    copies = {whole[stage].get_parameter("0.weight") for stage in feature.tied[1:]}
+    counted = [p for stage in whole for p in stage.parameters() if p not in copies]
     limit = feature.options["clip_grad_norm"]
-    counted = [p for stage in whole for p in stage.parameters() if all(p is not c for c in copies)]
     expected = float(torch.nn.utils.clip_grad_norm_(counted, limit))
     assert norm is not None
     _assert_near("the norm", norm, expected)
-    tied = [whole[stage].get_parameter("0.weight") for stage in feature.tied]
-    for p in tied[1:]:
-        p.grad = None if tied[0].grad is None else tied[0].grad.clone()
-
-
-def _order(schedule: schedir.Schedule) -> list[int]:
-    """The microbatches as the loss stage runs their backwards."""
-    last = schedule.stages - 1
-    return [
-        action.microbatch
-        for action in schedule.flat[schedule.placement[last][0]]
-        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        and action.stage == last
-        and action.microbatch is not None
-    ]
+    for p in copies:
+        p.grad = whole[feature.tied[0]].get_parameter("0.weight").grad
 
 
 @torch.no_grad()
@@ -399,9 +343,8 @@ def _evaluated(
 ) -> float:
     losses = []
     for x, y in batches:
-        for stage in whole:
-            x = _through(stage.eval(), x)
-        losses.append(float(feature.workload.loss_fn(x, y)))
+        output = run_stages([stage.eval() for stage in whole], x)
+        losses.append(float(feature.workload.loss_fn(output, y)))
     return sum(losses) / len(losses)
 
 

@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from reference import Loss, Optimizer, accumulation, plain_step
 from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
 from tests.literals import listed
-from tests.runtime.reference import Loss, Optimizer, accumulate
 
 # Both ranks send before they receive: no order of all communication lets them meet.
 CROSSING = listed(
@@ -142,7 +142,8 @@ class Twins:
         self.local = {s: copy.deepcopy(self.whole[s]) for s in here}
         self.in_process = rank is None
         self.optimizer = optimizer
-        self.optimizers = [optimizer(m.parameters()) for m in whole if list(m.parameters())]
+        # Torch refuses an optimiser of nothing.
+        self.optimizers = [optimizer([*m.parameters()] or [torch.zeros(1)]) for m in whole]
 
     def executor(self, loss_fn: Any = MSE, **options: Any) -> Executor:
         """Of the stages here."""
@@ -150,14 +151,14 @@ class Twins:
         return Executor(self.schedule, self.local, loss_fn, **given)
 
     def step(self, batch: Batch, loss_fn: Loss = MSE, **options: Any) -> float:
-        """Train the whole model on a batch; its loss. `options` are those of `accumulate`."""
+        """Train the whole model on a batch; its loss. `options` are those of `plain_step`."""
         pieces = microbatches_of(batch, self.schedule.microbatches)
-        return accumulate(self.whole, loss_fn, self.optimizers, pieces, **options)
+        return plain_step(self.whole, loss_fn, self.optimizers, pieces, **options)
 
     def accumulate(self, batch: Batch, **options: Any) -> float:
         """The same, but leave the gradients; the loss."""
         pieces = microbatches_of(batch, self.schedule.microbatches)
-        return accumulate(self.whole, MSE, (), pieces, **options)
+        return plain_step(self.whole, MSE, (), pieces, **options)
 
     def update(self) -> None:
         """Apply the gradients that the whole model has."""
@@ -192,11 +193,12 @@ def train_on_rank(
         else schedir.build(target, ranks=2, microbatches=microbatches)
     )
     twins = Twins(whole, schedule, rank)
+    recurrence = accumulation(len(whole), order or range(schedule.microbatches))
     with twins.executor(loss_fn, **options) as executor:
         for step, (x, y) in enumerate(batches):
             found = executor.step(x, target=y).loss
             seed = (0, step) if seeded else None
-            assert found == twins.step((x, y), loss_fn, order=order, seed=seed)
+            assert found == twins.step((x, y), loss_fn, recurrence=recurrence, seed=seed)
     twins.assert_equal()
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from attrs import frozen
+from reference import Optimizer, accumulation
 from torch import Tensor, nn
 
 import schedir
 from schedir import Kind
 from tests.built_in import NAMES, SYNCHRONOUS, variants
-from tests.runtime.kit import MSE, Twins, microbatches_of, momentum, random_batches
-from tests.runtime.reference import Optimizer, pipedream
+from tests.runtime.kit import Twins, momentum, random_batches
+from tests.runtime.recurrences import pipedream
 
 STEPS = 5
 WIDTH = 6
@@ -88,17 +89,16 @@ def assert_trains_as_one_process(case: Case, rank: int | None, device: str = "cp
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device) for _ in range(schedule.stages)
     ]
     twins = Twins(whole, schedule, rank, case.optimizer)
+    if case.name in SYNCHRONOUS:
+        recurrence = accumulation(schedule.stages, last_backwards(schedule))
+    else:
+        sync = case.parameters.get("vertical_sync", False)
+        recurrence = pipedream(schedule.stages, schedule.microbatches, sync)
     with twins.executor() as executor:
         for x, y in random_batches(STEPS, 3 * schedule.microbatches, WIDTH):
             batch = x.to(device), y.to(device)
             found = executor.step(batch[0], target=batch[1]).loss
-            if case.name in SYNCHRONOUS:
-                expected = twins.step(batch, order=last_backwards(schedule))
-            else:
-                pieces = microbatches_of(batch, schedule.microbatches)
-                sync = case.parameters.get("vertical_sync", False)
-                expected = pipedream(whole, MSE, twins.optimizers, pieces, sync)
-            assert found == expected
+            assert found == twins.step(batch, recurrence=recurrence)
         twins.assert_equal()
         for s in twins.local:
             assert_equal_states(executor.optimizers[s], twins.optimizers[s])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import plain_step, run_stages
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -31,7 +32,7 @@ from tests.runtime.kit import (
     sgd,
 )
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.reference import delayed, run_stages
+from tests.runtime.recurrences import delayed
 from tests.sweeps import sweep
 
 SIZES = [(2, 1), (3, 1), (1, 2), (3, 2), (2, 3), (7, 2), (1, 7), (2, 1, 3), (1, 3, 3), (2, 4)]
@@ -55,14 +56,12 @@ def train(sizes: Sequence[int], microbatches: int, rank: int | None, **options: 
     """On a rank, or all in this process."""
     schedule = stepping(sizes, microbatches)
     twins = Twins([s.double() for s in linear_stages(len(sizes))], schedule, rank, momentum)
+    recurrence = delayed(sizes, microbatches, lambda s, m: m // sizes[s])
     with twins.executor(**options) as executor:
         for x, y in random_batches(2, 2 * microbatches + 3):  # some microbatches are larger
             batch = x.double(), y.double()
             found = executor.step(batch[0], target=batch[1]).loss
-            pieces = microbatches_of(batch, microbatches)
-            assert found == delayed(
-                twins.whole, MSE, twins.optimizers, pieces, sizes, lambda s, m: m // sizes[s]
-            )
+            assert found == twins.step(batch, recurrence=recurrence)
     for s, module in twins.local.items():
         for mine, theirs in zip(module.parameters(), twins.whole[s].parameters(), strict=True):
             # Of whole groups the scale is exact, where the recurrence adds up rounded weights.
@@ -99,6 +98,7 @@ def test_two_pipelines(rank: int, sizes: tuple[int, ...]) -> None:
     line, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     schedule = stepping(sizes, 5)
     twins = Twins([s.double() for s in linear_stages()], schedule, place, momentum)
+    recurrence = delayed(sizes, 5, lambda s, m: m // sizes[s])
     with twins.executor(mesh=mesh) as executor:
         for seed in range(2):
             batches = [random_batch(rows, seed) for rows in (7, 12)]
@@ -108,9 +108,7 @@ def test_two_pipelines(rank: int, sizes: tuple[int, ...]) -> None:
             x, y = batches[line]
             found = executor.step(x.double(), target=y.double()).loss
             assert found == pytest.approx(
-                delayed(
-                    twins.whole, MSE, twins.optimizers, pieces, sizes, lambda s, m: m // sizes[s]
-                )
+                plain_step(twins.whole, MSE, twins.optimizers, pieces, recurrence)
             )
     for mine, theirs in zip(
         twins.local[place].parameters(), twins.whole[place].parameters(), strict=True

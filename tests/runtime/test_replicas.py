@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import recurrence_of
 from torch import nn
 
 import schedir
@@ -20,14 +21,12 @@ from tests.runtime.kit import (
     adamw,
     assert_equal_gradients,
     gradients,
-    microbatches_of,
     numbered,
     random_batches,
     sgd,
 )
 from tests.runtime.lists import ROUNDS, STALE_REPLICAS
 from tests.runtime.on_ranks import on_ranks
-from tests.schedules.recurrence import train
 
 ROUND_ROBIN = schedir.build(round_robin, ranks=3, microbatches=5)
 SCHEDULES = [ROUND_ROBIN, STALE_REPLICAS, ROUNDS]
@@ -56,13 +55,11 @@ def halves(parameters: Any) -> torch.optim.Optimizer:
 
 
 def assert_trains(schedule: schedir.Schedule, rank: int | None, **options: Any) -> None:
-    whole = stages_of(schedule)
-    twins = Twins(whole, schedule, rank, adamw)
+    twins = Twins(stages_of(schedule), schedule, rank, adamw)
     with twins.executor(**options) as executor:
         for batch in random_batches(3, 2 * schedule.microbatches + 1):
-            pieces = microbatches_of(batch, schedule.microbatches)
             loss = executor.step(batch[0], target=batch[1]).loss
-            expected = train(schedule, whole, twins.optimizers, MSE, pieces)
+            expected = twins.step(batch, recurrence=recurrence_of(schedule))
             assert loss == pytest.approx(expected, rel=1e-6)
     twins.assert_equal()
 
@@ -152,7 +149,7 @@ def test_a_failed_step_leaves_an_executor_that_works() -> None:
             module.zero_grad()
         fails[0] = False
         executor.step(x, target=y)
-        train(ROUND_ROBIN, twins.whole, twins.optimizers, MSE, microbatches_of((x, y), 5))
+        twins.step((x, y), recurrence=recurrence_of(ROUND_ROBIN))
     twins.assert_equal()
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from reference import Recurrence, plain_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import schedir
-from schedir.runtime import Executor, rng
+from schedir.runtime import Executor
 from tests.literals import listed
 from tests.runtime.features import round_robin
 from tests.runtime.kit import (
@@ -31,7 +32,6 @@ from tests.runtime.kit import (
     random_batch,
 )
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.reference import run_stages
 
 LONG = 60.0  # seconds, of which none should be waited
 
@@ -45,22 +45,11 @@ def accumulate_by_pipeline(
     whole: Sequence[nn.Module], batches: Sequence[Batch], microbatches: int, step: int
 ) -> float:
     """Each batch's gradients accumulated as its pipeline does, then added; the mean loss."""
-    total = sum(len(y) for _, y in batches)
-    sums: dict[nn.Parameter, Tensor] = {}
-    losses = 0.0
-    for line, (x, y) in enumerate(batches):
-        for m, (a, b) in enumerate(microbatches_of((x, y), microbatches)):
-            loss = MSE(run_stages(whole, a, (0, step, line * microbatches + m)), b)
-            (loss * (len(b) / total)).backward()
-            losses += len(b) * float(loss.detach())
-        for stage in whole:
-            for p in stage.parameters():
-                if p.grad is not None:
-                    sums[p] = sums[p] + p.grad if p in sums else p.grad
-                    p.grad = None
-    for p, grad in sums.items():
-        p.grad = grad
-    return losses / total
+    pieces = [piece for batch in batches for piece in microbatches_of(batch, microbatches)]
+    every = range(len(pieces))
+    sums = [every[:microbatches], every[microbatches:]]
+    recurrence = Recurrence(lambda s, m: 0, [[sums]] * len(whole), every)
+    return plain_step(whole, MSE, (), pieces, recurrence, seed=(0, step))
 
 
 def clip(whole: Sequence[nn.Module], norm: float) -> float:
@@ -157,23 +146,9 @@ def test_gradients_add_up_over_calls(rank: int, optimizer: Any) -> None:
 
 def accumulate_by_replica(whole: Sequence[nn.Module], x: Tensor, y: Tensor, step: int) -> float:
     """Stage 0's gradients are added up by replica first, as REDUCE_GRAD finds them; the norm."""
-    halves: list[list[Tensor]] = []
-    inputs, targets = x.tensor_split(4), y.tensor_split(4)
-    for replica in range(2):
-        whole[0].zero_grad()
-        for m in range(replica, 4, 2):
-            loss = MSE(run_stages(whole, inputs[m], (0, step, m)), targets[m])
-            (loss * (len(targets[m]) / 9)).backward()
-        halves.append([p.grad for p in whole[0].parameters() if p.grad is not None])
-    # Stage 1 runs all microbatches in their order.
-    whole[1].zero_grad()
-    for m in range(4):
-        rng(0, step, 0, m)
-        h = whole[0](inputs[m]).detach()
-        rng(0, step, 1, m)
-        (MSE(whole[1](h), targets[m]) * (len(targets[m]) / 9)).backward()
-    for p, *grads in zip(whole[0].parameters(), *halves, strict=True):
-        p.grad = grads[0] + grads[1]
+    updates = [[[[0, 2], [1, 3]]], [[[0, 1, 2, 3]]]]
+    recurrence = Recurrence(lambda s, m: 0, updates, range(4))
+    plain_step(whole, MSE, (), microbatches_of((x, y), 4), recurrence, seed=(0, step))
     found = [p.grad for stage in whole for p in stage.parameters() if p.grad is not None]
     return float(torch.nn.utils.get_total_norm(found))
 

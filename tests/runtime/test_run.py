@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import plain_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -33,7 +34,7 @@ from tests.runtime.kit import (
 )
 from tests.runtime.nccl_over_gloo import nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.reference import pipedream
+from tests.runtime.recurrences import pipedream
 
 SIZE = 8  # microbatches of a batch
 
@@ -195,7 +196,8 @@ def test_it_is_the_recurrence(segment: int, rank: int) -> None:
     optimizers = [momentum(stage.parameters()) for stage in modules]
     pieces = [*zip(split(whole[0], 64), split(whole[1], 64), strict=True)]
     for first in range(0, 64, segment):
-        pipedream(modules, MSE, optimizers, pieces[first : first + segment])
+        part = pieces[first : first + segment]
+        plain_step(modules, MSE, optimizers, part, pipedream(2, segment))
     assert_equal(found, bits([modules[rank]]))
 
 

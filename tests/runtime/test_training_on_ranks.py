@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from reference import plain_step
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +34,7 @@ from tests.runtime.kit import (
     train_on_rank,
 )
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.reference import pipedream, run_stages
+from tests.runtime.recurrences import pipedream
 
 
 @on_ranks(2)
@@ -173,13 +174,13 @@ class Checkpointed(nn.Module):
 def test_recomputation_finds_the_stashed_version(rank: int) -> None:
     schedule = schedir.build("pipedream", ranks=2, microbatches=5)
     twins = Twins([Checkpointed(stage) for stage in linear_stages()], schedule, rank)
-    plain = [stage.inner for stage in twins.whole]
+    plain = [stage.get_submodule("inner") for stage in twins.whole]
     with twins.executor() as executor:
         for x, y in random_batches(3, rows=10):
             # A leaf that requires grad makes the first stage recompute as well.
             found = executor.step(x, target=y).loss
             pieces = microbatches_of((x, y), 5)
-            assert found == pipedream(plain, MSE, twins.optimizers, pieces)  # type: ignore[arg-type]
+            assert found == plain_step(plain, MSE, twins.optimizers, pieces, pipedream(2, 5))
     twins.assert_equal()
 
 
@@ -199,10 +200,7 @@ def test_autocast_may_be_switched_on_between_steps(rank: int, name: str) -> None
             with torch.autocast("cpu", torch.bfloat16, enabled=step > 0):
                 executor.step(batch[0], target=batch[1])
             with torch.autocast("cpu", torch.bfloat16, enabled=step > 0, cache_enabled=False):
-                if name == "pipedream":
-                    pipedream(twins.whole, MSE, twins.optimizers, microbatches_of(batch, 4))
-                else:
-                    twins.step(batch)
+                twins.step(batch, recurrence=pipedream(2, 4) if name == "pipedream" else None)
     twins.assert_equal()
 
 
@@ -213,8 +211,7 @@ def test_without_an_optimizer_gradients_accumulate_over_steps(rank: int) -> None
     with twins.executor(optimizer=None) as executor:
         for x, y in random_batches(2):
             executor.step(x, target=y)
-            for a, b in microbatches_of((x, y), 4):
-                (MSE(run_stages(twins.whole, a), b) * 0.25).backward()
+            twins.accumulate((x, y))
     mine = gradients(twins.local.values())
     assert None not in mine
     assert_equal_gradients(mine, gradients([twins.whole[rank]]))

@@ -19,9 +19,9 @@ from schedir.checker.memory import delays
 from schedir.graph.compile import graph_of
 from schedir.passes import strip_communication
 from tests.oracle import happens
-from tests.runtime.kit import MSE, Twins, microbatches_of, momentum, random_batches
+from tests.runtime.kit import Twins, momentum, random_batches
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.reference import pipedream_2bw, round_robin
+from tests.runtime.recurrences import pipedream_2bw, round_robin
 from tests.sweeps import long, sweep
 
 WIDE = {Kind.REDUCE_GRAD: "SUM", Kind.OPTIM_STEP: "OPT"}
@@ -91,8 +91,8 @@ def train_2bw(ranks: int, microbatches: int, size: int, rank: int | None) -> Non
     with twins.executor() as executor:
         for x, y in random_batches(3, 2 * microbatches + 1):  # one microbatch is larger
             found = executor.step(x, target=y).loss
-            pieces = microbatches_of((x, y), microbatches)
-            assert found == pipedream_2bw(whole, MSE, twins.optimizers, pieces, size)
+            recurrence = pipedream_2bw(ranks, microbatches, size)
+            assert found == twins.step((x, y), recurrence=recurrence)
     twins.assert_equal()
 
 
@@ -198,8 +198,7 @@ def train_round_robin(replicas: tuple[int, ...], microbatches: int, rank: int | 
         for batch in random_batches(2, 2 * microbatches + 1):  # one microbatch is larger
             x, y = (tensor.double() for tensor in batch)
             found = executor.step(x, target=y).loss
-            pieces = microbatches_of((x, y), microbatches)
-            expected = round_robin(whole, MSE, twins.optimizers, pieces, replicas)
+            expected = twins.step((x, y), recurrence=round_robin(replicas, microbatches))
             assert found == pytest.approx(expected, rel=1e-14)
     if max(replicas) <= 2:
         twins.assert_equal()

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from reference import plain_step, recurrence_of
 from torch import nn
 
 import schedir
@@ -15,8 +16,6 @@ from schedir.errors import LoadError
 from tests.built_in import EVERY, steps_once
 from tests.runtime.kit import MSE, Twins, adamw, microbatches_of, random_batches
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.reference import accumulate
-from tests.schedules.recurrence import train
 from tests.sweeps import sweep
 
 STEPS, WIDTH = 3, 4
@@ -50,10 +49,9 @@ def assert_trains(schedule: Schedule, rank: int | None) -> None:
             batch = x.double(), y.double()
             pieces = microbatches_of(batch, schedule.microbatches)
             found = executor.step(batch[0], target=batch[1]).loss
-            assert found == pytest.approx(
-                train(schedule, whole, twins.optimizers, MSE, pieces), rel=1e-14
-            )
-            accumulate(plain, MSE, optimizers, pieces)
+            expected = twins.step(batch, recurrence=recurrence_of(schedule))
+            assert found == pytest.approx(expected, rel=1e-14)
+            plain_step(plain, MSE, optimizers, pieces)
     twins.assert_equal()
     if steps_once(schedule):
         for mine, theirs in zip(whole, plain, strict=True):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import plain_step
 from torch import Tensor, nn
 
 import schedir
@@ -20,7 +21,6 @@ from schedir.runtime import Executor
 from schedir.training import Stages, deferred, partition, pop, stash
 from tests.runtime.kit import MSE, adamw, differing, random_batches
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.reference import accumulate
 
 WIDTH = 6
 
@@ -157,7 +157,7 @@ def test_structures_go_from_layer_to_layer_as_from_stage_to_stage() -> None:
     listed = [pair, deferred(Masked), whole, deferred(Masked), whole, spread]
     (x, y), *_ = random_batches(1)
     uncut = partition(listed, 1)
-    expected = accumulate([uncut[0]], MSE, (), list(zip(x.chunk(2), y.chunk(2), strict=True)))
+    expected = plain_step([uncut[0]], MSE, (), list(zip(x.chunk(2), y.chunk(2), strict=True)))
     for boundaries in ([1, 2], [2, 3], [3, 5]):
         sched = schedir.build("1f1b", ranks=3, microbatches=2)
         stages = partition(listed, sched, boundaries=boundaries)
@@ -250,7 +250,7 @@ def _train(sched: schedir.Schedule, stages: Stages, **options: Any) -> None:
     with Executor(sched, stages, MSE, adamw, **options) as executor:
         for x, y in random_batches(2):
             pieces = list(zip(x.chunk(4), y.chunk(4), strict=True))
-            assert executor.step(x, target=y).loss == accumulate([uncut], MSE, [optimizer], pieces)
+            assert executor.step(x, target=y).loss == plain_step([uncut], MSE, [optimizer], pieces)
     state = uncut.state_dict()
     for stage in stages.values():
         for name, value in stage.state_dict().items():

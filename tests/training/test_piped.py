@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import plain_step
 from torch import Tensor, nn
 from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
 
@@ -18,7 +19,6 @@ from schedir.runtime.arguments import whole_name
 from schedir.training import Checkpoint, Stages, gathered_state, stages_of_pipe
 from tests.runtime.kit import MSE, adamw, random_batches
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.reference import accumulate
 
 # torch.export's own
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
@@ -81,7 +81,7 @@ def compare(sched: schedir.Schedule, stages: Stages, model: nn.Module, **options
     pieces = [((i, m), t) for i, m, t in zip(*(x.chunk(2) for x in (ids, mask, y)), strict=True)]
     with Executor(sched, stages, loss_fn, adamw, ties=stages.ties, **options) as executor:
         for _ in range(2):
-            loss = accumulate([model], loss_fn, [optimizer], pieces)
+            loss = plain_step([model], loss_fn, [optimizer], pieces)
             found = executor.step((ids, mask), target=y).loss
             assert found == pytest.approx(loss, rel=1e-6)
     state = model.state_dict()
@@ -234,7 +234,7 @@ def train_by_hand(sched: schedir.Schedule, held: list[int], **options: Any) -> N
     with Executor(sched, stages, MSE, adamw, **options) as executor:
         for x, y in random_batches(2):
             pieces = list(zip(x.chunk(2), y.chunk(2), strict=True))
-            assert executor.step(x, target=y).loss == accumulate([whole], MSE, [optimizer], pieces)
+            assert executor.step(x, target=y).loss == plain_step([whole], MSE, [optimizer], pieces)
     for module in stages.values():
         state = {name: whole.state_dict()[name] for name in module.state_dict()}
         assert [name for name, v in module.state_dict().items() if not v.equal(state[name])] == []
@@ -261,5 +261,5 @@ def test_a_pipe_without_skips_runs_as_it_is(rank: int) -> None:
     stage = pipe.get_stage_module(rank)
     with Executor(sched, {rank: stage}, MSE, adamw) as executor:
         pieces = list(zip(x.chunk(2), y.chunk(2), strict=True))
-        assert executor.step(x, target=y).loss == accumulate([whole], MSE, [optimizer], pieces)
+        assert executor.step(x, target=y).loss == plain_step([whole], MSE, [optimizer], pieces)
     assert all(v.equal(whole.state_dict()[name]) for name, v in stage.state_dict().items())

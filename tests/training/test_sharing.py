@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import plain_step
 from torch import Tensor, nn
 
 import schedir
@@ -14,7 +15,6 @@ from schedir import ExecutionError
 from schedir.runtime import Executor
 from schedir.training import Stages, deferred, partition
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.reference import accumulate
 
 
 def projected(embedding: nn.Embedding, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def _train(sched: schedir.Schedule, stages: Stages, uncut: nn.Module, **options:
     pieces = list(zip(*(t.chunk(4) for t in BATCH), strict=True))
     with Executor(sched, stages, loss_fn, sgd, ties=stages.ties, **options) as executor:
         for exact in (0, 1e-12, 1e-12):
-            loss = accumulate([uncut], loss_fn, [optimizer], pieces)
+            loss = plain_step([uncut], loss_fn, [optimizer], pieces)
             assert executor.step(BATCH[0], target=BATCH[1]).loss == pytest.approx(loss, rel=exact)
             state = uncut.state_dict()
             for stage in stages.values():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import plain_step
 from torch import Tensor, nn
 
 import schedir
@@ -16,7 +17,6 @@ from schedir.runtime import Executor
 from schedir.training import deferred, partition, pop, stash
 from tests.runtime.kit import MSE
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.reference import accumulate
 
 
 def joined(x: Tensor, skip: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def _compare(sched: schedir.Schedule, boundaries: list[int], **options: Any) -> 
     x, y = batch()
     plain = Plain(partition(unet(), 1)[0])
     pieces = list(zip(x.chunk(2), y.chunk(2), strict=True))
-    expected = accumulate([plain], MSE, (), pieces)
+    expected = plain_step([plain], MSE, (), pieces)
     stages = partition(unet(), sched, boundaries=boundaries)
     with Executor(sched, stages, MSE, None, **options) as executor:
         assert executor.step(x, target=y).loss == expected

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reference import plain_step
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,7 +40,6 @@ from tests.runtime.kit import (
     microbatches_of,
 )
 from tests.runtime.on_ranks import on_ranks
-from tests.runtime.reference import accumulate
 from tests.runtime.test_replicas_on_ranks import pipelines
 
 LOSS = nn.functional.cross_entropy
@@ -95,7 +95,7 @@ class Plain:
 
     def step(self, batch: Batch) -> float:
         with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
-            return accumulate(self.stages, LOSS, self.optimizers, microbatches_of(batch, 4))
+            return plain_step(self.stages, LOSS, self.optimizers, microbatches_of(batch, 4))
 
     @torch.no_grad()
     def evaluation(self) -> tuple[float, float]:
