@@ -15,7 +15,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
 from schedir import Kind, Schedule
@@ -202,7 +201,7 @@ class Reference:
         *,
         count: Callable[[Any], float | Tensor] = len,
         ties: Sequence[Tie] = (),
-        scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         replicas: int = 1,
     ) -> None:
         self.stages = stages

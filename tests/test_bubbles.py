@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from check_torch import dumped
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ import schedir
 from schedir import Action, CostModel, Schedule, backward_input, backward_weight, forward
 from schedir.ir import loads_torch_csv
 from schedir.passes import insert_communication, strip_communication
+from tests.torch_schedules import dumped
 
 Warmup = Callable[[int], int]
 
@@ -120,7 +120,7 @@ def test_closed_forms_of_bubbles(ranks: int, extra: int, f: int, i: int, w: int)
 
 @pytest.mark.parametrize(("overlapped", "makespan"), [(3, 66), (2.5, 59), (2, 52), (None, 66)])
 def test_dual_pipe_v_overlaps(overlapped: float | None, makespan: float) -> None:
-    read = loads_torch_csv(dumped("ScheduleDualPipeV", 4, 2, 10, False))
+    read = loads_torch_csv(dumped("ScheduleDualPipeV", 4, 10))
     complete = insert_communication(strip_communication(read))
     line = schedir.simulate(complete, CostModel(overlapped=overlapped))
     assert line.makespan == makespan

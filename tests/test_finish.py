@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 
 import pytest
-from check_torch import dumped
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -33,6 +32,7 @@ from tests.joined import drawn_joined, joined
 from tests.literals import listed
 from tests.test_batches import runs_in_order
 from tests.test_random import drawn
+from tests.torch_schedules import dumped
 
 Spans = dict[str, tuple[float, float]]
 
@@ -348,7 +348,7 @@ def test_times_equal_a_naive_fixed_point(
 
 
 def test_dual_pipe_v_gets_its_communication_and_runs_as_published() -> None:
-    read = loads_torch_csv(dumped("ScheduleDualPipeV", 4, 2, 10, False))
+    read = loads_torch_csv(dumped("ScheduleDualPipeV", 4, 10))
     complete = insert_communication(strip_communication(read))
     assert complete.columns.together
     assert max(end for _, end in finished(complete).values()) == 66

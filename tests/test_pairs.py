@@ -6,7 +6,6 @@ import random
 from collections import Counter
 
 import pytest
-from check_torch import dumped
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import schedir
@@ -14,6 +13,7 @@ from schedir import ParseError, Schedule
 from schedir.ir import dumps_torch_csv, loads_torch_csv
 from schedir.passes import insert_communication, strip_communication
 from tests.sweeps import sweep
+from tests.torch_schedules import dumped
 
 Lists = list[list[str]]
 
@@ -123,7 +123,7 @@ def test_what_is_no_pair(cell: str, column: int, why: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 8), (4, 10), (3, 9)])
 def test_dual_pipe_v_is_read_and_runs(ranks: int, microbatches: int) -> None:
-    text = dumped("ScheduleDualPipeV", ranks, 2, microbatches, False)
+    text = dumped("ScheduleDualPipeV", ranks, microbatches)
     assert "OVERLAP_F_B" in text
     complete = loads_torch_csv(text)
     compute = "\n".join(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from check_torch import computed, dumped
 
 import schedir
 from schedir import Kind, ParseError
 from schedir.ir import dumps_torch_csv, loads_torch_csv
+from tests.torch_schedules import computed, dumped
 
 # ZB-H1 of 2 ranks and 2 microbatches: up to 2.5, B was the gradient of the input alone.
 OLD = "0F0,0F1,,0B0,0W0,0B1,0W1\n,1F0,1B0,1F1,1B1,1W0,1W1\n"
@@ -70,7 +70,7 @@ def test_older_words_are_refused_by_name(cell: str, said: str) -> None:
 def test_shards_are_named_and_left_out_and_sums_are_read(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = dumped(name, 2, 2, 4, deferred=False)
+    text = dumped(name, 2, 4)
     read = loads_torch_csv(text, "theirs.csv")
     counted = {word: len(re.findall(rf"\d{word}\b", text)) for word in ("UNSHARD", "RESHARD")}
     for word, number in counted.items():
@@ -81,7 +81,7 @@ def test_shards_are_named_and_left_out_and_sums_are_read(
     cells = [cell for row in text.splitlines() for cell in row.split(",") if cell]
     assert len(actions) + sum(counted.values()) == len(cells) + text.count(";")
     # Without its communication it is what torch computes.
-    compute = [[a for a in row if a.microbatch is not None] for row in computed(name, 2, 2, 4).flat]
+    compute = [[a for a in row if a.microbatch is not None] for row in computed(name, 2, 4).flat]
     kept = [[a for a in row if a.kind.value in "FBIW"] for row in read.flat]
     assert kept == compute
 

@@ -25,7 +25,9 @@ from time import monotonic
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # of schedir and the tests
+
+# Of schedir and the tests, and of plain training.
+sys.path += [str(Path(__file__).resolve().parents[1] / part) for part in ("", "examples")]
 from on_gpu.checks import PART, PARTS, listing, named
 from on_gpu.launch import run
 from on_gpu.results import Results, line_of

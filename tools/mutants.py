@@ -346,8 +346,9 @@ def run(folder: Path, commit: str | None, limit: float) -> None:
     copy(record["commit"], tree)
     if commit:
         with checkout(commit) as other:
-            shutil.rmtree(tree / "tests")
-            shutil.copytree(other / "tests", tree / "tests")
+            for folder in ("tests", "examples"):  # the tests train plainly as the examples do
+                shutil.rmtree(tree / folder)
+                shutil.copytree(other / folder, tree / folder)
             shutil.copy(other / "pyproject.toml", tree)
     times, hits = times_of(folder), hits_of(folder)
     existing, quick = tests_in(tree), tests_in(tree, "--quick")

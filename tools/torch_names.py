@@ -41,7 +41,6 @@ SOURCES = (
 """What runs on a machine with a GPU."""
 
 OF_OBJECTS: Mapping[str, Sequence[str]] = {
-    "torch._C._distributed_c10d": ("_dump_fr_trace", "_dump_nccl_trace"),
     "torch._C._autograd.SavedTensor": ("data", "register_hooks", "unpack_hook"),
     "torch._C._distributed_c10d.Backend": (
         *("_end_coalescing", "_start_coalescing", "allreduce", "recv", "send", "shutdown"),

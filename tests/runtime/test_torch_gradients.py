@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from check_torch import GENERATORS, Verdict, lowered
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -16,13 +15,12 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from schedir import check
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import long
+from tests.torch_schedules import CHUNKS, GENERATORS, lowered, stages_of
 
 # Measured in double precision: at most 2e-15 where torch is right; where it is wrong at least 2,
 # and with another seed 0.7.
 RIGHT_BELOW = 1e-9
 WRONG_ABOVE = 1e-3
-CHUNKS = 2  # stages per rank: a V has no other number
-V_PLACED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 ROWS = 2  # of a microbatch
 WIDTH = 4
 
@@ -41,12 +39,6 @@ def batch(microbatches: int) -> tuple[Tensor, Tensor]:
     shape = (2, microbatches * ROWS, WIDTH)
     x, y = torch.randn(shape, generator=generator, dtype=torch.float64)
     return x, y
-
-
-def stages_of(rank: int, ranks: int, name: str) -> list[int]:
-    """Down the ranks and back up for a V, else round and round."""
-    second = CHUNKS * ranks - 1 - rank if name in V_PLACED else ranks + rank
-    return [rank, second]
 
 
 def run_torch(case: dict[str, Any], local: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
@@ -95,10 +87,8 @@ def cases(ranks: int) -> list[dict[str, Any]]:
 
 
 def mis_paired(ranks: int, case: dict[str, Any]) -> bool:
-    name, microbatches, deferred = case["schedule"], case["microbatches"], case["deferred"]
-    schedule = lowered(name, ranks, CHUNKS, microbatches, deferred)
-    reports = {"edge": check(schedule, "edge")}
-    return Verdict(name, ranks, microbatches, deferred, reports).mis_paired
+    schedule = lowered(case["schedule"], ranks, case["microbatches"], case["deferred"])
+    return any(d.code == "S303" for d in check(schedule, "edge").diagnostics)
 
 
 @long

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from check_torch import GENERATORS, computed, lowered
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -25,6 +24,7 @@ from schedir.runtime import Executor
 from tests.built_in import EVERY, steps_once
 from tests.runtime.kit import MSE
 from tests.runtime.on_ranks import on_ranks
+from tests.torch_schedules import GENERATORS, computed, lowered
 
 WIDTH, ROWS = 4, 2
 FORMATS = {"torch-csv": "compute_only", "torch-csv-comms": "compute_comms"}
@@ -88,15 +88,15 @@ def run_on_torch(schedule: Schedule, rank: int, form: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.filterwarnings("ignore")  # some of torch's schedules warn that they are new
 def test_torchs_lists_run_here(name: str, ranks: int) -> None:
-    run_here(lowered(name, ranks, 2, 8, False), None)
-    run_here(schedir.insert_communication(computed(name, ranks, 2, 8)), None)
+    run_here(lowered(name, ranks, 8), None)
+    run_here(schedir.insert_communication(computed(name, ranks, 8)), None)
 
 
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_torchs_lists_run_here_on_two_ranks(rank: int) -> None:
     for name in GENERATORS:
-        run_here(lowered(name, 2, 2, 4, False), rank)
+        run_here(lowered(name, 2, 4), rank)
 
 
 def expressible(ranks: int) -> dict[str, Schedule]:

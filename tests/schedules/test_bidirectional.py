@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from check_torch import computed
 
 import schedir
 from schedir import Action, CostModel, Kind, LoadError, Schedule, Timeline, Together
 from schedir.library import load
+from tests.torch_schedules import computed
 
 STAGE_WIDE = (Kind.REDUCE_GRAD, Kind.OPTIM_STEP)
 
@@ -22,7 +22,7 @@ def compute(schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
     ("ranks", "microbatches"), [(1, 2), (1, 5), (2, 4), (2, 7), (3, 6), (4, 8), (4, 10), (5, 13)]
 )
 def test_dualpipev_is_torchs_list(ranks: int, microbatches: int) -> None:
-    torchs = computed("ScheduleDualPipeV", ranks, 2, microbatches)
+    torchs = computed("ScheduleDualPipeV", ranks, microbatches)
     ours = load("dualpipev", ranks=ranks, microbatches=microbatches)
     assert ours.placement == torchs.placement
     for rank in range(ranks):

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
-from check_torch import dumped
 
 import schedir
 from schedir import Kind, LoadError, Schedule, Timeline
 from schedir.ir import COMPUTE, loads_torch_csv
+from tests.torch_schedules import dumped
 
 LIMITS: dict[str, Callable[[int], int]] = {
     "zbv": lambda ranks: ranks,
@@ -162,7 +162,7 @@ def compute(schedule: Schedule) -> list[list[str]]:
 
 def test_the_handcrafted_one_is_torchs_list() -> None:
     for ranks, microbatches in SMALL:
-        text = dumped("ScheduleZBVZeroBubble", ranks, 2, microbatches, deferred=False)
+        text = dumped("ScheduleZBVZeroBubble", ranks, microbatches)
         ours = schedir.build("ZBVZeroBubble", ranks=ranks, microbatches=microbatches)
         assert compute(ours) == compute(loads_torch_csv(text)), (ranks, microbatches)
 

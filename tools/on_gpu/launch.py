@@ -35,7 +35,7 @@ SOCKETS = {
 ALWAYS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products are the same on every stream
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}",
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tools", ROOT / "examples"))),
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
     "PYTHONUTF8": "1",
