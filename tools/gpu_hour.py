@@ -25,7 +25,6 @@ from time import monotonic
 
 import torch
 
-
 # Of schedir and the tests, and of plain training.
 sys.path += [str(Path(__file__).resolve().parents[1] / part) for part in ("", "examples")]
 from on_gpu.checks import PART, PARTS, listing, named
