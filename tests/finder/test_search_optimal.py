@@ -1,10 +1,12 @@
 """What search finds, where the best is known: solved exactly, published, or found by hand.
 
-`tools/check_search.py` goes through all shapes up to 40 actions; here is a sample of them.
+`tools/bench_search.py --exact` counts how often it finds the best of larger work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import schedir
 from schedir import CostModel, SchedirError
 from schedir.finder import Found, candidates, exact, find
-from tests.sweeps import sweep
+from tests.sweeps import long, sweep
 
 EQUAL = CostModel(backward=1)
 SLOW_LINKS = CostModel(forward=10, backward=19, backward_input=10, backward_weight=9, latency=2)
@@ -63,6 +65,42 @@ def value(schedule: schedir.Schedule, costs: CostModel, objective: str) -> float
     ],
 )
 def test_it_is_the_exact_optimum(shape: tuple[int, int, int], arguments: dict[str, Any]) -> None:
+    assert_optimal(shape, arguments)
+
+
+def small_shapes(actions: int) -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
+    """All shapes of so many actions at most, with all limits from the least that works; a backward
+    that may be split is two actions."""
+    each = range(1, actions // 2 + 1)
+    for ranks, microbatches, chunks, split in product(each, each, each, (False, True)):
+        if ranks * microbatches * chunks * (2 + split) <= actions:
+            limits = [{"max_activations": most} for most in range(chunks, chunks * microbatches)]
+            for placement in ("wrapped", "wave")[: 1 + (chunks > 1 < ranks)]:
+                for limit in ({}, *limits, *({**limit, "recompute": True} for limit in limits)):
+                    yield (
+                        (ranks, microbatches, chunks),
+                        {
+                            "split": split,
+                            "placement": placement,
+                            **limit,
+                        },
+                    )
+
+
+@long
+@pytest.mark.parametrize(
+    "costs",
+    [CostModel(), EQUAL, SLOW_LINKS, None],
+    ids=["textbook", "equal", "slow links", "uneven"],
+)
+def test_it_is_the_exact_optimum_of_all_small_shapes(costs: CostModel | None) -> None:
+    for shape, arguments in small_shapes(12):
+        given = costs or uneven(shape[0] * shape[2])
+        for objective in ("makespan", "span"):
+            assert_optimal(shape, {**arguments, "costs": given, "objective": objective})
+
+
+def assert_optimal(shape: tuple[int, int, int], arguments: dict[str, Any]) -> None:
     costs = arguments.get("costs") or CostModel()
     objective = arguments.get("objective", "makespan")
     best = value(exact(*shape, **arguments), costs, objective)
