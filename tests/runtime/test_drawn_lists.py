@@ -2,56 +2,58 @@
 
 from __future__ import annotations
 
-import copy
 import random
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import plain_step, recurrence_of
 from torch import nn
-from trial_first_call import Reference, loss_fn, optimizer
 
 import schedir
+from schedir import Kind
 from schedir.runtime import Executor
 from tests.joined import drawn_joined
-from tests.runtime.kit import numbered
+from tests.runtime.kit import (
+    MSE,
+    adamw,
+    assert_equal_gradients,
+    assert_equal_stages,
+    gradients,
+    microbatches_of,
+    numbered,
+    random_batch,
+)
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import examples, sweep
 
 
 def stages_of(schedule: schedir.Schedule, seed: int) -> list[nn.Module]:
-    """Some begin with a layer in place."""
     torch.manual_seed(seed)
-    return [
-        nn.Sequential(nn.ReLU(inplace=s % 2 == 1), nn.Linear(4, 4), nn.Tanh())
-        for s in range(schedule.stages)
-    ]
+    return [nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.Tanh()) for _ in range(schedule.stages)]
 
 
 def train_and_compare(schedule: schedir.Schedule, seed: int, rank: int | None) -> None:
     """One shape, the same, another one, the first again, and evaluation between."""
-    stages = stages_of(schedule, seed)
-    twins = copy.deepcopy(stages)
-    reference = Reference(schedule, twins)
+    stages, twins = stages_of(schedule, seed), stages_of(schedule, seed)
+    for stage in stages[1::2]:
+        stage.get_submodule("0").inplace = True  # type: ignore[assignment]
     local = numbered(stages) if rank is None else {s: stages[s] for s in schedule.stages_of(rank)}
-    make = optimizer if reference.steps else None
-    with Executor(schedule, local, loss_fn, make, in_process=rank is None, timeout=60) as executor:
+    make = adamw if any(a.kind is Kind.OPTIM_STEP for own in schedule.flat for a in own) else None
+    optimizers = [make(twin.parameters()) for twin in twins] if make else []
+    with Executor(schedule, local, MSE, make, in_process=rank is None, timeout=60) as executor:
         for rows in (9, 9, 4, 9):
-            x, y = torch.randn(2, rows, 4, generator=torch.Generator().manual_seed(rows))
+            x, y = random_batch(rows, seed=rows)
             before = executor.evaluate(x, target=y).loss
             loss = executor.step(x, target=y).loss
-            assert loss == reference.step(x, y)
-            assert loss == before or not reference.steps or schedule.name != "drawn"
-            if not reference.steps:
-                for stage, twin in zip(stages, twins, strict=True):
-                    for mine, theirs in zip(stage.parameters(), twin.parameters(), strict=True):
-                        if mine.grad is not None:
-                            assert theirs.grad is not None
-                            assert torch.equal(mine.grad, theirs.grad)
-                        mine.grad = theirs.grad = None
-    for s, stage in local.items():
-        for mine, theirs in zip(stage.parameters(), twins[s].parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+            pieces = microbatches_of((x, y), schedule.microbatches)
+            assert loss == plain_step(twins, MSE, optimizers, pieces, recurrence_of(schedule))
+            assert loss == before or not make or schedule.name != "drawn"
+            held = gradients(local.values())
+            assert_equal_gradients(held, gradients(twins[s] for s in local))
+            for module in (*stages, *twins):
+                module.zero_grad()
+    assert_equal_stages(local, twins)
 
 
 def drawn_list(seed: int) -> schedir.Schedule | None:
