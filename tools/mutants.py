@@ -346,9 +346,9 @@ def run(folder: Path, commit: str | None, limit: float) -> None:
     copy(record["commit"], tree)
     if commit:
         with checkout(commit) as other:
-            for folder in ("tests", "examples"):  # the tests train plainly as the examples do
-                shutil.rmtree(tree / folder)
-                shutil.copytree(other / folder, tree / folder)
+            for part in ("tests", "examples"):  # the tests train plainly as the examples do
+                shutil.rmtree(tree / part)
+                shutil.copytree(other / part, tree / part)
             shutil.copy(other / "pyproject.toml", tree)
     times, hits = times_of(folder), hits_of(folder)
     existing, quick = tests_in(tree), tests_in(tree, "--quick")

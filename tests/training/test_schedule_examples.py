@@ -18,6 +18,7 @@ import schedir
 from tests.pages import DOCS, blocks
 from tests.runtime.launch import ROOT
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import sweep
 
 TUTORIAL = DOCS / "tutorials" / "write-a-schedule.md"
 FIRST_TRY = next(b.text for b in blocks(TUTORIAL) if b.saved_as == "first_try.py")
@@ -61,10 +62,11 @@ def test_a_schedule_of_ones_own_trains(
 
 
 @on_ranks(3)
+@sweep("flush", ["true", "false"], quick=["true"])
 def test_replicas_that_take_turns_equal_one_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flush: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = "--layers 3 --batch 7 --microbatches 5 --steps 3"
+    options = f"--layers 3 --batch 7 --microbatches 5 --steps 3 --set flush={flush}"
     out = run("train_round_robin.py", options, monkeypatch, capsys)
     if os.environ["RANK"] == "0":
         assert re.search("^stage 0: .* block0 to block1 .*; 10,912 parameters$", out, re.MULTILINE)
