@@ -146,8 +146,9 @@ def test_mutants_are_drawn_alike_and_apart() -> None:
     sources = sources_in(ROOT)
     assert "schedules/fill_drain.py" in sources
     assert not any(path.startswith("schedir/schedules") for path in sources)
-    drawn = pick(sources, seed=3, count=60)
-    assert drawn == pick(sources, seed=3, count=60) != pick(sources, seed=4, count=60)
+    some = dict([*sources.items()][::4])  # parsing all takes long
+    drawn = pick(some, seed=3, count=60)
+    assert drawn == pick(some, seed=3, count=60) != pick(some, seed=4, count=60)
     assert {mutant.kind for mutant in drawn} == set(KINDS)
     assert len({mutant.path.split("/")[1] for mutant in drawn}) > 10
     assert len({(mutant.path, mutant.line) for mutant in drawn}) == len(drawn) > 55
