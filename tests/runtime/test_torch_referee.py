@@ -31,6 +31,7 @@ FORMATS = {"torch-csv": "compute_only", "torch-csv-comms": "compute_comms"}
 
 
 def stages(number: int) -> list[nn.Module]:
+    """All boundaries have one shape, so that a mis-paired transfer arrives and the step ends."""
     torch.manual_seed(7)
     return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double() for _ in range(number)]
 
