@@ -10,7 +10,7 @@ import attrs
 import pytest
 from at_commit import ROOT
 from bench_drift import row
-from mutants import KINDS, in_turns, mutants_of, now_called, pick, sources_in
+from mutants import KINDS, in_turns, mutants_of, names_in, now_called, pick, sources_in
 from size import tokens
 from trial_verdicts import Case, case_of, differing, lists_of, summed_alone, summed_twice, text_of
 from verdict_run import answers
@@ -18,6 +18,7 @@ from verdict_run import answers
 import schedir
 from schedir import CostModel, Schedule, Timeline
 from tests.built_in import NAMES
+from tests.sweeps import long
 
 CODE = b"""\
 x = {"a": f"{1 + 1}"}
@@ -168,3 +169,9 @@ def test_tests_by_the_names_that_they_have_now() -> None:
         "a::y[0-1]",
         "a::y[0-2]",
     }
+
+
+@long
+def test_the_tests_that_there_are_have_names() -> None:
+    found = names_in(ROOT, "tests/test_tools.py")
+    assert "tests/test_tools.py::test_tests_are_tried_in_turns" in found

@@ -1,6 +1,6 @@
 """Breaks the code in small ways, and counts which tests notice: the strength of the test suite.
 
-    python tools/mutants.py cover FOLDER [--seed 1] [--count 60]   # takes as long as all tests
+    python tools/mutants.py cover FOLDER [--seed 1 2] [--count 60]  # takes as long as all tests
     python tools/mutants.py run FOLDER [--tests COMMIT] [--limit S] # continues where it ended
     python tools/mutants.py show FOLDER                            # the verdicts; the survivors
 
@@ -214,20 +214,22 @@ def copy(commit: str, target: Path) -> None:
         subprocess.run([*git, *command], cwd=target, check=True, stdout=subprocess.DEVNULL)
 
 
-def cover(folder: Path, seed: int, count: int, options: Sequence[str]) -> None:
-    """Draw mutants, and run all tests to see which of them run each mutant, and how long."""
+def cover(folder: Path, seeds: Sequence[int], count: int, options: Sequence[str]) -> None:
+    """Draw mutants from each seed, and run all tests to see which of them run each mutant, and how
+    long."""
     folder.mkdir(parents=True, exist_ok=True)
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
     tree, hits = folder / "probed", folder / "hits"
     copy(commit, tree)
     hits.mkdir(exist_ok=True)
-    mutants = pick(sources_in(tree), seed, count)
+    drawn = {m for seed in seeds for m in pick(sources_in(tree), seed, count)}
+    mutants = _apart(sorted(drawn, key=lambda mutant: (mutant.path, mutant.start)))
     for number in reversed(range(len(mutants))):  # from each module's end, so that places hold
         file = tree / mutants[number].path
         file.write_bytes(mutants[number].probed(file.read_bytes(), number))
     probe = PROBE_SOURCE.replace("FOLDER", repr(str(hits.resolve())))
     (tree / f"{PROBE}.py").write_text(probe)
-    record = {"commit": commit, "seed": seed, "mutants": [asdict(mutant) for mutant in mutants]}
+    record = {"commit": commit, "seeds": [*seeds], "mutants": [*map(asdict, mutants)]}
     (folder / "mutants.json").write_text(json.dumps(record, indent=1))
     report = (folder / "report.jsonl").resolve()
     report.unlink(missing_ok=True)
@@ -318,9 +320,9 @@ def try_tests(
     return "", time.monotonic() - start
 
 
-def tests_in(tree: Path, *options: str) -> set[str]:
+def names_in(tree: Path, *options: str) -> set[str]:
     """The tests that pytest finds with these options."""
-    command = [sys.executable, "-m", "pytest", "-qq", "--collect-only", *options]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *options]
     found = subprocess.run(
         command, cwd=tree, env=environment(tree), stdout=subprocess.PIPE, text=True, check=True
     )
@@ -351,7 +353,7 @@ def run(folder: Path, commit: str | None, limit: float) -> None:
                 shutil.copytree(other / part, tree / part)
             shutil.copy(other / "pyproject.toml", tree)
     times, hits = times_of(folder), hits_of(folder)
-    existing, quick = tests_in(tree), tests_in(tree, "--quick")
+    existing, quick = names_in(tree), names_in(tree, "--quick")
     verdicts = folder / "verdicts.jsonl"
     done = {row["mutant"] for row in _rows(verdicts)}
     for number, mutant in enumerate(Mutant(**fields) for fields in record["mutants"]):
@@ -400,8 +402,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("command", choices=("cover", "run", "show"))
     parser.add_argument("folder", type=Path, help="where mutants, times and verdicts are kept")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=60, help="how many mutants")
+    parser.add_argument("--seed", type=int, nargs="+", default=[1])
+    parser.add_argument("--count", type=int, default=60, help="how many mutants of each seed")
     parser.add_argument("--tests", metavar="COMMIT", help="whose tests run")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds (default: 120)")
     args, options = parser.parse_known_args()
