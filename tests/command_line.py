@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,13 @@ def runner(capsys: pytest.CaptureFixture[str]) -> Run:
         return code, out, err
 
     return call
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return runner(capsys)
 
 
 def without_page(err: str) -> tuple[str, str]:
