@@ -16,7 +16,7 @@ from schedir.cli import TASKS
 from schedir.ir import CHANNELS, TRANSPORTS
 from schedir.library import built_in
 from schedir.render import outputs_of
-from tests.command_line import Run, runner
+from tests.command_line import Run
 
 NAMES = {generator.name for generator in built_in()}
 ASK = {
@@ -38,12 +38,6 @@ ASK = {
     """,
 }
 """Scripts that read lines, and print for each what completes it."""
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return runner(capsys)
 
 
 def answers(shell: str, *lines: str) -> list[set[str]]:
@@ -130,14 +124,3 @@ def test_a_missing_library_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "shtab", None)
     error = "error: completion needs shtab: pip install 'schedir[completion]'\n"
     assert run("completion", "bash") == (2, "", error)
-
-
-def test_other_commands_do_not_load_it(tmp_path: Path) -> None:
-    script = (
-        "import sys, schedir.cli as c; c.main(['check', '1f1b']); c.main(['list']);"
-        "sys.exit('shtab' in sys.modules or 'schedir.cli.completion' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=250
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
