@@ -19,7 +19,7 @@ from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, CONSUMES, RECEIVES, SENDS
 from schedir.simulator import Measured
 from tests.built_in import NAMES
-from tests.literals import listed
+from tests.literals import CROSSING, listed
 from tests.stepped import of_link, of_stage
 from tests.test_stepped import copied, some_costs, some_durations, some_schedule
 from tests.timelines import as_if_measured, drawn_run, drawn_timeline
@@ -53,16 +53,10 @@ def test_a_receive_that_is_listed_late_on_the_path() -> None:
     #   time    0    1    2    3    4    5    6    7    8    9
     #   rank 0  0F0  0F1       0B0------  ...
     #   rank 1       1F0  1F1 ...                               1RECV_ACT1 is listed behind 1B0
-    schedule = listed(
-        2,
-        "0 1",
-        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
-        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1",
-    )
     costs = CostModel(latency=3)
-    line = schedir.simulate(schedule, costs, receives="listed")
+    line = schedir.simulate(CROSSING, costs, receives="listed")
     assert path(line) == "0F0 1RECV_ACT0 1F0 1B0 1RECV_ACT1 1F1 1B1 0RECV_GRAD1 0B1"
-    ahead = schedir.simulate(schedule, costs)
+    ahead = schedir.simulate(CROSSING, costs)
     assert path(ahead) == "0F0 1RECV_ACT0 1F0 1B0 1F1 1B1 0RECV_GRAD1 0B1"
     assert line.makespan == ahead.makespan + 3
 

@@ -19,6 +19,7 @@ from schedir.simulator import Measured, Sizes
 from schedir.simulator.fit import usual
 from schedir.simulator.samples import durations_of
 from tests.built_in import NAMES
+from tests.literals import CROSSING, listed
 from tests.measured import even, jitter, measured_run
 
 
@@ -95,9 +96,9 @@ def test_links_that_are_unlike_have_a_latency_each() -> None:
 
 
 def test_split_backwards_are_each_measured_and_sum_up_to_a_whole_one() -> None:
-    text = "schedir 1\nname x\nmicrobatches 2\nplacement 0\nrank 0: 0F0 0I0 0F1 0I1 0W0 0W1\n"
+    schedule = listed(2, "0", "0F0 0I0 0F1 0I1 0W0 0W1")
     costs = CostModel(forward=3, backward_input=5, backward_weight=4)
-    fitted = CostModel.fit([schedir.simulate(schedir.loads(text), costs)])
+    fitted = CostModel.fit([schedir.simulate(schedule, costs)])
     assert by_stage(fitted.backward_input) == [5]
     assert by_stage(fitted.backward_weight) == [4]
     assert by_stage(fitted.backward) == [9]
@@ -105,25 +106,20 @@ def test_split_backwards_are_each_measured_and_sum_up_to_a_whole_one() -> None:
 
 
 def test_overlapped_pairs_are_measured_by_the_stage_of_their_forward() -> None:
-    text = (
-        "schedir 1\nname x\nmicrobatches 2\nplacement 0 0\n"
-        "rank 0: 0F0 1F0 (1B0;0F1) 0B0 1F1 1B1 0B1\n"
-    )
+    schedule = listed(2, "0 0", "0F0 1F0 (1B0;0F1) 0B0 1F1 1B1 0B1")
     costs = CostModel(forward=(3, 4), backward=(5, 6), overlapped=(7, 9))
-    fitted = CostModel.fit([schedir.simulate(schedir.loads(text), costs)])
+    fitted = CostModel.fit([schedir.simulate(schedule, costs)])
     assert by_stage(fitted.forward) == [3, 4]
     assert by_stage(fitted.backward) == [5, 6]
     assert by_stage(fitted.overlapped) == [7, 10]  # of stage 1, which no pair has, the sum
 
 
 def test_collectives_are_measured() -> None:
-    text = (
-        "schedir 1\nname x\nmicrobatches 3\nplacement 0,1\n"
-        "rank 0: 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP\n"
-        "rank 1: 0F1 0B1 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP\n"
+    schedule = listed(
+        3, "0,1", "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "0F1 0B1 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP"
     )
     costs = CostModel(reduce_grad=5, optim_step=2)
-    fitted = CostModel.fit([schedir.simulate(schedir.loads(text), costs)])
+    fitted = CostModel.fit([schedir.simulate(schedule, costs)])
     assert by_stage(fitted.reduce_grad) == [5]
     assert by_stage(fitted.optim_step) == [2]
 
@@ -155,16 +151,11 @@ def test_the_first_step_counts_where_it_is_alone_and_of_each_run() -> None:
 def hand_drawn(ends_of_transfers: tuple[float, float]) -> Timeline:
     #   rank 0  0F0--- · 0F1---          0B0--- · 0B1---
     #   rank 1         ──►   1F0 1B0
-    text = (
-        "schedir 1\nname x\nmicrobatches 2\nplacement 0 1\n"
-        "rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1\n"
-        "rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1\n"
-    )
     nan = math.nan
     act0, act1 = ends_of_transfers
     starts = [0, 2, 2.5, 4.5, 6, 6.75, nan, 9.25, 2, 3, 5, 6, 4.5, 6.5, 7.5, 8.5]
     ends = [2, act0, 4.5, act1, 6.75, 9, nan, 10.25, act0, 4, 6, 6.75, act1, 7.5, 8.5, nan]
-    return Timeline(schedir.loads(text), starts, ends, unit="s", measured=Measured(4))
+    return Timeline(CROSSING, starts, ends, unit="s", measured=Measured(4))
 
 
 def test_host_work_counts_to_the_entry_that_it_follows_and_unseen_arrivals_to_nobody() -> None:
@@ -321,9 +312,7 @@ def test_samples_are_saved_and_loaded_exactly(tmp_path: Path) -> None:
 def test_broken_samples_are_refused_by_name(
     tmp_path: Path, key: str, value: object, says: str
 ) -> None:
-    line = schedir.simulate(
-        schedir.loads("schedir 1\nname x\nmicrobatches 1\nplacement 0\nrank 0: 0F0 0B0\n")
-    )
+    line = schedir.simulate(listed(1, "0", "0F0 0B0"))
     file = tmp_path / "costs.json"
     CostModel.fit([line]).save(file)
     content = json.loads(file.read_text())

@@ -15,7 +15,6 @@ import schedir
 from schedir import Action, Kind, Schedule
 from schedir.checker import CHANNELS, Batch, Change, Diagnostic, LeaveOut, Move, changed
 from schedir.ir import COMMUNICATION, RECEIVES
-from tests.built_in import NAMES
 from tests.oracle import happens
 from tests.sweeps import sweep
 from tests.test_check import BASES, edit, mutate, naive, schedule
@@ -186,7 +185,7 @@ def test_crossed_sums_are_fixed_in_the_list_as_it_was_given() -> None:
     assert schedir.check(changed(wrong, finding.change), "rank").ok
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@sweep("ranks", [2, 8], quick=[2])
 def test_trials_and_findings_in_words_are_few_however_much_is_wrong(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,16 +325,6 @@ def test_limits_are_whole_numbers(name: str, value: float) -> None:
 
 
 # The lints.
-
-
-def test_no_lint_on_what_schedir_builds() -> None:
-    for name in NAMES:
-        for ranks in range(1, 6):
-            for microbatches in range(1, 10):
-                built = schedir.build(name, ranks=ranks, microbatches=microbatches)
-                for channel in CHANNELS:
-                    codes = {d.code for d in schedir.check(built, channel).diagnostics}
-                    assert codes <= {"S406"}, (name, ranks, microbatches, channel)
 
 
 def test_lints_on_compute_are_located_as_it_was_given() -> None:
