@@ -13,8 +13,8 @@ import schedir
 from schedir import CostModel, SchedirError, Schedule
 from schedir.finder.bounds import lower_bound
 from schedir.finder.terms import Objective
-from tests.built_in import EVERY
-from tests.sweeps import examples
+from tests.built_in import EVERY, NAMES
+from tests.sweeps import examples, sweep
 
 EQUAL = CostModel(backward=1)
 """F = B = 1, in which stages of V placements and wrapped ones are counted."""
@@ -57,7 +57,7 @@ def costs_for(stages: int) -> st.SearchStrategy[CostModel]:
     )
 
 
-@pytest.mark.parametrize("name", EVERY)
+@sweep("name", EVERY, quick=[*NAMES, "zb-h1", "zbv", "1f1b-rr", "eager-1f1b"])
 @examples(12)
 @given(data=st.data())
 def test_no_built_in_schedule_is_quicker(name: str, data: st.DataObject) -> None:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import schedir
-from tests.command_line import Run, runner
+from tests.command_line import Run
+from tests.warm import commands
 
 
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Run:
-    return runner(capsys)
-
-
-def test_it_writes_a_schedule_and_says_what_it_is_like(cli: Run) -> None:
-    code, out, err = cli("search", "--max-activations", "4", "--seconds", "1")
+def test_it_writes_a_schedule_and_says_what_it_is_like(run: Run) -> None:
+    code, out, err = run("search", "--max-activations", "4", "--seconds", "1")
     assert code == 0
     found = schedir.loads(out)
     assert schedir.check(found).ok
@@ -29,10 +23,9 @@ def test_it_writes_a_schedule_and_says_what_it_is_like(cli: Run) -> None:
     assert "none can be quicker" in err
 
 
-def test_it_writes_to_a_file_that_others_take(cli: Run, tmp_path: Path) -> None:
-    file = tmp_path / "found.sched"
-    assert cli("search", "--ranks", "2", "--seconds", "0.2", "-o", str(file))[:2] == (0, "")
-    code, out, _ = cli("compare", str(file), "1f1b", "--ranks", "2")
+def test_it_writes_to_a_file_that_others_take(run: Run) -> None:
+    assert run("search", "--ranks", "2", "--seconds", "0.2", "-o", "found.sched")[:2] == (0, "")
+    code, out, _ = run("compare", "found.sched", "1f1b", "--ranks", "2")
     assert code == 0
     assert "found.sched" in out
 
@@ -51,13 +44,13 @@ def test_it_writes_to_a_file_that_others_take(cli: Run, tmp_path: Path) -> None:
         (["-o", "no/such/folder/found.sched"], "can't be written"),
     ],
 )
-def test_what_can_not_be_is_said_in_one_line(cli: Run, options: list[str], says: str) -> None:
-    code, out, err = cli("search", "--ranks", "3", "--microbatches", "4", *options)
+def test_what_can_not_be_is_said_in_one_line(run: Run, options: list[str], says: str) -> None:
+    code, out, err = run("search", "--ranks", "3", "--microbatches", "4", *options)
     assert (code, out) == (2, "")
     assert says in err
 
 
-def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_best_so_far() -> None:
     argv = ["search", "--ranks", "6", "--microbatches", "24", "--chunks", "2", "--seconds", "9999"]
     argv += ["--max-activations", "7", "--cost", "latency=0.37"]
     script = (
@@ -77,8 +70,7 @@ def test_ctrl_c_keeps_the_best_so_far(tmp_path: Path) -> None:
         f"sys.exit(main({argv!r}))\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
+        [commands() / "python", "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
