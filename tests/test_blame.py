@@ -479,8 +479,7 @@ def test_small_files_take_little(tmp_path: Path) -> None:
 
 
 def test_the_command_names_the_roots_in_ten_lines(run: Run) -> None:
-    code, out, err = run("blame", str(SAMPLE))
-    assert (code, err) == (0, "")
+    out = run.prints("blame", str(SAMPLE))
     assert len(out.splitlines()) <= 10
     assert out.startswith("root: rank 9: missing: ")
     assert "\nroot: rank 14: missing: " in out
@@ -593,8 +592,7 @@ def test_a_schedule_names_the_actions(ring: int, tmp_path: Path, run: Run) -> No
     for rank, dump in dumps.items():
         (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(dump))
     given = ("--schedule", "1f1b", "--ranks", "4", "--microbatches", "4")
-    code, out, err = run("blame", str(tmp_path), *given, "--json")
-    assert (code, err) == (0, "")
+    out = run.prints("blame", str(tmp_path), *given, "--json")
     found = json.loads(out)
     assert [(root["rank"], root["action"]) for root in found["roots"]] == [
         (2, f"#{index} 2RECV_ACT2")

@@ -26,8 +26,7 @@ def examples(text: str) -> list[str]:
 
 
 def test_the_help_shows_what_people_do_and_the_commands_for_it(run: Run) -> None:
-    code, text, err = run("--help")
-    assert (code, err) == (0, "")
+    text = run.prints("--help")
     assert max(map(len, text.splitlines())) <= 80
     headings = [
         line for line in text.splitlines()[3:-1] if line and not line.startswith((" ", "`"))
@@ -45,8 +44,7 @@ def test_the_help_shows_what_people_do_and_the_commands_for_it(run: Run) -> None
 def test_examples_come_first_and_work_in_an_empty_folder(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    code, text, err = run(name, "--help")
-    assert (code, err) == (0, "")
+    text = run.prints(name, "--help")
     shown = examples(text)
     assert len(shown) == 2
     monkeypatch.setenv("PATH", f"{commands()}:/usr/bin:/bin")

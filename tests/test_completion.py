@@ -72,8 +72,7 @@ def in_shells(*names: str) -> pytest.MarkDecorator:
 
 @in_shells(*ASK)
 def test_a_shell_completes_what_stands_there(run: Run, shell: str) -> None:
-    code, script, err = run("completion", shell)
-    assert (code, err) == (0, "")
+    script = run.prints("completion", shell)
     Path("script").write_text(script)
     for file in ("zap.sched", "costs.json"):
         Path(file).touch()
@@ -95,8 +94,7 @@ def test_a_shell_completes_what_stands_there(run: Run, shell: str) -> None:
 
 @in_shells("bash", "zsh", "fish")
 def test_a_shell_reads_its_script(run: Run, shell: str) -> None:
-    code, script, err = run("completion", shell)
-    assert (code, err) == (0, "")
+    script = run.prints("completion", shell)
     Path("script").write_text(script)
     done = subprocess.run([shell, "-n", "script"], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
@@ -105,8 +103,7 @@ def test_a_shell_reads_its_script(run: Run, shell: str) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_script_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # no help breaks an option in two
-    code, script, err = run("completion", shell)
-    assert (code, err) == (0, "")
+    script = run.prints("completion", shell)
     words = set(re.findall(r"\w[\w-]*", script))
     assert {*NAMES, *RULES, *CHANNELS, *TRANSPORTS, *outputs_of("export")} <= words
     for command in [name for task in TASKS.values() for name in task]:
@@ -115,9 +112,9 @@ def test_a_script_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch, shell: str
 
 
 def test_a_shell_there_is_no_script_for(run: Run) -> None:
-    code, out, err = run("completion", "cmd")
-    assert (code, out) == (2, "")
-    assert err.startswith("error: argument SHELL: invalid choice: 'cmd' (choose from ")
+    assert run.refuses("completion", "cmd").startswith(
+        "error: argument SHELL: invalid choice: 'cmd' (choose from "
+    )
 
 
 def test_a_missing_library_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

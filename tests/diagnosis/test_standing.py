@@ -45,17 +45,14 @@ def test_a_rank_that_is_gone_is_the_root_in_all_slices() -> None:
 
 def test_blame_names_the_root(run: Run, tmp_path: Path) -> None:
     STANDING.save(tmp_path)
-    code, out, err = run("blame", str(tmp_path))
-    assert (code, err) == (0, "")
+    out = run.prints("blame", str(tmp_path))
     assert out.splitlines() == [
         "root: rank 6 step 7 #1 2F0: killed by SIGKILL",
         "rank 4 waits at step 7 #5 0B0 for rank 5",
         "rank 5 waits at step 7 #7 1B0 for rank 6",
         "chain: 4 → 5 → 6",
     ]
-    code, out, err = run("blame", str(tmp_path), "--json")
-    found = json.loads(out)
-    assert code == 0
+    found = json.loads(run.prints("blame", str(tmp_path), "--json"))
     root = {"rank": 6, "reason": "killed by SIGKILL", "action": "#1 2F0", "step": 7}
     assert found["roots"] == [root | {"waited_for_by": [5]}]
     assert [each["rank"] for each in found["waiting"]] == [4, 5]
@@ -80,6 +77,5 @@ def test_a_damaged_file_is_refused(run: Run, tmp_path: Path, text: str) -> None:
         found = json.loads((tmp_path / FILE).read_text())
         text = json.dumps(found | {"positions": found["positions"][:-1]})
     (tmp_path / FILE).write_text(text)
-    code, out, err = run("blame", str(tmp_path))
-    assert (code, out) == (2, "")
+    err = run.refuses("blame", str(tmp_path))
     assert f"{FILE}: not the positions of a job" in err
