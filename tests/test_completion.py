@@ -14,11 +14,11 @@ import pytest
 from schedir.checker import RULES
 from schedir.cli import TASKS
 from schedir.ir import CHANNELS, TRANSPORTS
-from schedir.library import built_in
 from schedir.render import outputs_of
+from tests.built_in import EVERY
 from tests.command_line import Run
 
-NAMES = {generator.name for generator in built_in()}
+NAMES = {*EVERY}
 ASK = {
     "bash": """
         source ./script
@@ -61,9 +61,7 @@ def in_shells(*names: str) -> pytest.MarkDecorator:
         [
             pytest.param(
                 name,
-                marks=pytest.mark.skipif(
-                    shutil.which(name) is None, reason=f"{name} is not installed"
-                ),
+                marks=pytest.mark.skipif(not shutil.which(name), reason=f"{name} is not installed"),
             )
             for name in names
         ],
@@ -72,8 +70,7 @@ def in_shells(*names: str) -> pytest.MarkDecorator:
 
 @in_shells(*ASK)
 def test_a_shell_completes_what_stands_there(run: Run, shell: str) -> None:
-    script = run.prints("completion", shell)
-    Path("script").write_text(script)
+    Path("script").write_text(run.prints("completion", shell))
     for file in ("zap.sched", "costs.json"):
         Path(file).touch()
     asked: dict[str, set[str]] = {
@@ -94,8 +91,7 @@ def test_a_shell_completes_what_stands_there(run: Run, shell: str) -> None:
 
 @in_shells("bash", "zsh", "fish")
 def test_a_shell_reads_its_script(run: Run, shell: str) -> None:
-    script = run.prints("completion", shell)
-    Path("script").write_text(script)
+    Path("script").write_text(run.prints("completion", shell))
     done = subprocess.run([shell, "-n", "script"], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -112,9 +108,8 @@ def test_a_script_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch, shell: str
 
 
 def test_a_shell_there_is_no_script_for(run: Run) -> None:
-    assert run.refuses("completion", "cmd").startswith(
-        "error: argument SHELL: invalid choice: 'cmd' (choose from "
-    )
+    said = "error: argument SHELL: invalid choice: 'cmd' (choose from "
+    assert run.refuses("completion", "cmd").startswith(said)
 
 
 def test_a_missing_library_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
