@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir import CostModel, LoadError, SchedirError, Timeline
 from schedir.graph.compile import graph_of
+from schedir.ir import parse_action
 from schedir.simulator import Measured, Sizes
 from schedir.simulator.fit import usual
 from schedir.simulator.samples import durations_of
@@ -35,17 +36,14 @@ times_of_stages = st.lists(st.integers(1, 9), min_size=4, max_size=4)
 def test_the_fit_of_a_simulated_run_gives_back_its_costs(
     forward: list[int], backward: list[int], latency: int, step: int
 ) -> None:
-    costs = CostModel(
-        forward=tuple(forward), backward=tuple(backward), latency=latency, optim_step=step
-    )
+    times = {"forward": tuple(forward), "backward": tuple(backward)}
+    costs = CostModel(**times, latency=latency, optim_step=step)
     for name in ("1f1b", "fill-drain"):
         line = schedir.simulate(schedir.build(name, ranks=4, microbatches=5), costs)
         fitted = CostModel.fit([line])
-        assert by_stage(fitted.forward) == forward
-        assert by_stage(fitted.backward) == backward
+        assert [by_stage(fitted.forward), by_stage(fitted.backward)] == [forward, backward]
         assert by_stage(fitted.optim_step) == [step] * 4
-        assert fitted.latency == latency
-        assert fitted.bandwidth == math.inf
+        assert (fitted.latency, fitted.bandwidth) == (latency, math.inf)
         assert by_stage(fitted.backward_input) == [b / 2 for b in backward]
         assert by_stage(fitted.backward_weight) == [b / 2 for b in backward]
 
@@ -83,9 +81,8 @@ def test_a_boundary_that_nothing_crosses_has_no_time_per_byte() -> None:
 
 def test_links_that_are_unlike_have_a_latency_each() -> None:
     latency = {(0, 1): 0.5, (1, 0): 0.5, (1, 2): 3, (2, 1): 2}
-    line = schedir.simulate(
-        schedir.build("1f1b", ranks=3, microbatches=2), CostModel(latency=latency)
-    )
+    built = schedir.build("1f1b", ranks=3, microbatches=2)
+    line = schedir.simulate(built, CostModel(latency=latency))
     fitted = CostModel.fit([line])
     # On the links that close the ring nothing was sent: what is usual.
     assert fitted.latency == latency | {(2, 0): 1.25, (0, 2): 1.25}
@@ -172,6 +169,8 @@ def test_host_work_counts_to_the_entry_that_it_follows_and_unseen_arrivals_to_no
     # Nobody waited for the other two: 0SEND_ACT1 took 1 at most, 1SEND_GRAD1 0.5. So of four, one
     # or two took 0.5, and the others less: the median is 0.25.
     assert CostModel.fit([line]).latency == 0.25
+    # What arrived before its receiver was free is no measure.
+    assert (0, 3) not in durations_of(hand_drawn((3, 5.5)))
 
 
 @given(
@@ -189,10 +188,6 @@ def test_the_usual_time_is_at_most_what_was_waited_for(
     assert usual(durations, np.zeros(len(durations), np.bool_)) == np.median(durations)
 
 
-def test_what_arrived_before_its_receiver_was_free_is_no_measure_of_latency() -> None:
-    assert (0, 3) not in durations_of(hand_drawn((3, 5.5)))
-
-
 def test_a_transfer_that_was_queued_is_no_measure_of_latency() -> None:
     #   rank 0  0F0 0F1                     sends its second output at 0.2, while the first one is
     #   rank 1         ────1F0 ────1F1      on its way until 1.1, after which the second one goes
@@ -205,24 +200,19 @@ def test_a_transfer_that_was_queued_is_no_measure_of_latency() -> None:
     assert starts[transfers.send[second]] == pytest.approx(1.1)
     starts[[transfers.send[second], transfers.receive[second]]] = 0.2
     line = attrs.evolve(line, starts=starts, unit="s", measured=Measured(1))
-    found = [
-        duration
-        for (rank, index), duration in durations_of(line).items()
-        if "SEND_ACT" in str(schedule.actions[rank][index])
-    ]
-    assert found == pytest.approx([1.0])
+    found = durations_of(line)
+    sent = [at for at in found if "SEND_ACT" in str(schedule.actions[at[0]][at[1]])]
+    assert [found[at] for at in sent] == pytest.approx([1.0])
 
 
 def test_ranks_that_take_turns_in_one_process_do_not_work_meanwhile() -> None:
     #   rank 0  0F0 0F1                 0B0 0B1          nobody sees when what is sent arrives, as
     #   rank 1          1F0 1B0 1F1 1B1                  all of it is there when the turn comes
-    columns = schedir.build("1f1b", ranks=2, microbatches=2).columns
-    order = ["0F0", "0F1", "1F0", "1B0", "1F1", "1B1", "0B0", "0B1"]
-    starts = np.full(len(columns), math.nan)
-    for place in range(len(columns)):
-        if str(columns.action(place)) in order:
-            starts[place] = order.index(str(columns.action(place)))
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    starts = np.full(len(schedule.columns), math.nan)
+    for time, token in enumerate(["0F0", "0F1", "1F0", "1B0", "1F1", "1B1", "0B0", "0B1"]):
+        rank = int(token[0])
+        starts[schedule.columns.place(rank, schedule.flat[rank].index(parse_action(token)))] = time
     line = Timeline(schedule, starts, starts + 0.75, unit="s", measured=Measured(1))
     assert by_stage(CostModel.fit([line]).forward) == [0.75, 0.75]
 
@@ -254,9 +244,8 @@ def test_what_runs_again_has_a_cost_of_its_own() -> None:
 
 
 def test_runs_that_do_not_go_together_are_refused() -> None:
-    small, large = (
-        schedir.simulate(schedir.build("1f1b", ranks=ranks, microbatches=2)) for ranks in (2, 3)
-    )
+    built = (schedir.build("1f1b", ranks=ranks, microbatches=2) for ranks in (2, 3))
+    small, large = map(schedir.simulate, built)
     with pytest.raises(SchedirError, match="1f1b has 3 stages, 1f1b 2: costs belong to one cut"):
         CostModel.fit([small, large])
     with pytest.raises(SchedirError, match="in s, those of 1f1b in any unit"):
@@ -270,12 +259,9 @@ def test_runs_that_do_not_go_together_are_refused() -> None:
 
 
 def test_runs_of_several_schedules_are_fitted_together() -> None:
-    lines = [
-        line
-        for name in ("1f1b", "fill-drain")
-        for line in measured_run(schedir.build(name, ranks=2, microbatches=4), 3, even)
-    ]
-    fitted = CostModel.fit(lines)
+    names = ("1f1b", "fill-drain")
+    built = [schedir.build(name, ranks=2, microbatches=4) for name in names]
+    fitted = CostModel.fit([line for each in built for line in measured_run(each, 3, even)])
     assert fitted.forward == pytest.approx((1, 1.1))
     assert fitted.latency == pytest.approx(0.05)
 
