@@ -27,12 +27,10 @@ def drawn(seed: int, stages: int) -> CostModel:
     def times(low: int = 1) -> tuple[int, ...]:
         return tuple(chance.randint(low, 5) for _ in range(stages))
 
+    names = ("forward", "backward", "backward_input", "backward_weight", "recompute")
+    each: Any = {name: times() for name in names}
     return CostModel(
-        forward=times(),
-        backward=times(),
-        backward_input=times(),
-        backward_weight=times(),
-        recompute=times(),
+        **each,
         optim_step=times(0),
         latency=chance.choice((0, 0.5, 2)),
         boundary_bytes=chance.choice((0, 3)),
@@ -71,12 +69,8 @@ def test_it_is_what_trying_every_order_finds(work: Small) -> None:
     expected = least(work)
     assert expected is not None
     ranks = 1 + max(work.placement)
-    allowed: dict[str, Any] = {
-        "split": work.split,
-        "recompute": work.recompute,
-        "max_activations": work.most,
-        "held_until": work.until,
-    }
+    allowed: dict[str, Any] = {"split": work.split, "recompute": work.recompute}
+    allowed |= {"max_activations": work.most, "held_until": work.until}
     for objective, best in zip(get_args(Objective), expected, strict=True):
         chunks = len(work.placement) // ranks
         placement = "wave" if work.placement[1:3] == (1, 1) else "wrapped"
