@@ -10,11 +10,12 @@ from itertools import product
 import pytest
 
 import schedir
-from schedir import Schedule, together
-from schedir.ir import COMMUNICATION, Entry, flat, ties_of
+from schedir import Schedule
+from schedir.ir import flat, ties_of
 from schedir.passes import forward_only
 from tests.built_in import NAMES, SYNCHRONOUS, variants
 from tests.hardware import HARSHEST, KINDEST, Adversary, comes_through
+from tests.joined import joined
 from tests.literals import CROSSING, listed
 from tests.sweeps import sweep
 from tests.test_random import drawn, scattered
@@ -79,7 +80,7 @@ def test_the_verdict_on_random_schedules(seeds: range) -> None:
         chance = random.Random(seed)
         complete = scattered(schedir.insert_communication(drawn(chance)), chance)
         if chance.random() < 0.5:
-            complete = batched(complete, chance)
+            complete = joined(complete, chance, 0.6)
         report = schedir.check(complete, "async")
         if {finding.code for finding in report.errors} - {"S301"}:
             continue  # mis-paired: what comes through then is wrong
@@ -90,30 +91,14 @@ def test_the_verdict_on_random_schedules(seeds: range) -> None:
             assert comes_through(posted, HARSHEST) == ("rank" in clean), schedir.dumps(posted)
             assert comes_through(posted, KINDEST) == ("edge" in clean), schedir.dumps(posted)
             assert comes_through(posted, some) or "rank" not in clean, (some, schedir.dumps(posted))
-        joined = schedir.batch_communication(complete)
-        if joined != complete:
+        helped = schedir.batch_communication(complete)
+        if helped != complete:
             mended += 1
-            assert comes_through(joined, HARSHEST), schedir.dumps(joined)
+            assert comes_through(helped, HARSHEST), schedir.dumps(helped)
     assert seen[schedir.CHANNELS] > 0.6 * len(seeds)
     assert mended > 1
     for clean in ((), ("edge", "async"), ("rank", "pair", "edge", "async")):
         assert seen[clean]
-
-
-def batched(complete: Schedule, chance: random.Random) -> Schedule:
-    """The schedule with neighbouring communication joined to batches, where chance will."""
-    lists: list[list[Entry]] = []
-    for entries in complete.actions:
-        joined: list[Entry] = []
-        for entry in entries:
-            both = [*flat(joined[-1:]), *flat([entry])]
-            communicates = all(action.kind in COMMUNICATION for action in both)
-            if len(both) > 1 and chance.random() < 0.6 and communicates:
-                joined[-1] = together(*both)
-            else:
-                joined.append(entry)
-        lists.append(joined)
-    return Schedule(complete.name, complete.microbatches, complete.placement, lists)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -155,12 +140,9 @@ def test_the_verdict_on_random_ties(seeds: range) -> None:
 
 def test_a_batch_is_one_kernel() -> None:
     """As Megatron and most hand-written code have it: one by one its parts block."""
-    send_first = listed(
-        2,
-        "0 1",
-        "0F0 0SEND_ACT0 0F1 (0SEND_ACT1;0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1",
-        "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0;1RECV_ACT1) 1F1 1B1 1SEND_GRAD1",
-    )
+    first = "0F0 0SEND_ACT0 0F1 (0SEND_ACT1;0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1"
+    second = "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0;1RECV_ACT1) 1F1 1B1 1SEND_GRAD1"
+    send_first = listed(2, "0 1", first, second)
     assert comes_through(send_first, HARSHEST)
     assert all(comes_through(send_first, adversary) for adversary in adversaries(0))
     assert tuple(map(tuple, map(flat, send_first.actions))) == CROSSING.flat
