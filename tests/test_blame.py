@@ -21,13 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Action
 from schedir.diagnosis.blame import Verdict, blame
 from schedir.diagnosis.flight_recorder import Dumps, dump_of, read_dumps
 from schedir.diagnosis.plain_pickle import read_plain_pickle
 from schedir.diagnosis.waits_for import chain, sinks
 from schedir.errors import LoadError
+from schedir.graph.compile import graph_of
+from schedir.ir import COMMUNICATION, SENDS
 from tests.command_line import Run
+from tests.diagnosis.standing import at_rest
 from tests.hangs import FAULTS, Job, Style, dumps_of, random_job, write
 from tests.sweeps import examples, sweep
 from tests.warm import commands
@@ -536,70 +538,41 @@ def test_hostile_names_are_harmless(tmp_path: Path, run: Run) -> None:
 # With a schedule
 
 
-def hung_schedule(
-    stop: tuple[int, int], steps: int = 2, ring: int = 2000
-) -> tuple[schedir.Schedule, dict[int, dict[str, Any]]]:
-    """A schedule, and dumps of ranks that run it, of which one posts no more from an index on."""
-    built = schedir.build("1f1b", ranks=4, microbatches=4)
-    lists = []
-    for rank in range(4):
-        actions = []
-        for index, action in enumerate(built.actions[rank]):
-            assert isinstance(action, Action)
-            kind = action.kind.name
-            if kind.startswith(("SEND", "RECV")):
-                peer = action.stage + (1 if kind in ("SEND_ACT", "RECV_GRAD") else -1)
-                actions.append((index, kind.startswith("SEND"), peer))
-        lists.append(actions * steps)
-    at = [0] * 4
-    halt = [len(of) for of in lists]
-    per = len(lists[stop[0]]) // steps
-    halt[stop[0]] = (steps - 1) * per + next(
-        n for n, (index, *_) in enumerate(lists[stop[0]]) if index >= stop[1]
-    )
-    changed = True
-    while changed:
-        changed = False
-        for rank in range(4):
-            if at[rank] < halt[rank]:
-                _, is_send, peer = lists[rank][at[rank]]
-                if at[peer] < halt[peer] and lists[peer][at[peer]][1:] == (not is_send, rank):
-                    at[rank] += 1
-                    at[peer] += 1
-                    changed = True
+BUILT = schedir.build("1f1b", ranks=4, microbatches=4)
+
+
+def stopped(rank: int, index: int) -> dict[int, dict[str, Any]]:
+    """Dumps of the second step of `BUILT`, in which a rank posts no more from an index on."""
+    runs = [at for _, at, _ in at_rest(BUILT, {rank: index})]
+    begun = [actions[:end] for actions, end in zip(BUILT.flat, runs, strict=True)]
+    there = {action for actions in begun for action in actions}
     posted = []
-    for rank in range(4):
-        names = [
-            f"0 send {rank}->{peer}" if is_send else f"0 recv {rank}<-{peer}"
-            for _, is_send, peer in lists[rank]
-        ]
-        done = [f"{name} done" for name in names[: at[rank]]]
-        posted.append(", ".join(done + names[at[rank] :][: at[rank] < halt[rank]]))
-    dumps = dumped("0123", *posted)
-    for dump in dumps.values():
-        dump["entries"] = dump["entries"][-ring:]
-    return built, dumps
+    for own, actions in enumerate(BUILT.flat):
+        names = []
+        for action in (*actions, *begun[own]):
+            if action.kind in COMMUNICATION:
+                peer = graph_of(BUILT).peer(action)
+                way = f"send {own}->{peer}" if action.kind in SENDS else f"recv {own}<-{peer}"
+                ended = len(names) < sum(a.kind in COMMUNICATION for a in actions)
+                ended |= action.counterpart in there
+                names.append(f"0 {way}{' done' * ended}")
+        posted.append(", ".join(names))
+    return dumped("0123", *posted)
 
 
 @pytest.mark.parametrize("ring", [2000, 11])
-def test_a_schedule_names_the_actions(ring: int, tmp_path: Path, run: Run) -> None:
-    index = next(
-        n
-        for n, action in enumerate(schedir.build("1f1b", ranks=4, microbatches=4).actions[2])
-        if str(action) == "2RECV_ACT2"
-    )
-    built, dumps = hung_schedule((2, index), ring=ring)
-    for rank, dump in dumps.items():
-        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(dump))
+def test_a_schedule_names_the_actions(ring: int, run: Run) -> None:
+    index = [*map(str, BUILT.actions[2])].index("2RECV_ACT2")
+    for rank, dump in stopped(2, index).items():
+        dump["entries"] = dump["entries"][-ring:]
+        Path(f"trace_{rank}").write_bytes(pickle.dumps(dump))
     given = ("--schedule", "1f1b", "--ranks", "4", "--microbatches", "4")
-    out = run.prints("blame", str(tmp_path), *given, "--json")
-    found = json.loads(out)
-    assert [(root["rank"], root["action"]) for root in found["roots"]] == [
-        (2, f"#{index} 2RECV_ACT2")
-    ]
+    found = json.loads(run.prints("blame", ".", *given, "--json"))
+    named = [(root["rank"], root["action"]) for root in found["roots"]]
+    assert named == [(2, f"#{index} 2RECV_ACT2")]
     for waiting in found["waiting"]:
         number, token = waiting["action"].split()
-        assert str(built.actions[waiting["rank"]][int(number[1:])]) == token
+        assert str(BUILT.actions[waiting["rank"]][int(number[1:])]) == token
     assert {each["rank"] for each in found["waiting"]} == {0, 1, 3}
 
 
