@@ -87,14 +87,18 @@ def test_a_chain_leads_to_a_sink(edges: dict[int, set[int]]) -> None:
 # Jobs whose root is known
 
 
-def test_the_root_of_a_real_job() -> None:
+def test_the_root_of_a_real_job(run: Run) -> None:
     verdict = blame(read_dumps(str(SAMPLE)))
     assert roots_of(verdict) == {9: "missing", 14: "missing"}
-    assert verdict.is_sure
-    assert verdict.by_rules == (9, 14)
+    assert (verdict.is_sure, verdict.by_rules) == (True, (9, 14))
     assert {each.rank for each in verdict.waiting} == set(range(16)) - {9, 14}
     assert verdict.waiting[0].operation.text == "send 0->8"
     assert verdict.waiting[0].waits_for == (8,)
+    found = json.loads(run.prints("blame", str(SAMPLE), "--json"))
+    assert [root["rank"] for root in found["roots"]] == [9, 14]
+    assert (found["missing_dumps"], found["sure"]) == ([], True)
+    waiting = found["waiting"][0]
+    assert (waiting["operation"], waiting["waits_for"]) == ("send 0->8", [8])
 
 
 def dumped(groups: str, *posted: str) -> dict[int, dict[str, Any]]:
@@ -486,17 +490,6 @@ def test_the_command_names_the_roots_in_ten_lines(run: Run) -> None:
     assert out.startswith("root: rank 9: missing: ")
     assert "\nroot: rank 14: missing: " in out
     assert "16 of 16" in out
-
-
-def test_the_command_as_json(run: Run) -> None:
-    code, out, _ = run("blame", str(SAMPLE), "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert [root["rank"] for root in found["roots"]] == [9, 14]
-    assert found["missing_dumps"] == []
-    assert found["sure"] is True
-    assert found["waiting"][0]["operation"] == "send 0->8"
-    assert found["waiting"][0]["waits_for"] == [8]
 
 
 @sweep("seed", range(40), quick=range(10))

@@ -917,12 +917,6 @@ def test_strict_allows_no_warning(
     assert (run("check", "1f1b")[0], run("check", "1f1b", "--strict")[0]) == codes
 
 
-def test_strict_allows_what_leaves_the_update_to_the_caller(run: Run) -> None:
-    Path("bare.csv").write_text("0F0,0B0\n")
-    out = run.prints("check", "bare.csv", "--strict")
-    assert out.startswith("note[S213]: there is no OPTIM_STEP: the update is left to the caller")
-
-
 @sweep("name", EVERY, quick=NAMES)
 def test_export_sched_and_back(run: Run, name: str) -> None:
     code, out, err = run("export", name, "--format", "sched", "-o", "it.sched")

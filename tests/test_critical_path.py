@@ -19,7 +19,7 @@ from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, CONSUMES, RECEIVES, SENDS
 from schedir.simulator import Measured
 from tests.built_in import NAMES
-from tests.literals import CROSSING, listed
+from tests.literals import listed
 from tests.stepped import of_link, of_stage
 from tests.test_stepped import copied, some_costs, some_durations, some_schedule
 from tests.timelines import as_if_measured, drawn_run, drawn_timeline
@@ -37,35 +37,6 @@ def test_1f1b_by_hand() -> None:
     #   rank 1       1F0  1B0------ 1F1  1B1------
     line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
     assert path(line) == "0F0 1RECV_ACT0 1F0 1B0 1F1 1B1 0RECV_GRAD1 0B1 0OPTIM_STEP"
-
-
-def test_a_channel_on_the_path() -> None:
-    costs = CostModel(boundary_bytes=10, bandwidth={(0, 1): 1, (1, 0): math.inf}, latency=2)
-    line = schedir.simulate(schedir.build("fill-drain", ranks=2, microbatches=3), costs)
-    # From 1 on the channel is busy, and 1F2 waits for what arrives last, at 33.
-    assert path(line) == (
-        "0F0 1RECV_ACT0 1RECV_ACT1 1RECV_ACT2 1F2 1B0 0RECV_GRAD0 0B0 0B1 0B2 0OPTIM_STEP"
-    )
-    assert line.makespan == 1 + 3 * 10 + 2 + 1 + 2 + 2 + 6
-
-
-def test_a_receive_that_is_listed_late_on_the_path() -> None:
-    #   time    0    1    2    3    4    5    6    7    8    9
-    #   rank 0  0F0  0F1       0B0------  ...
-    #   rank 1       1F0  1F1 ...                               1RECV_ACT1 is listed behind 1B0
-    costs = CostModel(latency=3)
-    line = schedir.simulate(CROSSING, costs, receives="listed")
-    assert path(line) == "0F0 1RECV_ACT0 1F0 1B0 1RECV_ACT1 1F1 1B1 0RECV_GRAD1 0B1"
-    ahead = schedir.simulate(CROSSING, costs)
-    assert path(ahead) == "0F0 1RECV_ACT0 1F0 1B0 1F1 1B1 0RECV_GRAD1 0B1"
-    assert line.makespan == ahead.makespan + 3
-
-
-def test_a_sum_on_the_path() -> None:
-    steps = "0REDUCE_GRAD 0OPTIM_STEP"
-    schedule = listed(3, "0,1", f"0F0 0B0 {steps}", f"0F1 0B1 0F2 0B2 {steps}")
-    line = schedir.simulate(schedule, CostModel(reduce_grad=1, optim_step=1))
-    assert path(line) == f"0F1 0B1 0F2 0B2 {steps}"
 
 
 def test_a_path_through_batches_by_hand() -> None:

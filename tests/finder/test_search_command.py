@@ -24,13 +24,6 @@ def test_it_writes_a_schedule_and_says_what_it_is_like(run: Run) -> None:
     assert "none can be quicker" in err
 
 
-def test_it_writes_to_a_file_that_others_take(run: Run) -> None:
-    assert run("search", "--ranks", "2", "--seconds", "0.2", "-o", "found.sched")[:2] == (0, "")
-    code, out, _ = run("compare", "found.sched", "1f1b", "--ranks", "2")
-    assert code == 0
-    assert "found.sched" in out
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
