@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import schedir
-from schedir import Action, Generator, Pipeline
+from schedir import Generator, Pipeline
 from schedir.checker import CHANNELS, RULES
 from schedir.checker.diagnostics import Severity
 from schedir.cli import main
@@ -31,8 +31,6 @@ from tests.command_line import DEADLOCK, Run, without_page
 from tests.findings import odd
 from tests.sweeps import sweep
 from tests.warm import commands
-
-pytestmark = pytest.mark.usefixtures("run")  # each test is in an empty folder
 
 TEXTS = [form for form in outputs_of("export") if form not in ("png", "pdf")]
 SERIAL = "schedir 1\nname serial\nmicrobatches 1\nplacement 0\nrank 0: 0F0 0B0\n"
@@ -52,6 +50,14 @@ def stuck(pipe, rank):
         yield backward(rank, 0)
         yield backward(rank, 1)
 """
+
+
+@pytest.fixture(autouse=True)
+def run(run: Run) -> Run:
+    """Run a command in a folder with a list that deadlocks, and a generator whose lists do."""
+    Path("dead.sched").write_text(DEADLOCK)
+    Path("stuck.py").write_text(STUCK)
+    return run
 
 
 def mine(body: str, head: str = MINE) -> None:
@@ -185,7 +191,6 @@ class Stream(io.TextIOWrapper):
 
 @sweep("encoding", ["ascii", "latin-1", "cp1252", "utf-8"], quick=["ascii", "cp1252"])
 def test_any_encoding_shows_something_legible(encoding: str) -> None:
-    Path("dead.sched").write_text(DEADLOCK)
     body = f"def f(pipe, rank, **more):\n{ONE}"
     Path("é.py").write_text(f"from schedir import *\n@schedule('é→')\n{body}", encoding="utf-8")
     argvs = [["explain", code] for code in (RULES if encoding == "ascii" else ["S301"])]
@@ -242,7 +247,6 @@ def test_version_and_usage(run: Run) -> None:
 
 
 def test_an_error_names_its_page_of_the_docs_once(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("dead.sched").write_text(DEADLOCK)
     Path("bad.sched").write_text("nonsense")
     Path("costs.json").write_text('{"forwrd": 1}')
     Path("cut.json").write_text("{")
@@ -558,8 +562,7 @@ def test_long_lines_are_clipped_around_the_error(run: Run) -> None:
 
 
 def test_list(run: Run) -> None:
-    out = run.prints("list")
-    header, *rows = out.splitlines()
+    header, *rows = run.prints("list").splitlines()
     assert header.split() == ["name", "aliases", "parameters", "description"]
     row_of = {row.split()[0]: row for row in rows}
     assert list(row_of) == list(EVERY)
@@ -574,8 +577,7 @@ def test_list(run: Run) -> None:
 
 
 def test_list_json(run: Run) -> None:
-    out = run.prints("list", "--json")
-    rows = {row["name"]: row for row in json.loads(out)}
+    rows = {row["name"]: row for row in json.loads(run.prints("list", "--json"))}
     assert list(rows) == list(EVERY)
     row = rows["interleaved-1f1b"]
     assert list(row) == ["name", "aliases", "file", "chunks", "parameters", "description"]
@@ -588,22 +590,18 @@ def test_list_json(run: Run) -> None:
 
 
 def test_list_json_of_any_generator(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def function(
-        pipe: Pipeline, rank: int, needed: int, own: object = Kind, **more: int
-    ) -> list[Action]:
+    def function(pipe: Pipeline, rank: int, needed: int, own: object = Kind, **more: int) -> Any:
         return []
 
     odds = [Generator(each, "odd") for each in (function, partial(function, needed=1))]
     monkeypatch.setattr("schedir.cli.list.installed", lambda: odds)
-    out = run.prints("list", "--json")
-    ours, codeless = json.loads(out)
+    ours, codeless = json.loads(run.prints("list", "--json"))
     assert ours["parameters"] == [{"name": "needed"}, {"name": "own", "default": str(Kind)}]
     assert (ours["file"], codeless["file"]) == (__file__, None)
 
 
 def test_show_json(run: Run) -> None:
-    out = run.prints("show", "1f1b", "--json")
-    data = json.loads(out)
+    data = json.loads(run.prints("show", "1f1b", "--json"))
     assert list(data) == ["makespan", "bubble_fraction", "ranks"]
     keys = ["rank", "busy", "idle", "span", "peak_activations", "weight_versions"]
     assert [list(rank) for rank in data["ranks"]] == [keys] * 4
@@ -614,13 +612,9 @@ def test_show_json(run: Run) -> None:
 def test_show_actions(run: Run) -> None:
     _, plain, _ = run("show", "1f1b")
     schedule = schedir.build("1f1b")
-    code, out, _ = run("show", "1f1b", "--actions")
-    assert code == 0
-    assert out.startswith(plain)
-    lists = out.removeprefix(plain).splitlines()
-    assert lists == ["", *schedir.dumps(schedule).splitlines()[4:]]
-
-    _, out, _ = run("show", "1f1b", "--compute-only")
+    out = run.prints("show", "1f1b", "--actions")
+    assert out == plain + "\n".join(["", *schedir.dumps(schedule).splitlines()[4:], ""])
+    out = run.prints("show", "1f1b", "--compute-only")
     tokens = re.findall(r"\d+[A-Z_]+\d*", out.removeprefix(plain))
     actions = [action for own in schedule.flat for action in own]
     assert tokens == [str(action) for action in actions if action.kind not in COMMUNICATION]
@@ -628,7 +622,6 @@ def test_show_actions(run: Run) -> None:
 
 @pytest.mark.parametrize("argv", [["show"], ["show", "--json"], ["export", "--format", "sched"]])
 def test_a_schedule_with_errors_is_explained_on_stderr(run: Run, argv: list[str]) -> None:
-    Path("stuck.py").write_text(STUCK)
     code, out, err = run(*argv, "stuck.py", "--ranks", "2", "--microbatches", "2")
     assert (code, out) == (1, "")
     assert err.startswith("error[S301]: deadlock: ranks 0 and 1 wait on each other  (wait-cycle)\n")
@@ -638,8 +631,7 @@ def test_a_schedule_with_errors_is_explained_on_stderr(run: Run, argv: list[str]
 
 @pytest.mark.parametrize("name", EVERY)
 def test_built_in_schedules_are_clean(run: Run, name: str) -> None:
-    out = run.prints("check", name)
-    *found, verdict = out.splitlines()
+    *found, verdict = run.prints("check", name).splitlines()
     assert verdict.startswith(f"{name}: clean under rank and every other channel model")
     # PipeDream without vertical sync runs a microbatch at different versions, by design; published
     # orders split backwards that some ranks then run as one.
@@ -648,12 +640,10 @@ def test_built_in_schedules_are_clean(run: Run, name: str) -> None:
 
 
 def test_check_judges_by_channel(run: Run) -> None:
-    Path("dead.sched").write_text(DEADLOCK)
     out = run.prints("check", "dead.sched", "--channel", "edge")
     assert out.startswith("warning[S501]: 1RECV_ACT1 is posted 2 after its send")
-    assert out.endswith(
-        "\ndead.sched: clean under edge (also: async; not: host, rank, pair), 1 warning, 1 note\n"
-    )
+    also = "clean under edge (also: async; not: host, rank, pair), 1 warning, 1 note"
+    assert out.endswith(f"\ndead.sched: {also}\n")
     assert run("check", "dead.sched", "--channel", "edge", "--strict")[0] == 1
     code, out, err = run("check", "dead.sched", "--channel", "pair")
     assert (code, err) == (1, "")
@@ -662,10 +652,7 @@ def test_check_judges_by_channel(run: Run) -> None:
     assert out.endswith("\ndead.sched: 1 error under pair\n")
 
 
-def test_check_judges_by_what_nccl_can_be_relied_on_for_and_says_where_else_a_list_runs(
-    run: Run,
-) -> None:
-    Path("dead.sched").write_text(DEADLOCK)
+def test_check_judges_by_what_nccl_can_be_relied_on_for_and_says_what_else_runs(run: Run) -> None:
     code, out, _ = run("check", "dead.sched")
     assert code == 1
     assert "   = note: under --channel rank; clean under edge and async\n" in out
@@ -674,14 +661,12 @@ def test_check_judges_by_what_nccl_can_be_relied_on_for_and_says_where_else_a_li
     # What runs on gloo can be drawn.
     assert run("show", "dead.sched", "--json")[0] == 0
     assert run("export", "dead.sched", "--format", "torch-csv-comms")[0] == 0
-    Path("stuck.py").write_text(STUCK)
     _, out, _ = run("check", "stuck.py", "--ranks", "2", "--microbatches", "2")
     assert "   = note: under every channel model\n" in out
     assert "on gloo" not in out
 
 
 def test_check_formats(run: Run) -> None:
-    Path("dead.sched").write_text(DEADLOCK)
     said = "deadlock: ranks 0 and 1 wait on each other\n"
     argv = ("check", "dead.sched", "--channel", "rank", "--output-format")
     concise = f"dead.sched: rank 0 #3 0SEND_ACT1: S301 wait-cycle: {said}"
@@ -703,7 +688,6 @@ def test_check_formats(run: Run) -> None:
 
 @pytest.mark.parametrize(("transport", "model"), TRANSPORTS.items())
 def test_a_transport_stands_for_its_channel_model(run: Run, transport: str, model: str) -> None:
-    Path("dead.sched").write_text(DEADLOCK)
     for form in ("full", "concise", "json", "github"):
         argv = ("check", "dead.sched", "--output-format", form, "--channel")
         assert run(*argv, transport) == run(*argv, model)
@@ -739,7 +723,6 @@ def test_the_shape_has_short_options(run: Run, command: str) -> None:
 
 
 def test_check_takes_several_targets(run: Run) -> None:
-    Path("dead.sched").write_text(DEADLOCK)
     Path("bad.sched").write_text("schedir 2\n")
     shape = ("-r", "2", "-m", "4")
     reports = {target: run("check", target, *shape) for target in ("1f1b", "gpipe", "bad.sched")}
@@ -757,8 +740,7 @@ def test_check_takes_several_targets(run: Run) -> None:
 
 
 def test_several_targets_in_the_other_formats(run: Run) -> None:
-    for file in ("dead.sched", "again.sched"):
-        Path(file).write_text(DEADLOCK)
+    Path("again.sched").write_text(DEADLOCK)
     targets = ("again.sched", "nope", "1f1b", "dead.sched")
     for form in ("concise", "github"):
         argv, shape = ("--output-format", form), ("-r", "2")
@@ -839,12 +821,12 @@ def test_costs_and_timelines_are_told_apart(run: Run) -> None:
     schedir.CostModel().save("costs.json")
     schedir.simulate(schedir.build("1f1b"), schedir.CostModel()).save("line.json")
     for argv, error in (
-        (["show", "costs.json"], "costs.json: no file of timelines, but costs, for --costs"),
-        (["check", "costs.json"], "costs.json: no schedule, but costs, for --costs"),
-        (["check", "line.json"], "line.json: no schedule, but measured timelines: `schedir show`"),
-        (["show", "1f1b", "--costs", "line.json"], "line.json: no costs, but measured timelines"),
+        ("show costs.json", "costs.json: no file of timelines, but costs, for --costs"),
+        ("check costs.json", "costs.json: no schedule, but costs, for --costs"),
+        ("check line.json", "line.json: no schedule, but measured timelines: `schedir show`"),
+        ("show 1f1b --costs line.json", "line.json: no costs, but measured timelines"),
     ):
-        assert run(*argv)[2].startswith(f"error: {error}")
+        assert run.refuses(*argv.split()).startswith(f"error: {error}")
 
 
 MEASURED = Path(__file__).parent / "runs" / "1f1b-2x8.json"  # on two ranks
@@ -870,9 +852,8 @@ def test_costs_of_a_run_have_its_ranks(run: Run) -> None:
     for asked in (("-r", "4"), ("four.sched",)):
         rows = json.loads(run("compare", "1f1b", *asked, "--json", *costs)[1])["rows"]
         assert {row["ranks"] for row in rows} == {4}
-    assert run.refuses("show", "four.sched", *costs).startswith(
-        "error: forward has 2 numbers, but 1f1b has 4 stages"
-    )
+    said = "error: forward has 2 numbers, but 1f1b has 4 stages"
+    assert run.refuses("show", "four.sched", *costs).startswith(said)
 
 
 def test_of_findings_alike_three_are_shown(run: Run) -> None:
@@ -949,7 +930,6 @@ def test_export_csv_and_back(run: Run, name: str, form: str) -> None:
 
 def test_export_proves_only_what_it_completes(run: Run) -> None:
     shape = ("--ranks", "2", "--microbatches", "2")
-    Path("stuck.py").write_text(STUCK)
     rows = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
     assert run("export", "stuck.py", *shape, "--format", "torch-csv")[:2] == (0, rows)
     code, out, _ = run("export", "stuck.py", *shape, "--format", "sched", "--compute-only")
