@@ -147,8 +147,7 @@ def test_stage_and_microbatch_out_of_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "microbatches"),
-    [("1f1b", 2, 2), ("1f1b", 4, 8), ("interleaved-1f1b", 4, 8)],
+    ("name", "ranks", "microbatches"), [("1f1b", 2, 2), ("1f1b", 4, 8), ("interleaved-1f1b", 4, 8)]
 )
 def test_naive_lists_deadlock_with_blocking_sends_only(
     name: str, ranks: int, microbatches: int
