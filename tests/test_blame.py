@@ -541,7 +541,7 @@ def stopped(rank: int, index: int) -> dict[int, dict[str, Any]]:
     there = {action for actions in begun for action in actions}
     posted = []
     for own, actions in enumerate(BUILT.flat):
-        names = []
+        names: list[str] = []
         for action in (*actions, *begun[own]):
             if action.kind in COMMUNICATION:
                 peer = graph_of(BUILT).peer(action)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -36,7 +37,7 @@ times_of_stages = st.lists(st.integers(1, 9), min_size=4, max_size=4)
 def test_the_fit_of_a_simulated_run_gives_back_its_costs(
     forward: list[int], backward: list[int], latency: int, step: int
 ) -> None:
-    times = {"forward": tuple(forward), "backward": tuple(backward)}
+    times: Any = {"forward": tuple(forward), "backward": tuple(backward)}
     costs = CostModel(**times, latency=latency, optim_step=step)
     for name in ("1f1b", "fill-drain"):
         line = schedir.simulate(schedir.build(name, ranks=4, microbatches=5), costs)

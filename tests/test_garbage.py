@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -297,7 +298,7 @@ def repeated(piece: bytes, megabytes: int) -> bytes:
 # the message that it ends in, where, and what its caret points at; how many times its size it may
 # take: twice for its bytes and their text, once for a token, and, as it has millions of actions,
 # stages or ranks, what a schedule needs for these.
-CASES = {
+CASES: dict[str, list[Any]] = {
     name: case
     for name, *case in (
         ("token.sched", RANK, b"F", 100, b"", "is not an action", "5:9", "FFF", 4),

@@ -45,7 +45,7 @@ def test_what_can_not_be_is_said_in_one_line(run: Run, options: list[str], says:
 def test_ctrl_c_keeps_the_best_so_far(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["search", "--ranks", "6", "--microbatches", "24", "--chunks", "2", "--seconds", "9999"]
     argv += ["--max-activations", "7", "--cost", "latency=0.37"]
-    interrupted = []
+    interrupted: list[int] = []
 
     def find(**options: Any) -> Found:
         def progress(done: int, total: int) -> None:
