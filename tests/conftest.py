@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.command_line import run  # noqa: F401
 from tests.importing import importable  # noqa: F401
 from tests.runtime.forked import pytest_runtestloop  # noqa: F401
 from tests.runtime.on_ranks import (  # noqa: F401

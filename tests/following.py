@@ -10,6 +10,9 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from itertools import product
 from typing import Any
 
 import attrs
@@ -231,29 +234,21 @@ def follow(case: Case, chance: random.Random, *, first: bool = True) -> Followed
 # Lists that are right, and broken.
 
 
-def _built() -> list[Schedule]:
-    found = []
-    for name in EVERY:
+@cache
+def _right() -> list[Schedule]:
+    found = [*BASES]
+    for name, shape in product(EVERY, ((2, 4), (3, 3))):
         for parameters in variants(name):
-            for ranks, microbatches in ((2, 4), (3, 3)):
-                try:
-                    built = schedir.build(
-                        name, ranks=ranks, microbatches=microbatches, **parameters
-                    )
-                except schedir.SchedirError:
-                    continue
-                if sum(map(len, built.flat)) <= 150:
-                    found.append(built)
-    return found
-
-
-RIGHT = [base for base in [*BASES, *_built()] if schedir.check(base).ok]
+            with suppress(schedir.SchedirError):  # it refuses the shape
+                built = schedir.build(name, ranks=shape[0], microbatches=shape[1], **parameters)
+                found += [built] * (sum(map(len, built.flat)) <= 150)
+    return [base for base in found if schedir.check(base).ok]
 
 
 def right(chance: random.Random) -> Schedule:
     """A list that is right: built in, drawn at random, complete or compute-only, in batches."""
     if chance.random() < 0.5:
-        base = chance.choice(RIGHT)
+        base = chance.choice(_right())
     else:
         base = schedir.insert_communication(drawn(chance))
     if base.stages > 1 and base.is_complete and not base.columns.together:
@@ -294,9 +289,9 @@ def broken(base: Schedule, chance: random.Random) -> Schedule:
         made = action
         if chance.random() < 0.5:
             kind = chance.choice(list(Kind))
-            microbatch = action.microbatch or 0
-            wanted = None if kind in STAGE_WIDE else microbatch
-            made = Action(kind, action.stage, wanted)
+            made = Action(
+                kind, action.stage, None if kind in STAGE_WIDE else action.microbatch or 0
+            )
         to.insert(chance.randint(0, len(to)), [made])
     elif how == "remove":
         del own[index]

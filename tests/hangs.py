@@ -67,15 +67,9 @@ class Job:
     effective: set[int] = field(factory=set)
     clock: int = 0
 
-    def lists(self) -> dict[int, list[Event]]:
-        return {
-            rank: [event for event in self.events if rank in event.ranks]
-            for rank in range(self.ranks)
-        }
-
     def run(self, order: random.Random) -> None:
         """Go on until nothing changes any more."""
-        lists = self.lists()
+        lists = {r: [event for event in self.events if r in event.ranks] for r in range(self.ranks)}
         faults = {(fault.rank, fault.event): fault.kind for fault in self.faults}
         counts: dict[tuple[int, int, str], int] = defaultdict(int)
         self.at = dict.fromkeys(lists, 0)
@@ -111,25 +105,13 @@ class Job:
             self.effective.add(rank)
             name, size = ("all_gather", size) if name == "all_to_all" else (name, size + 1)
         self.clock += 1
-        self.done[rank].append(
-            Posted(
-                event,
-                name,
-                size,
-                self.clock,
-                counts[rank, event.group, "c"],
-                counts[rank, event.group, "t"],
-            )
-        )
+        numbers = [counts[rank, event.group, each] for each in "ct"]
+        self.done[rank].append(Posted(event, name, size, self.clock, *numbers))
         return True
-
-    def _head(self, rank: int) -> Posted | None:
-        left = self._left(rank)
-        return left[0] if left else None
 
     def _ends(self, rank: int, faults: Any) -> bool:
         """Whether the first unfinished operation of a rank ends now, or starts."""
-        head = self._head(rank)
+        head = next(iter(self._left(rank)), None)
         if head is None:
             return False
         event = head.event
@@ -180,16 +162,8 @@ def random_job(seed: int, faults: tuple[str, ...] = ("stop",), events: int = 30)
         group = tuple(sorted(draw.sample(range(ranks), draw.randint(2, ranks))))
         if group not in groups:
             groups.append(group)
-    kinds = draw.choice(
-        (
-            ("all",),
-            ("all", "root"),
-            ("pair",),
-            ("all", "pair"),
-            ("batch",),
-            ("all", "root", "pair", "batch"),
-        )
-    )
+    single: list[tuple[str, ...]] = [("all",), ("all", "root"), ("pair",), ("all", "pair")]
+    kinds = draw.choice([*single, ("batch",), ("all", "root", "pair", "batch")])
     listed = []
     for number in range(draw.randint(4, events)):
         kind = draw.choice(kinds)
@@ -261,10 +235,8 @@ def _dump(job: Job, style: Style, rank: int) -> dict[str, Any]:
         local = own.index(group)
         is_collective = each.event.kind in ("all", "root")
         sequence = each.collective if is_collective else each.transfer
-        of = status.setdefault(
-            str(local),
-            {f"last_{what}_collective": -1 for what in ("enqueued", "started", "completed")},
-        )
+        reached = {f"last_{what}_collective": -1 for what in ("enqueued", "started", "completed")}
+        of = status.setdefault(str(local), reached)
         of["last_enqueued_collective"] = sequence
         if each.ended is not None:
             of["last_completed_collective"] = sequence
@@ -280,19 +252,12 @@ def _dump(job: Job, style: Style, rank: int) -> dict[str, Any]:
     entries = entries[-style.ring :]
     if style.active:
         entries = [entry for entry in entries if entry["state"] != "completed"]
-    return {
-        "version": "2.10",
-        "pg_config": {
-            name_of(job, style, number): {
-                "name": name_of(job, style, number),
-                "desc": f"group{number}",
-                "ranks": str(list(job.groups[number])),
-            }
-            for number in own
-        },
-        "pg_status": status,
-        "entries": entries,
-    }
+    groups = {}
+    for number in own:
+        name = name_of(job, style, number)
+        ranks = str(list(job.groups[number]))
+        groups[name] = {"name": name, "desc": f"group{number}", "ranks": ranks}
+    return {"version": "2.10", "pg_config": groups, "pg_status": status, "entries": entries}
 
 
 def _names(job: Job, style: Style, rank: int, each: Posted) -> list[str]:

@@ -29,13 +29,14 @@ def measured_run(
 ) -> list[Timeline]:
     """A run of so many steps, numbered from `first`; stage s takes 1 + s × `uneven` of `times`."""
     columns = schedule.columns
+    entries = [
+        (columns.position(place), times[a.kind] * (1 + uneven * a.stage), a.stage)
+        for place in columns.where(*COMPUTE).tolist()
+        if (a := columns.action(place))
+    ]
     lines = []
     for step in range(steps):
-        durations = {}
-        for place in columns.where(*COMPUTE).tolist():
-            action, (rank, index) = columns.action(place), columns.position(place)
-            own = times[action.kind] * (1 + uneven * action.stage)
-            durations[rank, index] = own * factor(step, rank, action.stage)
+        durations = {at: own * factor(step, at[0], stage) for at, own, stage in entries}
         line = schedir.simulate(schedule, CostModel(latency=LATENCY), durations=durations)
         lines.append(attrs.evolve(line, unit="s", measured=Measured(first + step)))
     return lines

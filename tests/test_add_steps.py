@@ -9,16 +9,14 @@ import pytest
 
 import schedir
 from schedir import Kind
-from tests.command_line import Run, runner
+from tests.command_line import Run
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(run: Run) -> Run:
     """Run a command beside `theirs.csv`, which is 1F1B without its updates."""
-    monkeypatch.chdir(tmp_path)
-    call = runner(capsys)
-    assert call("export", "1f1b", "-o", "theirs.csv")[0] == 0
-    return call
+    assert run("export", "1f1b", "-o", "theirs.csv")[0] == 0
+    return run
 
 
 def test_the_note_names_the_option_that_mends_it(run: Run) -> None:
@@ -27,10 +25,8 @@ def test_the_note_names_the_option_that_mends_it(run: Run) -> None:
     assert "note[S213]: there is no OPTIM_STEP: the update is left to the caller" in out
     assert "--add-steps" in out
     assert run("check", "theirs.csv", "--strict")[0] == 0
-    assert run("check", "theirs.csv", "--add-steps", "--strict")[:2] == (
-        0,
-        "theirs.csv: clean under rank and every other channel model\n",
-    )
+    clean = "theirs.csv: clean under rank and every other channel model\n"
+    assert run("check", "theirs.csv", "--add-steps", "--strict") == (0, clean, "")
 
 
 def test_an_exported_list_has_them(run: Run) -> None:
@@ -43,9 +39,8 @@ def test_an_exported_list_has_them(run: Run) -> None:
 def test_they_are_drawn(run: Run) -> None:
     assert "*" not in run("show", "theirs.csv")[1]
     lines = run("show", "theirs.csv", "--add-steps")[1].splitlines()
-    assert [line.endswith("*") for line in lines if line.startswith("rank ") and "F0" in line] == (
-        [True] * 4
-    )
+    rows = [line for line in lines if line.startswith("rank ") and "F0" in line]
+    assert [row.endswith("*") for row in rows] == [True] * 4
     against = run("show", "1f1b", "--against", "theirs.csv", "--add-steps")[1]
     assert sum(line.endswith("*") for line in against.splitlines()) == 8
 
@@ -73,6 +68,5 @@ def test_what_has_its_own_stays_as_it_is(run: Run) -> None:
 def test_a_measured_run_has_run(run: Run) -> None:
     line = schedir.simulate(schedir.build("1f1b"))
     line.save("run.json")
-    code, out, err = run("show", "run.json", "--add-steps")
-    assert (code, out) == (2, "")
+    err = run.refuses("show", "run.json", "--add-steps")
     assert err == "error: run.json holds a timeline, and takes no --chunks, --set or --add-steps\n"

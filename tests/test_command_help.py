@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from schedir.cli import TASKS
-from tests.command_line import Run, runner
+from tests.command_line import Run
+from tests.warm import commands
 
 DUMPS = Path(__file__).parent / "data" / "flight_recorder"
 NAMES = [name for commands in TASKS.values() for name in commands]
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return runner(capsys)
 
 
 def examples(text: str) -> list[str]:
@@ -32,8 +26,7 @@ def examples(text: str) -> list[str]:
 
 
 def test_the_help_shows_what_people_do_and_the_commands_for_it(run: Run) -> None:
-    code, text, err = run("--help")
-    assert (code, err) == (0, "")
+    text = run.prints("--help")
     assert max(map(len, text.splitlines())) <= 80
     headings = [
         line for line in text.splitlines()[3:-1] if line and not line.startswith((" ", "`"))
@@ -41,8 +34,8 @@ def test_the_help_shows_what_people_do_and_the_commands_for_it(run: Run) -> None
     *tasks, last = TASKS
     assert headings == [*tasks, "train", last]
     assert len(tasks) + 1 == 6
-    for commands in TASKS.values():
-        for name, about in commands.items():
+    for of_task in TASKS.values():
+        for name, about in of_task.items():
             assert f"\n  {name:12}  {about}\n" in text
     assert "\n    torchrun --nproc-per-node 2 examples/train_gpt.py --schedule 1f1b\n" in text
 
@@ -51,11 +44,10 @@ def test_the_help_shows_what_people_do_and_the_commands_for_it(run: Run) -> None
 def test_examples_come_first_and_work_in_an_empty_folder(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    code, text, err = run(name, "--help")
-    assert (code, err) == (0, "")
+    text = run.prints(name, "--help")
     shown = examples(text)
     assert len(shown) == 2
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{commands()}:/usr/bin:/bin")
     for number, example in enumerate(shown):
         assert f"schedir {name}" in example
         folder = Path(str(number))

@@ -19,7 +19,7 @@ from schedir.finder import Comparison, Row
 from schedir.render import Page, outputs_of
 from schedir.render.text import plain
 from schedir.simulator import Measured, save_timelines, simulate
-from tests.command_line import DEADLOCK, Run, runner
+from tests.command_line import DEADLOCK, Run
 from tests.measured import even, measured_run
 
 SYNCHRONOUS = ["1f1b", "fill-drain", "interleaved-1f1b"]
@@ -28,11 +28,10 @@ WRONG = "schedir 1\nname wrong\nmicrobatches 1\nplacement 0\nrank 0: 0B0 0F0\n"
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(tmp_path)
+def run(run: Run) -> Run:
     Path("dead.sched").write_text(DEADLOCK)
     Path("wrong.sched").write_text(WRONG)
-    return runner(capsys)
+    return run
 
 
 def table(comparison: Comparison, width: int | None = None) -> str:
@@ -44,9 +43,7 @@ def by_target(comparison: Comparison) -> dict[str, Row]:
 
 
 def test_the_table() -> None:
-    assert (
-        table(schedir.compare(SYNCHRONOUS))
-        == """\
+    expected = """\
 schedule                makespan  ratio  bubble  peak activations  delay
 interleaved-1f1b  best      28.5  1.000   15.8%          11 × 1/2      0
 1f1b                          33  1.158   27.3%                 4      0
@@ -55,17 +52,14 @@ fill-drain                    33  1.158   27.3%                 8      0
 All schedules train the same model. A schedule with more stages than ranks has smaller stages: an \
 activation counts as 1/2 of one.
 """
-    )
+    assert table(schedir.compare(SYNCHRONOUS)) == expected
 
 
 def test_a_sweep_and_what_takes_no_such_shape(run: Run) -> None:
     argv = ["--sweep", "microbatches=4,8", "--sweep", "chunks=1,2"]
-    code, out, err = run("compare", "interleaved-1f1b", "1f1b", *argv)
-    assert (code, err) == (0, "")
+    out = run.prints("compare", "interleaved-1f1b", "1f1b", *argv)
     rows, notes = out.split("\n\n", 1)
-    assert (
-        rows
-        == """\
+    expected = """\
 schedule                M  V  makespan  makespan/M  ratio  bubble  peak activations  delay
 interleaved-1f1b  best  8  2      28.5      3.5625  1.000   15.8%          11 × 1/2      0
 interleaved-1f1b        4  2      16.5       4.125  1.158   27.3%           8 × 1/2      0
@@ -75,7 +69,7 @@ interleaved-1f1b        4  1        21        5.25  1.474   42.9%               
 1f1b                    4  1        21        5.25  1.474   42.9%                 4      0
 1f1b              none  4  2
 1f1b              none  8  2"""
-    )
+    assert rows == expected
     assert "M, differ, so the time per microbatch is compared" in notes
     assert notes.count("1f1b: 1f1b runs one stage per rank, not 2: leave chunks out") == 1
     assert "(also for 1 other shape)\n" in notes
@@ -91,9 +85,8 @@ def test_it_fits_a_terminal(width: int) -> None:
         assert max(map(len, shown)) <= max(width, 70)
         assert all(sum(line.startswith(name) for line in shown) >= 2 for name in targets)
         assert sum("(s)" in line or "(ms)" in line for line in shown) >= 1
-        left_out = [
-            line for line in shown if line.startswith("Left out because the table is too wide")
-        ]
+        said = "Left out because the table is too wide"
+        left_out = [line for line in shown if line.startswith(said)]
         assert bool(left_out) == (width < enough)
 
 
@@ -114,9 +107,8 @@ def test_what_does_not_run_under_the_channel_model_is_listed_and_not_chosen(
 
 def test_what_is_best_is_the_quickest_that_runs(run: Run) -> None:
     Path("quick.sched").write_text(DEADLOCK.replace("my-1f1b", "quick"))
-    code, out, _ = run(
-        "compare", "gpipe", "quick.sched", "wrong.sched", "--microbatches", "2", "--ranks", "2"
-    )
+    targets = ("gpipe", "quick.sched", "wrong.sched")
+    code, out, _ = run("compare", *targets, "--microbatches", "2", "--ranks", "2")
     assert code == 0
     lines = out.splitlines()
     assert lines[1].split()[:2] == ["gpipe", "best"]
@@ -138,24 +130,14 @@ def test_the_json_has_these_keys(run: Run) -> None:
     assert found["best"] == 0
     assert [row["target"] for row in found["rows"]] == ["interleaved-1f1b", "1f1b", "pipedream"]
     assert [row["delay"] for row in found["rows"]] == [0, 0, 3]
+    shape = {"ranks": 4, "stages": 8, "microbatches": 8, "chunks": 2}
+    times = {"makespan": 28.5, "time_per_microbatch": 28.5 / 8, "ratio": 1}
+    bubble = pytest.approx(9 / 57)
+    kept = {"peak_activations": 11, "peak_bytes": None, "delay": 0}
     assert found["rows"][0] == {
-        "target": "interleaved-1f1b",
-        "ranks": 4,
-        "stages": 8,
-        "microbatches": 8,
-        "chunks": 2,
-        "makespan": 28.5,
-        "time_per_microbatch": 28.5 / 8,
-        "ratio": 1,
-        "bubble_fraction": pytest.approx(9 / 57),
-        "span_bubble_fraction": pytest.approx(9 / 57),
-        "peak_activations": 11,
-        "peak_bytes": None,
-        "delay": 0,
-        "fits": None,
-        "problem": None,
-        "unmeasured": [],
-        "steady": None,
+        **{"target": "interleaved-1f1b", **shape, **times, **kept},
+        **{"bubble_fraction": bubble, "span_bubble_fraction": bubble},
+        **{"fits": None, "problem": None, "unmeasured": [], "steady": None},
     }
 
 
@@ -178,11 +160,8 @@ def test_of_equally_quick_ones_what_keeps_less_and_delays_less_comes_first() -> 
 
 def test_a_memory_limit(run: Run) -> None:
     costs = ["--cost", "activation_bytes=1GiB", "--cost", "weight_bytes=512MiB"]
-    code, out, err = run("compare", *BUILT_IN[:3], *costs, "--memory-limit", "5GiB")
-    assert (code, err) == (0, "")
-    assert (
-        out
-        == """\
+    out = run.prints("compare", *BUILT_IN[:3], *costs, "--memory-limit", "5GiB")
+    expected = """\
 schedule                makespan  ratio  bubble  peak activations  peak bytes  delay
 interleaved-1f1b  over      28.5  0.864   15.8%          11 × 1/2       6 GiB      0
 1f1b              best        33  1.000   27.3%                 4     4.5 GiB      0
@@ -193,7 +172,7 @@ activation counts as 1/2 of one.
 
 The memory limit is 5 GiB on every rank: 2 schedules over it.
 """
-    )
+    assert out == expected
     assert run("compare", "1f1b", *costs, "--memory-limit", "4.5GiB")[0] == 0
     code, out, _ = run("compare", "1f1b", *costs, "--memory-limit", str(int(4.5 * 2**30) - 1))
     assert code == 1
@@ -214,9 +193,8 @@ def test_all_do_the_same_work() -> None:
     """Whatever the number of stages: what all ranks are busy with is the same."""
     costs = CostModel(forward=(1, 2, 3, 4), backward=(2, 3, 4, 5), unit="ms")
     for given in (None, costs):
-        comparison = schedir.compare(
-            ["1f1b", "interleaved-1f1b"], costs=given, sweep={"chunks": [1, 2, 4]}
-        )
+        names, sweep = ["1f1b", "interleaved-1f1b"], {"chunks": [1, 2, 4]}
+        comparison = schedir.compare(names, costs=given, sweep=sweep)
         timed = [row for row in comparison.rows if row.makespan is not None]
         assert len(timed) == 4
         for row in timed:
@@ -253,15 +231,14 @@ def test_costs_may_follow_from_the_number_of_stages() -> None:
     assert found["interleaved-1f1b"].makespan == 2 * 16 + 6
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_delay_is_what_the_checker_counts(name: str) -> None:
-    (row,) = schedir.compare([name]).rows
-    schedule, delay = schedir.build(name), row.delay
-    assert delay is not None
-    assert schedir.check(schedule, max_delay=delay).ok
-    if delay:
-        found = schedir.check(schedule, max_delay=delay - 1).diagnostics
-        assert "S403" in {each.code for each in found}
+def test_delay_is_what_the_checker_counts() -> None:
+    for row in schedir.compare(BUILT_IN).rows:
+        schedule, delay = row.build(), row.delay
+        assert delay is not None
+        assert schedir.check(schedule, max_delay=delay).ok
+        if delay:
+            found = schedir.check(schedule, max_delay=delay - 1).diagnostics
+            assert "S403" in {each.code for each in found}
 
 
 def test_an_open_shape_is_that_of_the_measured_run(run: Run) -> None:
@@ -281,21 +258,10 @@ def test_measured_timelines_are_compared_too(run: Run) -> None:
         for step, by in enumerate((3, 1, 2))
     ]
     save_timelines(lines, "run.json")
-    code, out, err = run("compare", "1f1b", "run.json")
-    assert (code, out) == (2, "")
-    assert "the textbook's costs have none" in err
-    code, out, err = run(
-        "compare",
-        "1f1b",
-        "run.json",
-        "--cost",
-        "forward=500",
-        "--cost",
-        "backward=1000",
-        "--cost",
-        "unit=ms",
-    )
-    assert (code, err) == (0, "")
+    assert "the textbook's costs have none" in run.refuses("compare", "1f1b", "run.json")
+    costs_in_ms = ("forward=500", "backward=1000", "unit=ms")
+    options = [word for cost in costs_in_ms for word in ("--cost", cost)]
+    out = run.prints("compare", "1f1b", "run.json", *options)
     assert out.splitlines()[0].split()[1] == "makespan"
     assert [line.split()[:3] for line in out.splitlines()[1:]] == [
         ["1f1b", "best", "16.5"],
@@ -345,10 +311,7 @@ def test_a_parameter_goes_to_the_schedules_that_have_it(run: Run) -> None:
     ],
 )
 def test_bad_arguments(run: Run, argv: list[str], why: str) -> None:
-    code, out, err = run("compare", *argv)
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert why in err
+    assert why in run.refuses("compare", *argv)
 
 
 def test_costs_that_fit_no_number_of_stages_are_a_problem_of_that_schedule() -> None:
@@ -366,13 +329,10 @@ def test_one_number_is_of_no_known_share_where_numbers_of_ranks_differ() -> None
         SchedirError, match=r"have 2 and 4 ranks, .* one number for backward, .* by stage"
     ):
         schedir.compare(several, costs=CostModel(forward=(1, 1, 1, 1)))
-    by_stage = CostModel(
-        forward=(1,) * 4, backward=(2,) * 4, backward_input=(1,) * 4, backward_weight=(1,) * 4
-    )
-    four, two = schedir.compare(several, costs=by_stage).rows
-    assert (four.ranks, two.ranks) == (4, 2)
-    assert four.makespan == 33
-    assert two.makespan == 54
+    one, two = (1,) * 4, (2,) * 4
+    by_stage = CostModel(forward=one, backward=two, backward_input=one, backward_weight=one)
+    rows = schedir.compare(several, costs=by_stage).rows
+    assert [(row.ranks, row.makespan) for row in rows] == [(4, 33), (2, 54)]
     schedir.compare([schedir.simulate(each) for each in several])  # these have their times
 
 
@@ -397,11 +357,9 @@ def test_in_python() -> None:
     assert row.build() == schedule
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_what_is_compared_can_be_built(name: str) -> None:
-    row, other = schedir.compare([name], ranks=3, sweep={"microbatches": [4, 6]}).rows
-    for found in (row, other):
-        assert found.build() == schedir.build(name, ranks=3, microbatches=found.microbatches)
+def test_what_is_compared_can_be_built() -> None:
+    for row in schedir.compare(BUILT_IN, ranks=3, sweep={"microbatches": [4, 6]}).rows:
+        assert row.build() == schedir.build(row.target, ranks=3, microbatches=row.microbatches)
 
 
 def fitted_on_1f1b() -> CostModel:
@@ -537,8 +495,8 @@ def test_csv_holds_the_numbers_and_the_texts_as_they_are() -> None:
     assert last["makespan"] == ""
 
 
-def test_the_command_writes_each_form(capsys: pytest.CaptureFixture[str]) -> None:
-    run, targets = runner(capsys), ("1f1b", "zb-h1")
+def test_the_command_writes_each_form(run: Run) -> None:
+    targets = ("1f1b", "zb-h1")
     comparison = schedir.compare(targets)
     for form in ("table", "json", "markdown", "latex", "csv"):
         assert run("compare", *targets, "--format", form) == (0, comparison.table(form), "")

@@ -14,11 +14,11 @@ import pytest
 from schedir.checker import RULES
 from schedir.cli import TASKS
 from schedir.ir import CHANNELS, TRANSPORTS
-from schedir.library import built_in
 from schedir.render import outputs_of
-from tests.command_line import Run, runner
+from tests.built_in import EVERY
+from tests.command_line import Run
 
-NAMES = {generator.name for generator in built_in()}
+NAMES = {*EVERY}
 ASK = {
     "bash": """
         source ./script
@@ -38,12 +38,6 @@ ASK = {
     """,
 }
 """Scripts that read lines, and print for each what completes it."""
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(tmp_path)
-    return runner(capsys)
 
 
 def answers(shell: str, *lines: str) -> list[set[str]]:
@@ -67,9 +61,7 @@ def in_shells(*names: str) -> pytest.MarkDecorator:
         [
             pytest.param(
                 name,
-                marks=pytest.mark.skipif(
-                    shutil.which(name) is None, reason=f"{name} is not installed"
-                ),
+                marks=pytest.mark.skipif(not shutil.which(name), reason=f"{name} is not installed"),
             )
             for name in names
         ],
@@ -78,9 +70,7 @@ def in_shells(*names: str) -> pytest.MarkDecorator:
 
 @in_shells(*ASK)
 def test_a_shell_completes_what_stands_there(run: Run, shell: str) -> None:
-    code, script, err = run("completion", shell)
-    assert (code, err) == (0, "")
-    Path("script").write_text(script)
+    Path("script").write_text(run.prints("completion", shell))
     for file in ("zap.sched", "costs.json"):
         Path(file).touch()
     asked: dict[str, set[str]] = {
@@ -101,9 +91,7 @@ def test_a_shell_completes_what_stands_there(run: Run, shell: str) -> None:
 
 @in_shells("bash", "zsh", "fish")
 def test_a_shell_reads_its_script(run: Run, shell: str) -> None:
-    code, script, err = run("completion", shell)
-    assert (code, err) == (0, "")
-    Path("script").write_text(script)
+    Path("script").write_text(run.prints("completion", shell))
     done = subprocess.run([shell, "-n", "script"], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -111,8 +99,7 @@ def test_a_shell_reads_its_script(run: Run, shell: str) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_script_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # no help breaks an option in two
-    code, script, err = run("completion", shell)
-    assert (code, err) == (0, "")
+    script = run.prints("completion", shell)
     words = set(re.findall(r"\w[\w-]*", script))
     assert {*NAMES, *RULES, *CHANNELS, *TRANSPORTS, *outputs_of("export")} <= words
     for command in [name for task in TASKS.values() for name in task]:
@@ -121,23 +108,11 @@ def test_a_script_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch, shell: str
 
 
 def test_a_shell_there_is_no_script_for(run: Run) -> None:
-    code, out, err = run("completion", "cmd")
-    assert (code, out) == (2, "")
-    assert err.startswith("error: argument SHELL: invalid choice: 'cmd' (choose from ")
+    said = "error: argument SHELL: invalid choice: 'cmd' (choose from "
+    assert run.refuses("completion", "cmd").startswith(said)
 
 
 def test_a_missing_library_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     error = "error: completion needs shtab: pip install 'schedir[completion]'\n"
     assert run("completion", "bash") == (2, "", error)
-
-
-def test_other_commands_do_not_load_it(tmp_path: Path) -> None:
-    script = (
-        "import sys, schedir.cli as c; c.main(['check', '1f1b']); c.main(['list']);"
-        "sys.exit('shtab' in sys.modules or 'schedir.cli.completion' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, timeout=250
-    )
-    assert (done.returncode, done.stderr) == (0, b"")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from tests.pages import DOCS, ROOT
 
 PAGE = (DOCS / "reference" / "composition.md").read_text()
 
 
-def texts(file: Path) -> Iterator[str]:
-    """The strings of a file; a … stands where an f-string has a value."""
-    for node in ast.walk(ast.parse(file.read_text())):
+def texts(source: str) -> Iterator[str]:
+    """The strings of a module; a … stands where an f-string has a value."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             yield "".join(
                 str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
@@ -37,6 +36,10 @@ def test_each_test_exists() -> None:
 def test_each_error_is_one_of_the_code() -> None:
     refused = PAGE.partition("## What is refused")[2].partition("\n## ")[0]
     quoted = re.findall(r'"([^"]+)"', refused)
-    every = [text for file in (ROOT / "schedir").rglob("*.py") for text in texts(file)]
     assert len(quoted) > 10
-    assert not [one for one in quoted if not any(one in text for text in every)]
+    left = set(quoted)
+    for file in (ROOT / "schedir").rglob("*.py"):
+        source = file.read_text()
+        if any(one[:12].partition("…")[0] in source for one in left):  # else it isn't worth parsing
+            left -= {one for one in left for text in texts(source) if one in text}
+    assert not left

@@ -20,7 +20,7 @@ from schedir.render.terminal_timeline import timeline_text
 from schedir.render.text import plain
 from schedir.render.why import why_blocks
 from schedir.simulator import Cause, how_derived, unmeasured
-from tests.command_line import runner
+from tests.command_line import Run
 from tests.literals import listed
 
 ALONE = listed(3, "0", "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0F2 0B0 0RELOAD1 0B1 0B2")
@@ -40,13 +40,12 @@ def test_copies_go_on_beside_compute() -> None:
     assert copies(line) == out | back
     assert (line.makespan, line.starts.dtype.kind) == (11, "i")
     action = line.schedule.columns.action
-    assert [
+    waits = [
         (one.start, one.end, one.cause, str(action(one.blamed or 0)), str(action(one.entry or 0)))
         for one in line.idle[0]
-    ] == [
-        (3, 4, Cause.COMMUNICATION, "0RELOAD0", "0B0"),
-        (6, 7, Cause.COMMUNICATION, "0RELOAD1", "0B1"),
     ]
+    first = (3, 4, Cause.COMMUNICATION, "0RELOAD0", "0B0")
+    assert waits == [first, (6, 7, Cause.COMMUNICATION, "0RELOAD1", "0B1")]
     assert [str(action(place)) for place in line.critical_path] == [
         *("0F0", "0F1", "0OFFLOAD1", "0RELOAD0", "0B0", "0RELOAD1", "0B1", "0B2")
     ]
@@ -71,12 +70,7 @@ def test_memory_is_free_when_a_copy_is_over_and_taken_as_it_starts() -> None:
     assert schedir.simulate(ALONE).ranks[0].peak_host_bytes is None
 
 
-REPLICAS = listed(
-    2,
-    "0,1",
-    "0F0 0OFFLOAD0 0RELOAD0 0B0 0REDUCE_GRAD",
-    "0F1 0OFFLOAD1 0RELOAD1 0B1 0REDUCE_GRAD",
-)
+REPLICAS = listed(2, "0,1", *(f"0F{m} 0OFFLOAD{m} 0RELOAD{m} 0B{m} 0REDUCE_GRAD" for m in (0, 1)))
 
 
 def test_ranks_that_share_an_engine_take_turns() -> None:
@@ -163,10 +157,8 @@ def test_other_pictures_have_one_too() -> None:
     events = trace["traceEvents"]
     (track,) = (e for e in events if e.get("args") == {"name": "copies to the host and back"})
     shown = [e for e in events if e["ph"] == "X" and e["tid"] == track["tid"]]
-    assert [(e["name"], e["ts"], e["dur"]) for e in shown] == [
-        ("0OFFLOAD1", 2e6, 1e6),
-        ("0RELOAD1", 6e6, 1e6),
-    ]
+    expected = [("0OFFLOAD1", 2e6, 1e6), ("0RELOAD1", 6e6, 1e6)]
+    assert [(e["name"], e["ts"], e["dur"]) for e in shown] == expected
     held = [e["args"]["live"] for e in events if e["name"] == "bytes on the host" and not e["pid"]]
     assert held == [0, 4, 0]
 
@@ -180,11 +172,7 @@ def test_why_a_rank_waits_for_a_copy() -> None:
     assert "critical path: compute 7 (30.4%), copies 16 (69.6%)\n" in told
 
 
-def test_costs_of_copies_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "alone.sched"
-    file.write_text(schedir.dumps(ALONE))
+def test_costs_of_copies_on_the_command_line(run: Run) -> None:
+    Path("alone.sched").write_text(schedir.dumps(ALONE))
     costs = "--cost", "activation_bytes=4", "--cost", "host_bandwidth=4"
-    _, out, _ = runner(capsys)("show", str(file), *costs, "--json")
-    assert json.loads(out)["makespan"] == 11
+    assert json.loads(run("show", "alone.sched", *costs, "--json")[1])["makespan"] == 11

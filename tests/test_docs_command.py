@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import webbrowser
-from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
 import schedir
 from schedir.cli import main
-from tests.command_line import Run, runner
+from tests.command_line import Run
 
 PAGES = (
     *("index", "gpus", "how-to/gpus", "how-to/read-a-diagnostic", "explanation/search"),
@@ -29,11 +29,6 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             file.touch()
     monkeypatch.setattr(schedir, "__file__", str(tmp_path / "schedir" / "__init__.py"))
     return tmp_path
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return runner(capsys)
 
 
 @pytest.mark.parametrize(
@@ -57,19 +52,14 @@ def test_a_page_has_a_path(run: Run, checkout: Path, asked: list[str], found: st
 
 def test_the_source_stands_in_for_pages_that_are_not_built(run: Run, checkout: Path) -> None:
     (checkout / "build").rename(checkout / "gone")
-    code, out, err = run("docs", "S301")
-    assert (code, out) == (0, f"{checkout}/docs/reference/rules.md\n")
-    assert (
-        err == "note: the pages are not built: `make docs` in a checkout of schedir builds them\n"
-    )
+    note = "note: the pages are not built: `make docs` in a checkout of schedir builds them\n"
+    assert run("docs", "S301") == (0, f"{checkout}/docs/reference/rules.md\n", note)
     (checkout / "schedir").mkdir()
     (checkout / "docs").rename(checkout / "schedir" / "docs")  # as pip installs it
-    code, out, err = run("docs", "S301")
-    assert (code, out) == (0, f"{checkout}/schedir/docs/reference/rules.md\n")
+    assert run("docs", "S301")[:2] == (0, f"{checkout}/schedir/docs/reference/rules.md\n")
     (checkout / "schedir" / "docs").rename(checkout / "gone" / "too")
-    code, out, err = run("docs")
-    assert (code, out) == (2, "")
-    assert err.startswith("error: this installation of schedir has no documentation; ")
+    said = "error: this installation of schedir has no documentation; "
+    assert run.refuses("docs").startswith(said)
 
 
 def test_a_misspelt_page_lists_near_ones(run: Run, checkout: Path) -> None:
@@ -78,12 +68,10 @@ def test_a_misspelt_page_lists_near_ones(run: Run, checkout: Path) -> None:
         ("serch", "; did you mean search or explanation/search?"),
         ("xyzzy", ""),
     ):
-        error = f"error: no page is named {asked!r}{near}\n"
-        assert run("docs", asked) == (2, "", error)
+        assert run.refuses("docs", asked) == f"error: no page is named {asked!r}{near}\n"
     (checkout / "build" / "docs" / "gpus.html").unlink()
-    code, _, err = run("docs", "gpus")
     named = "several pages are named 'gpus'; did you mean explanation/gpus or how-to/gpus?"
-    assert (code, err) == (2, f"error: {named}\n")
+    assert run.refuses("docs", "gpus") == f"error: {named}\n"
 
 
 class Screen(io.StringIO):
@@ -91,39 +79,21 @@ class Screen(io.StringIO):
         return True
 
 
-def browser(opened: list[str], works: bool) -> Callable[[str], bool]:
-    """What opens a URL, if it works, and keeps it."""
-
-    def browse(url: str) -> bool:
-        opened.append(url)
-        return works
-
-    return browse
-
-
 def test_a_browser_opens_where_there_is_a_display(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     path = f"{checkout}/build/docs/reference/rules.html#s301-wait-cycle"
     for display, works, shown in ((":0", True, ""), (":0", False, path), ("", True, path)):
         monkeypatch.setenv("DISPLAY", display)
-        monkeypatch.setattr(webbrowser, "open", browser(opened, works))
+        monkeypatch.setattr(webbrowser, "open", opened := Mock(return_value=works))
         monkeypatch.setattr("sys.stdout", screen := Screen())
-        opened.clear()
         assert main(["docs", "S301"]) == 0
         assert screen.getvalue().strip() == shown
-        assert opened == ([f"file://{path}"] if display else [])
+        assert opened.mock_calls == ([call(f"file://{path}")] if display else [])
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        *("text-form", "authoring", "costs-file", "measure-and-predict"),
-        *("read-a-diagnostic", "debug-a-hang"),
-    ],
-)
-def test_every_page_that_an_error_names_exists(run: Run, page: str) -> None:
-    code, out, _ = run("docs", page)
-    assert (code, Path(out.strip()).exists()) == (0, True)
+def test_every_page_that_an_error_names_exists(run: Run) -> None:
+    pages = ("text-form", "authoring", "costs-file", "measure-and-predict", "read-a-diagnostic")
+    for page in (*pages, "debug-a-hang"):
+        assert Path(run("docs", page)[1].strip()).exists()

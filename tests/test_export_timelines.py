@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+import schedir
 from schedir.cli import export
 from schedir.render import Output, Page
 from schedir.render.outputs import Written
 from schedir.render.text import Piece
 from schedir.simulator import Timeline
-from tests.command_line import Run, runner
+from tests.command_line import Run
+from tests.literals import listed
 
 
 def _write(timeline: Timeline, page: Page) -> Written:
@@ -21,19 +23,11 @@ def _write(timeline: Timeline, page: Page) -> Written:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    monkeypatch.chdir(tmp_path)
-    times = Output(
-        command="export",
-        name="times",
-        of="timeline",
-        about="the makespan",
-        write=_write,
-        extension=".times",
-    )
+def run(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    times = Output("export", "times", "timeline", "the makespan", _write, extension=".times")
     monkeypatch.setitem(export._FORMATS, "times", times)
     monkeypatch.setattr(export, "_EXTENSIONS", [*export._EXTENSIONS, ".times"])
-    return runner(capsys)
+    return run
 
 
 def test_a_timeline_is_simulated_and_written(run: Run) -> None:
@@ -41,15 +35,12 @@ def test_a_timeline_is_simulated_and_written(run: Run) -> None:
     assert run("export", "1f1b", "--format", "times") == (0, expected, "warning: a send\n")
     assert run("export", "1f1b", "-o", "it.times") == (0, "", "warning: a send\n")
     assert Path("it.times").read_text() == expected
-    assert (
-        run("export", "1f1b", "--format", "times", "--memory")[1] == "1f1b 33 alone with memory\n"
-    )
+    _, out, _ = run("export", "1f1b", "--format", "times", "--memory")
+    assert out == "1f1b 33 alone with memory\n"
 
 
 def test_what_runs_nowhere_has_no_timeline(run: Run) -> None:
-    Path("bad.sched").write_text(
-        "schedir 1\nname bad\nmicrobatches 1\nplacement 0\nrank 0: 0B0 0F0\n"
-    )
+    Path("bad.sched").write_text(schedir.dumps(listed(1, "0", "0B0 0F0")))
     code, out, err = run("export", "bad.sched", "-o", "it.times")
     assert (code, out) == (1, "")
     assert "error[S" in err
@@ -57,9 +48,7 @@ def test_what_runs_nowhere_has_no_timeline(run: Run) -> None:
 
 
 def test_options_of_the_other_kind_are_refused(run: Run) -> None:
-    code, out, err = run("export", "1f1b", "--format", "times", "--compute-only")
-    assert (code, out) == (2, "")
+    err = run.refuses("export", "1f1b", "--format", "times", "--compute-only")
     assert "--compute-only is for lists of actions; times holds a timeline" in err
-    code, out, err = run("export", "1f1b", "--memory")
-    assert (code, out) == (2, "")
+    err = run.refuses("export", "1f1b", "--memory")
     assert "--memory is for timelines; sched holds a list of actions" in err

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,9 +16,9 @@ import schedir
 from schedir import files
 from schedir.cli import export
 from schedir.files import check_writable, replacing, write_text
-from schedir.render.text import Block
 from schedir.simulator import save_timelines
-from tests.command_line import runner
+from tests.command_line import Run
+from tests.warm import commands
 
 LINE = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
 SAVES: dict[str, Callable[[Path], object]] = {
@@ -83,32 +83,24 @@ def test_a_save_that_fails_leaves_what_was_there(
 
 @pytest.mark.usefixtures("full")
 @pytest.mark.parametrize("command", [("export", "1f1b"), ("search", "--seconds", "0.01")])
-def test_a_command_that_fails_leaves_what_was_there(
-    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "mine.sched"
-    file.write_text("old")
-    code, _, err = runner(capsys)(*command, "-o", str(file))
+def test_a_command_that_fails_leaves_what_was_there(command: tuple[str, ...], run: Run) -> None:
+    Path("mine.sched").write_text("old")
+    code, _, err = run(*command, "-o", "mine.sched")
     assert code == 2
-    assert f"error: {file}: No space left on device" in err
-    assert file.read_text() == "old"
-    assert only(tmp_path) == ["mine.sched"]
+    assert "error: mine.sched: No space left on device" in err
+    assert Path("mine.sched").read_text() == "old"
+    assert only(Path()) == ["mine.sched"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, schedir.SchedirError("no more")])
 def test_an_export_that_ends_while_it_draws_leaves_what_was_there(
-    error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "mine.sched"
-    file.write_text("old")
-
-    def plain(blocks: Iterator[Block]) -> str:
-        raise error
-
-    monkeypatch.setattr(export, "plain", plain)
-    assert runner(capsys)("export", "1f1b", "-o", str(file))[0] in (2, 130)
-    assert file.read_text() == "old"
-    assert only(tmp_path) == ["mine.sched"]
+    Path("mine.sched").write_text("old")
+    monkeypatch.setattr(export, "plain", Mock(side_effect=error))
+    assert run("export", "1f1b", "-o", "mine.sched")[0] in (2, 130)
+    assert Path("mine.sched").read_text() == "old"
+    assert only(Path()) == ["mine.sched"]
 
 
 def test_nobody_sees_half_a_file(tmp_path: Path) -> None:
@@ -168,13 +160,14 @@ def test_what_is_no_file_is_written_as_it_is(tmp_path: Path) -> None:
 
 def test_standard_output_that_is_a_file_is_written_on(tmp_path: Path) -> None:
     """`{ echo head; schedir export …; } > file` keeps the head, and stays one file."""
-    code = (
-        "import os; from schedir.files import write_text; os.write(1, b'head\\n'); "
-        "before = os.fstat(1).st_ino; write_text('/dev/stdout', 'body'); "
-        "assert os.stat('file').st_ino == before"
-    )
+    code = """import os
+from schedir.files import write_text
+os.write(1, b"head\\n")
+before = os.fstat(1).st_ino
+write_text("/dev/stdout", "body")
+assert os.stat("file").st_ino == before"""
     with (tmp_path / "file").open("a") as opened:
-        subprocess.run([sys.executable, "-c", code], stdout=opened, cwd=tmp_path, check=True)
+        subprocess.run([commands() / "python", "-c", code], stdout=opened, cwd=tmp_path, check=True)
     assert only(tmp_path) == ["file"]
     assert (tmp_path / "file").read_text().endswith("body")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 import schedir
 from schedir import CostModel, LoadError, SchedirError, Timeline
 from schedir.graph.compile import graph_of
+from schedir.ir import parse_action
 from schedir.simulator import Measured, Sizes
 from schedir.simulator.fit import usual
 from schedir.simulator.samples import durations_of
 from tests.built_in import NAMES
+from tests.literals import CROSSING, listed
 from tests.measured import even, jitter, measured_run
 
 
@@ -34,17 +37,14 @@ times_of_stages = st.lists(st.integers(1, 9), min_size=4, max_size=4)
 def test_the_fit_of_a_simulated_run_gives_back_its_costs(
     forward: list[int], backward: list[int], latency: int, step: int
 ) -> None:
-    costs = CostModel(
-        forward=tuple(forward), backward=tuple(backward), latency=latency, optim_step=step
-    )
+    times: Any = {"forward": tuple(forward), "backward": tuple(backward)}
+    costs = CostModel(**times, latency=latency, optim_step=step)
     for name in ("1f1b", "fill-drain"):
         line = schedir.simulate(schedir.build(name, ranks=4, microbatches=5), costs)
         fitted = CostModel.fit([line])
-        assert by_stage(fitted.forward) == forward
-        assert by_stage(fitted.backward) == backward
+        assert [by_stage(fitted.forward), by_stage(fitted.backward)] == [forward, backward]
         assert by_stage(fitted.optim_step) == [step] * 4
-        assert fitted.latency == latency
-        assert fitted.bandwidth == math.inf
+        assert (fitted.latency, fitted.bandwidth) == (latency, math.inf)
         assert by_stage(fitted.backward_input) == [b / 2 for b in backward]
         assert by_stage(fitted.backward_weight) == [b / 2 for b in backward]
 
@@ -82,9 +82,8 @@ def test_a_boundary_that_nothing_crosses_has_no_time_per_byte() -> None:
 
 def test_links_that_are_unlike_have_a_latency_each() -> None:
     latency = {(0, 1): 0.5, (1, 0): 0.5, (1, 2): 3, (2, 1): 2}
-    line = schedir.simulate(
-        schedir.build("1f1b", ranks=3, microbatches=2), CostModel(latency=latency)
-    )
+    built = schedir.build("1f1b", ranks=3, microbatches=2)
+    line = schedir.simulate(built, CostModel(latency=latency))
     fitted = CostModel.fit([line])
     # On the links that close the ring nothing was sent: what is usual.
     assert fitted.latency == latency | {(2, 0): 1.25, (0, 2): 1.25}
@@ -95,9 +94,9 @@ def test_links_that_are_unlike_have_a_latency_each() -> None:
 
 
 def test_split_backwards_are_each_measured_and_sum_up_to_a_whole_one() -> None:
-    text = "schedir 1\nname x\nmicrobatches 2\nplacement 0\nrank 0: 0F0 0I0 0F1 0I1 0W0 0W1\n"
+    schedule = listed(2, "0", "0F0 0I0 0F1 0I1 0W0 0W1")
     costs = CostModel(forward=3, backward_input=5, backward_weight=4)
-    fitted = CostModel.fit([schedir.simulate(schedir.loads(text), costs)])
+    fitted = CostModel.fit([schedir.simulate(schedule, costs)])
     assert by_stage(fitted.backward_input) == [5]
     assert by_stage(fitted.backward_weight) == [4]
     assert by_stage(fitted.backward) == [9]
@@ -105,25 +104,20 @@ def test_split_backwards_are_each_measured_and_sum_up_to_a_whole_one() -> None:
 
 
 def test_overlapped_pairs_are_measured_by_the_stage_of_their_forward() -> None:
-    text = (
-        "schedir 1\nname x\nmicrobatches 2\nplacement 0 0\n"
-        "rank 0: 0F0 1F0 (1B0;0F1) 0B0 1F1 1B1 0B1\n"
-    )
+    schedule = listed(2, "0 0", "0F0 1F0 (1B0;0F1) 0B0 1F1 1B1 0B1")
     costs = CostModel(forward=(3, 4), backward=(5, 6), overlapped=(7, 9))
-    fitted = CostModel.fit([schedir.simulate(schedir.loads(text), costs)])
+    fitted = CostModel.fit([schedir.simulate(schedule, costs)])
     assert by_stage(fitted.forward) == [3, 4]
     assert by_stage(fitted.backward) == [5, 6]
     assert by_stage(fitted.overlapped) == [7, 10]  # of stage 1, which no pair has, the sum
 
 
 def test_collectives_are_measured() -> None:
-    text = (
-        "schedir 1\nname x\nmicrobatches 3\nplacement 0,1\n"
-        "rank 0: 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP\n"
-        "rank 1: 0F1 0B1 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP\n"
+    schedule = listed(
+        3, "0,1", "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "0F1 0B1 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP"
     )
     costs = CostModel(reduce_grad=5, optim_step=2)
-    fitted = CostModel.fit([schedir.simulate(schedir.loads(text), costs)])
+    fitted = CostModel.fit([schedir.simulate(schedule, costs)])
     assert by_stage(fitted.reduce_grad) == [5]
     assert by_stage(fitted.optim_step) == [2]
 
@@ -155,16 +149,11 @@ def test_the_first_step_counts_where_it_is_alone_and_of_each_run() -> None:
 def hand_drawn(ends_of_transfers: tuple[float, float]) -> Timeline:
     #   rank 0  0F0--- · 0F1---          0B0--- · 0B1---
     #   rank 1         ──►   1F0 1B0
-    text = (
-        "schedir 1\nname x\nmicrobatches 2\nplacement 0 1\n"
-        "rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1\n"
-        "rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1\n"
-    )
     nan = math.nan
     act0, act1 = ends_of_transfers
     starts = [0, 2, 2.5, 4.5, 6, 6.75, nan, 9.25, 2, 3, 5, 6, 4.5, 6.5, 7.5, 8.5]
     ends = [2, act0, 4.5, act1, 6.75, 9, nan, 10.25, act0, 4, 6, 6.75, act1, 7.5, 8.5, nan]
-    return Timeline(schedir.loads(text), starts, ends, unit="s", measured=Measured(4))
+    return Timeline(CROSSING, starts, ends, unit="s", measured=Measured(4))
 
 
 def test_host_work_counts_to_the_entry_that_it_follows_and_unseen_arrivals_to_nobody() -> None:
@@ -181,6 +170,8 @@ def test_host_work_counts_to_the_entry_that_it_follows_and_unseen_arrivals_to_no
     # Nobody waited for the other two: 0SEND_ACT1 took 1 at most, 1SEND_GRAD1 0.5. So of four, one
     # or two took 0.5, and the others less: the median is 0.25.
     assert CostModel.fit([line]).latency == 0.25
+    # What arrived before its receiver was free is no measure.
+    assert (0, 3) not in durations_of(hand_drawn((3, 5.5)))
 
 
 @given(
@@ -198,10 +189,6 @@ def test_the_usual_time_is_at_most_what_was_waited_for(
     assert usual(durations, np.zeros(len(durations), np.bool_)) == np.median(durations)
 
 
-def test_what_arrived_before_its_receiver_was_free_is_no_measure_of_latency() -> None:
-    assert (0, 3) not in durations_of(hand_drawn((3, 5.5)))
-
-
 def test_a_transfer_that_was_queued_is_no_measure_of_latency() -> None:
     #   rank 0  0F0 0F1                     sends its second output at 0.2, while the first one is
     #   rank 1         ────1F0 ────1F1      on its way until 1.1, after which the second one goes
@@ -214,24 +201,19 @@ def test_a_transfer_that_was_queued_is_no_measure_of_latency() -> None:
     assert starts[transfers.send[second]] == pytest.approx(1.1)
     starts[[transfers.send[second], transfers.receive[second]]] = 0.2
     line = attrs.evolve(line, starts=starts, unit="s", measured=Measured(1))
-    found = [
-        duration
-        for (rank, index), duration in durations_of(line).items()
-        if "SEND_ACT" in str(schedule.actions[rank][index])
-    ]
-    assert found == pytest.approx([1.0])
+    found = durations_of(line)
+    sent = [at for at in found if "SEND_ACT" in str(schedule.actions[at[0]][at[1]])]
+    assert [found[at] for at in sent] == pytest.approx([1.0])
 
 
 def test_ranks_that_take_turns_in_one_process_do_not_work_meanwhile() -> None:
     #   rank 0  0F0 0F1                 0B0 0B1          nobody sees when what is sent arrives, as
     #   rank 1          1F0 1B0 1F1 1B1                  all of it is there when the turn comes
-    columns = schedir.build("1f1b", ranks=2, microbatches=2).columns
-    order = ["0F0", "0F1", "1F0", "1B0", "1F1", "1B1", "0B0", "0B1"]
-    starts = np.full(len(columns), math.nan)
-    for place in range(len(columns)):
-        if str(columns.action(place)) in order:
-            starts[place] = order.index(str(columns.action(place)))
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    starts = np.full(len(schedule.columns), math.nan)
+    for time, token in enumerate(["0F0", "0F1", "1F0", "1B0", "1F1", "1B1", "0B0", "0B1"]):
+        rank = int(token[0])
+        starts[schedule.columns.place(rank, schedule.flat[rank].index(parse_action(token)))] = time
     line = Timeline(schedule, starts, starts + 0.75, unit="s", measured=Measured(1))
     assert by_stage(CostModel.fit([line]).forward) == [0.75, 0.75]
 
@@ -263,9 +245,8 @@ def test_what_runs_again_has_a_cost_of_its_own() -> None:
 
 
 def test_runs_that_do_not_go_together_are_refused() -> None:
-    small, large = (
-        schedir.simulate(schedir.build("1f1b", ranks=ranks, microbatches=2)) for ranks in (2, 3)
-    )
+    built = (schedir.build("1f1b", ranks=ranks, microbatches=2) for ranks in (2, 3))
+    small, large = map(schedir.simulate, built)
     with pytest.raises(SchedirError, match="1f1b has 3 stages, 1f1b 2: costs belong to one cut"):
         CostModel.fit([small, large])
     with pytest.raises(SchedirError, match="in s, those of 1f1b in any unit"):
@@ -279,12 +260,9 @@ def test_runs_that_do_not_go_together_are_refused() -> None:
 
 
 def test_runs_of_several_schedules_are_fitted_together() -> None:
-    lines = [
-        line
-        for name in ("1f1b", "fill-drain")
-        for line in measured_run(schedir.build(name, ranks=2, microbatches=4), 3, even)
-    ]
-    fitted = CostModel.fit(lines)
+    names = ("1f1b", "fill-drain")
+    built = [schedir.build(name, ranks=2, microbatches=4) for name in names]
+    fitted = CostModel.fit([line for each in built for line in measured_run(each, 3, even)])
     assert fitted.forward == pytest.approx((1, 1.1))
     assert fitted.latency == pytest.approx(0.05)
 
@@ -321,9 +299,7 @@ def test_samples_are_saved_and_loaded_exactly(tmp_path: Path) -> None:
 def test_broken_samples_are_refused_by_name(
     tmp_path: Path, key: str, value: object, says: str
 ) -> None:
-    line = schedir.simulate(
-        schedir.loads("schedir 1\nname x\nmicrobatches 1\nplacement 0\nrank 0: 0F0 0B0\n")
-    )
+    line = schedir.simulate(listed(1, "0", "0F0 0B0"))
     file = tmp_path / "costs.json"
     CostModel.fit([line]).save(file)
     content = json.loads(file.read_text())

@@ -10,9 +10,14 @@ from write_gallery import DOCS, formulas_of, pages
 import schedir
 from schedir import CostModel, Generator, SchedirError
 from schedir.library import built_in
+from tests.sweeps import sweep
 from tests.test_golden import compare
 
-RANKS, MICROBATCHES, CHUNKS = (2, 3, 4, 5, 6, 8), (*range(1, 13), 16, 24), (2, 3, 4)
+SHAPES = {
+    "few": ((2, 3, 4), (1, 2, 5, 8, 10, 12), (2, 3)),
+    "many": ((2, 3, 4, 5, 6, 8), (*range(1, 13), 16, 24), (2, 3, 4)),
+}
+"""Of each, the ranks, microbatches and chunks."""
 FEWEST = 6
 """Shapes that a formula has to speak of, so that none holds of nothing."""
 
@@ -45,15 +50,18 @@ def figures(generator: Generator, ranks: int, microbatches: int, chunks: int) ->
     return found
 
 
+@sweep("shapes", SHAPES, quick=["few"])
 @pytest.mark.parametrize("generator", built_in(), ids=lambda generator: generator.name)
-def test_the_formulas_are_what_is_simulated(generator: Generator) -> None:
+def test_the_formulas_are_what_is_simulated(generator: Generator, shapes: str) -> None:
     assert "\n    Choose it" in (generator.function.__doc__ or "")
     formulas = formulas_of(generator)
     assert {"Bubble", "Memory"} <= formulas.keys()
     held = dict.fromkeys(formulas, 0)
     met = dict.fromkeys(formulas, False)
-    chunks = CHUNKS if generator.chunks > 1 else (1,)
-    for ranks, microbatches, each in product(RANKS, MICROBATCHES, chunks):
+    numbers, batches, chunks = SHAPES[shapes]
+    if generator.chunks == 1:
+        chunks = (1,)
+    for ranks, microbatches, each in product(numbers, batches, chunks):
         try:
             simulated = figures(generator, ranks, microbatches, each)
         except SchedirError:  # a shape that the schedule refuses

@@ -22,6 +22,8 @@ from schedir.library import load
 from schedir.passes import insert_communication, offload
 from tests.built_in import EVERY
 from tests.joined import drawn_joined, joined
+from tests.literals import CROSSING, listed
+from tests.sweeps import sweep
 from tests.test_random import drawn, scattered
 
 Value: TypeAlias = tuple[str, int, int]
@@ -109,7 +111,7 @@ def shuffled(schedule: Schedule, chance: random.Random) -> Schedule:
     return Schedule(schedule.name, schedule.microbatches, schedule.placement, lists)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@sweep("seed", range(6), quick=range(2))
 def test_faults_are_those_that_walking_finds(seed: int) -> None:
     chance = random.Random(seed)
     wrong = 0
@@ -147,7 +149,7 @@ def test_what_insertion_remembers(name: str) -> None:
             assert remembered[exists].tolist() == worked_out[exists].tolist()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@sweep("seed", range(4), quick=[0])
 def test_the_order_of_insertion_proves_every_model(seed: int) -> None:
     chance = random.Random(seed)
     certified = inserted = 0
@@ -169,21 +171,15 @@ def test_a_wrong_order_proves_nothing() -> None:
     assert isinstance(happens, np.ndarray)
     complete.memo[HAPPENS] = happens[::-1].copy()
     assert not waits(complete, "rank").stuck.any()
-    blocked = schedir.loads(
-        "schedir 1\nname b\nmicrobatches 2\nplacement 0 1\n"
-        "rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1\n"
-        "rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1\n"
-    )
+    blocked = schedir.loads(schedir.dumps(CROSSING))
     blocked.memo[HAPPENS] = np.arange(len(blocked.columns))
     assert waits(blocked, "rank").stuck.any()
     assert not waits(blocked, "edge").stuck.any()
 
 
 def test_what_never_happens_begins_never() -> None:
-    blocked = schedir.loads(
-        "schedir 1\nname b\nmicrobatches 1\nplacement 0 1\nrank 0: 0RECV_GRAD0 0F0 0SEND_ACT0 0B0\n"
-        "rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0\n"
-    )
+    first, second = "0RECV_GRAD0 0F0 0SEND_ACT0 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0"
+    blocked = listed(1, "0 1", first, second)
     waiting = waits(blocked, "rank")
     begins = finish(waiting, np.ones(waiting.nodes, np.int64))
     assert (begins[waiting.stuck] == -1).all()
@@ -206,7 +202,7 @@ def test_what_is_remembered_goes_with_its_schedule() -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@sweep("seed", range(3), quick=[0])
 def test_times_under_a_stricter_model_are_those_of_its_own_waits(seed: int) -> None:
     """Though they are taken over from `edge` where its queues hold nothing up."""
     chance = random.Random(seed)
@@ -227,7 +223,7 @@ def test_times_under_a_stricter_model_are_those_of_its_own_waits(seed: int) -> N
     assert min(alike, other) > 10
 
 
-@pytest.mark.parametrize("seed", range(3))
+@sweep("seed", range(3), quick=[0])
 def test_the_transfers_of_a_channel_and_those_that_meet_nobody(seed: int) -> None:
     chance = random.Random(seed)
     lone = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -11,11 +12,12 @@ import schedir
 from schedir import Kind, Schedule
 from schedir.checker import RULES, Rule
 from tests.following import LIMITS, Case, Followed, a_case, follow, followed
+from tests.literals import listed
 from tests.oracle import happens
-from tests.sweeps import long
-from tests.test_check import schedule
+from tests.sweeps import is_quick, long
 
 ERRORS = {code for code, rule in RULES.items() if rule.severity == "error"} - LIMITS
+SEEDS = range(50 if is_quick() else 150)
 
 
 def updates(counted: Schedule) -> Counter[tuple[int, int]]:
@@ -99,68 +101,78 @@ def test_a_limit_has_no_help(code: str) -> None:
     assert {d.help for d in case.report(case.wrong).errors if d.code == code} == {None}
 
 
-# What was said, and was not so.
+SAID = """\
+# A missing step is added after the sum of its gradients.
+S205: add 1OPTIM_STEP after rank 1 #2: 1
+0 1
+0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP
+1F0 1B0 1REDUCE_GRAD
+
+# A step too many goes, and makes no second update.
+S206: remove 0OPTIM_STEP at rank 0 #1: 1
+0
+0F0 0OPTIM_STEP 0F1 0B0 0B1 0OPTIM_STEP
+
+# One that stands too early is moved, where others have as many.
+S206: move rank 0 #1 after rank 0 #2: 2
+0 1
+0F0 0OPTIM_STEP 0B0 0F1 0B1 0OPTIM_STEP
+1F0 1B0 1OPTIM_STEP 1F1 1B1 1OPTIM_STEP
+
+# A last one that is missing is added, where others have it.
+S204: add 0OPTIM_STEP after rank 0 #4: 2
+0 1
+0F0 0B0 0OPTIM_STEP 0F1 0B1
+1F0 1B0 1OPTIM_STEP 1F1 1B1 1OPTIM_STEP
+
+# A missing receive is added before its use, whatever the order of its channel.
+S302 S303: add 1RECV_ACT0 before rank 1 #0: 0
+0 1
+0F0 0F1 0SEND_ACT1 0SEND_ACT0 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1
+1F0 1RECV_ACT1 1F1 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1
+
+# Of two like actions the one that cannot run goes.
+S104: remove 0B0 at rank 0 #0: 0
+0
+0B0 0F0 0B0
+
+# Two deadlocks are undone one after the other.
+S301 S301: move rank 0 #5 before rank 0 #4: 0
+0 1 0 1
+0F0 0F1 2F0 2F1 0B1 2B1 0B0 2B0
+1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+
+# A receive is posted before the send that waits for it.
+S301: post rank 1 #4 before rank 1 #3: 0
+0 1
+0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1
+1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1
+
+# Sums cross under `rank` alone, where the trace counts what schedir has inserted.
+S301: post rank 1 #5 before rank 1 #4, in the list as it was given: 0
+0,1 0,1 2
+0F0 1F0 1B0 0B0 1REDUCE_GRAD 0REDUCE_GRAD
+0F1 1F1 1B1 0B1 0REDUCE_GRAD 1REDUCE_GRAD
+2F0 2B0 2F1 2B1
+
+# Two receives far apart are swapped.
+S303: swap rank 1 #0 and rank 1 #2: 0
+0 1
+0F0 0SEND_ACT0 0F1 0SEND_ACT1 0F2 0SEND_ACT2 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0RECV_GRAD2 0B2
+1RECV_ACT2 1RECV_ACT1 1RECV_ACT0 1F0 1F1 1F2 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1 1B2 1SEND_GRAD2
+"""
+"""The faults that following the help goes through, what it says first, how often stages step in
+the end; placement and lists."""
 
 
-def helped(wrong: Schedule) -> Schedule:
-    case = Case(wrong, wrong, "rank", {}, 1)
-    return follow(case, random.Random(0)).last
-
-
-def test_a_missing_step_is_added_after_the_sum_of_its_gradients() -> None:
-    wrong = schedule(1, "0 1", "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "1F0 1B0 1REDUCE_GRAD")
-    (finding,) = schedir.check(wrong).errors
-    assert (finding.code, finding.help) == ("S205", "add 1OPTIM_STEP after rank 1 #2")
-    assert schedir.check(followed(wrong, finding.help or "")).ok
-
-
-def test_a_step_too_many_goes_and_makes_no_second_update() -> None:
-    wrong = schedule(2, "0", "0F0 0OPTIM_STEP 0F1 0B0 0B1 0OPTIM_STEP")
-    (finding,) = schedir.check(wrong).errors
-    assert (finding.code, finding.help) == ("S206", "remove 0OPTIM_STEP at rank 0 #1")
-    assert updates(helped(wrong)) == {(0, 0): 1}
-
-
-def test_a_step_that_stands_too_early_is_moved_where_others_have_as_many() -> None:
-    right = "{0}F0 {0}B0 {0}OPTIM_STEP {0}F1 {0}B1 {0}OPTIM_STEP"
-    wrong = schedule(2, "0 1", "0F0 0OPTIM_STEP 0B0 0F1 0B1 0OPTIM_STEP", right.format(1))
-    (finding,) = schedir.check(wrong).errors
-    assert (finding.code, finding.help) == ("S206", "move rank 0 #1 after rank 0 #2")
-    assert updates(helped(wrong)) == {(0, 0): 2, (1, 1): 2}
-
-
-def test_a_last_step_that_is_missing_is_added_where_others_have_it() -> None:
-    right = "{0}F0 {0}B0 {0}OPTIM_STEP {0}F1 {0}B1 {0}OPTIM_STEP"
-    wrong = schedule(2, "0 1", "0F0 0B0 0OPTIM_STEP 0F1 0B1", right.format(1))
-    (finding,) = schedir.check(wrong).errors
-    assert (finding.code, finding.help) == ("S204", "add 0OPTIM_STEP after rank 0 #4")
-    assert updates(helped(wrong)) == {(0, 0): 2, (1, 1): 2}
-
-
-def test_a_missing_receive_is_added_before_its_use_whatever_the_order_of_its_channel() -> None:
-    wrong = schedule(
-        2,
-        "0 1",
-        "0F0 0F1 0SEND_ACT1 0SEND_ACT0 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
-        "1F0 1RECV_ACT1 1F1 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1",
-    )
-    (finding,) = [d for d in schedir.check(wrong).errors if d.code == "S304"]
-    assert finding.help == "add 1RECV_ACT0 before rank 1 #0"
-    assert schedir.check(helped(wrong)).ok
-
-
-def test_of_two_like_actions_the_one_that_cannot_run_goes() -> None:
-    (finding,) = schedir.check(schedule(1, "0", "0B0 0F0 0B0")).errors
-    assert (finding.code, finding.help) == ("S104", "remove 0B0 at rank 0 #0")
-
-
-def test_two_deadlocks_are_undone_one_after_the_other() -> None:
-    wrong = schedule(
-        2,
-        "0 1 0 1",
-        "0F0 0F1 2F0 2F1 0B1 2B1 0B0 2B0",
-        "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1",
-    )
-    case = Case(wrong, wrong, "rank", {}, 1)
-    led = follow(case, random.Random(0))
-    assert (led.codes, led.helpless) == (["S301", "S301"], None)
+@pytest.mark.parametrize("case", SAID.split("\n\n"), ids=lambda case: case.splitlines()[0])
+def test_what_the_help_says(case: str) -> None:
+    _, said, placement, *lists = case.splitlines()
+    codes, words, steps = said.split(": ")
+    microbatches = 1 + max(map(int, re.findall(r"F(\d)", case)))
+    wrong = listed(microbatches, placement, *lists)
+    assert {finding.help for finding in schedir.check(wrong).errors} == {words}
+    led = follow(Case(wrong, wrong, "rank", {}, 1), random.Random(0))
+    assert (led.codes, led.helpless) == (codes.split(), None)
+    assert {*updates(led.last).values()} == {int(steps)} - {0}
+    assert schedir.check(wrong, "edge").ok or "as it was given" not in words

@@ -60,15 +60,13 @@ def test_png_and_pdf_are_the_picture_in_its_size(run: Run, line: Timeline) -> No
     assert Path("x.pdf").read_bytes().startswith(b"%PDF")
 
 
-def test_bytes_go_to_a_pipe_and_to_no_terminal(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def test_bytes_go_to_a_pipe_and_to_no_terminal(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     import subprocess
 
     command = [sys.executable, "-m", "schedir", "export", "1f1b", "--format", "png"]
     piped = subprocess.run(command, capture_output=True, check=True, timeout=250)
     assert piped.stdout == schedir.simulate(schedir.build("1f1b")).png()
-    on_terminal(tmp_path, *command[3:])
+    on_terminal(*command[3:])
     assert b"png is not text: write it to a file, -o x.png" in capfdbinary.readouterr().err
 
 

@@ -10,32 +10,23 @@ import schedir
 from schedir import Position, Schedule, diagnose
 from tests.built_in import EVERY
 from tests.diagnosis.standing import at_rest, position
+from tests.sweeps import sweep
 
-SHAPES = {
-    name: [{"ranks": 4, "microbatches": 8}] for name in EVERY if name not in ("1f1b-rr", "chimera")
-} | {
-    "1f1b": [{"ranks": 4, "microbatches": 8}, {"ranks": 3, "microbatches": 2}],
-    "chimera": [{"ranks": 4, "microbatches": 4}],
-}
-CASES = [(name, shape) for name, shapes in SHAPES.items() for shape in shapes]
-IDS = [f"{name} {'×'.join(map(str, shape.values()))}" for name, shape in CASES]
+SHAPES = [(name, 4, 4 if name == "chimera" else 8) for name in EVERY if name != "1f1b-rr"]
+SHAPES.append(("1f1b", 3, 2))
+QUICK = ("1f1b", "interleaved-1f1b", "pipedream", "dualpipe", "zb")
+"""With chunks, several updates, replicas and backwards in two parts."""
 
 
-def built(name: str, shape: dict[str, int]) -> Schedule:
-    return schedir.build(name, **shape)
-
-
-@pytest.mark.parametrize(("name", "shape"), CASES, ids=IDS)
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_stopped_rank_is_the_root(name: str, shape: dict[str, int], clips: bool) -> None:
-    schedule = built(name, shape)
+def expect_it_is_the_root(schedule: Schedule, **given: Any) -> int:
+    """Stop each rank at each place. Returns at how many another rank waits for it."""
     blamed = 0
     for rank, entries in enumerate(schedule.actions):
         for index in range(len(entries)):
-            at = at_rest(schedule, {rank: index}, clips=clips)
+            at = at_rest(schedule, {rank: index}, **given)
             assert at[rank] == (0, index, "running")
             waits = any(phase == "waiting" for _, _, phase in at)
-            found = diagnose(schedule, at, clips=clips)
+            found = diagnose(schedule, at, **given)
             assert [root.rank for root in found.roots] == [rank] * waits, (rank, index, at)
             if waits:
                 blamed += 1
@@ -43,32 +34,25 @@ def test_a_stopped_rank_is_the_root(name: str, shape: dict[str, int], clips: boo
                 assert (root.call, root.index) == (0, index)
                 assert str(root.action) in str(entries[index])
                 assert found.chain[-1] == rank
-    if name == "1f1b" and shape["ranks"] == 4:
+    return blamed
+
+
+@sweep("name, ranks, microbatches", SHAPES, quick=lambda shape: shape[0] in QUICK)
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_stopped_rank_is_the_root(name: str, ranks: int, microbatches: int, clips: bool) -> None:
+    schedule = schedir.build(name, ranks=ranks, microbatches=microbatches)
+    blamed = expect_it_is_the_root(schedule, clips=clips)
+    if name == "1f1b" and ranks == 4:
         # Nobody waits for the last update of rank 1: it passes no announcement on.
         assert blamed == sum(map(len, schedule.actions)) - 1
 
 
-def test_with_ties_and_sums_the_root_is_named() -> None:
-    schedule = schedir.insert_communication(
-        schedir.Schedule.of(
-            "replicas",
-            [(0, 2), (1, 3)],
-            [
-                "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP",
-                "1F0 1B0 1REDUCE_GRAD 1OPTIM_STEP",
-                "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP",
-                "1F1 1B1 1REDUCE_GRAD 1OPTIM_STEP",
-            ],
-            microbatches=2,
-        )
-    )
-    for ties in ((), ((0, 1),)):
-        for rank, entries in enumerate(schedule.actions):
-            for index in range(len(entries)):
-                at = at_rest(schedule, {rank: index}, ties=ties)
-                waits = any(phase == "waiting" for _, _, phase in at)
-                found = diagnose(schedule, at, ties=ties)
-                assert [root.rank for root in found.roots] == [rank] * waits, (rank, index, at)
+@pytest.mark.parametrize("ties", [(), ((0, 1),)])
+def test_with_ties_and_sums_the_root_is_named(ties: tuple[tuple[int, ...], ...]) -> None:
+    own = "{0}F{1} {0}B{1} {0}REDUCE_GRAD {0}OPTIM_STEP"
+    lists = [own.format(stage, m) for m in (0, 1) for stage in (0, 1)]
+    replicas = Schedule.of("replicas", [(0, 2), (1, 3)], lists, microbatches=2)
+    assert expect_it_is_the_root(schedir.insert_communication(replicas), ties=ties)
 
 
 SCHEDULE = schedir.build("1f1b", ranks=4, microbatches=8)
@@ -136,11 +120,9 @@ def test_nobody_is_named_while_nobody_waits() -> None:
 
 
 def test_of_two_pipelines_the_one_that_holds_the_sum_up_is_named() -> None:
-    schedule = schedir.insert_communication(
-        schedir.Schedule.of(
-            "one", [0, 1], ["0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "1F0 1B0 1REDUCE_GRAD 1OPTIM_STEP"]
-        )
-    )
+    own = "{0}F0 {0}B0 {0}REDUCE_GRAD {0}OPTIM_STEP"
+    one = Schedule.of("one", [0, 1], [own.format(stage) for stage in (0, 1)])
+    schedule = schedir.insert_communication(one)
     step = len(schedule.actions[0]) - 1
     at = [(0, step, "waiting"), (0, step + 0, "waiting"), (0, 0, "running"), (0, 1, "waiting")]
     found = diagnose(schedule, at, pipelines=2)

@@ -33,15 +33,9 @@ class Small:
 
     def cost(self, kind: str, stage: int) -> float:
         costs = self.costs
-        values = {
-            "F": costs.forward,
-            "B": costs.backward,
-            "I": costs.backward_input,
-            "W": costs.backward_weight,
-            "R": costs.forward if costs.recompute is None else costs.recompute,
-            "S": costs.optim_step,
-        }
-        value = values[kind]
+        again = costs.forward if costs.recompute is None else costs.recompute
+        values = {"F": costs.forward, "B": costs.backward, "R": again, "S": costs.optim_step}
+        value = (values | {"I": costs.backward_input, "W": costs.backward_weight})[kind]
         return value[stage] if isinstance(value, tuple) else value
 
 

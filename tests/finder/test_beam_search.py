@@ -20,17 +20,9 @@ BYTES = CostModel(backward=3, input_bytes=1, activation_bytes=3, deferred_bytes=
 
 
 def terms(ranks: int, microbatches: int, chunks: int = 1, **options: Any) -> Terms:
-    defaults: dict[str, Any] = {
-        "costs": CostModel(),
-        "placement": "wrapped",
-        "memory_limit": None,
-        "max_activations": None,
-        "held_until": "W",
-        "objective": "makespan",
-        "split": True,
-        "recompute": None,
-        "channel": "rank",
-    }
+    defaults: dict[str, Any] = {"costs": CostModel(), "placement": "wrapped", "held_until": "W"}
+    defaults |= {"memory_limit": None, "max_activations": None, "recompute": None, "split": True}
+    defaults |= {"objective": "makespan", "channel": "rank"}
     shape = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     return Terms(**{**defaults, **shape, **options})
 

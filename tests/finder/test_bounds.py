@@ -13,8 +13,8 @@ import schedir
 from schedir import CostModel, SchedirError, Schedule
 from schedir.finder.bounds import lower_bound
 from schedir.finder.terms import Objective
-from tests.built_in import EVERY
-from tests.sweeps import examples
+from tests.built_in import EVERY, NAMES
+from tests.sweeps import examples, sweep
 
 EQUAL = CostModel(backward=1)
 """F = B = 1, in which stages of V placements and wrapped ones are counted."""
@@ -39,25 +39,22 @@ def built(name: str, ranks: int, microbatches: int) -> Schedule | None:
 
 def costs_for(stages: int) -> st.SearchStrategy[CostModel]:
     """Costs of all kinds, by stage."""
-    times = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)
-    sizes = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
+    times, sizes = (
+        st.lists(st.integers(low, 9), min_size=stages, max_size=stages) for low in (0, 1)
+    )
     few = st.integers(0, 3)
+    of_kinds = ("forward", "backward", "backward_input", "backward_weight", "optim_step")
     return st.builds(
         CostModel,
-        **dict.fromkeys(
-            ("forward", "backward", "backward_input", "backward_weight", "optim_step"), times
-        ),
-        activation_bytes=sizes,
-        input_bytes=sizes,
+        **dict.fromkeys(of_kinds, times),
+        **dict.fromkeys(("activation_bytes", "input_bytes"), sizes),
+        **dict.fromkeys(("weight_bytes", "latency", "boundary_bytes"), few),
         deferred_bytes=st.none() | sizes,
-        weight_bytes=few,
-        latency=few,
-        boundary_bytes=few,
         bandwidth=st.sampled_from((1, 2, float("inf"))),
     )
 
 
-@pytest.mark.parametrize("name", EVERY)
+@sweep("name", EVERY, quick=[*NAMES, "zb-h1", "zbv", "1f1b-rr", "eager-1f1b"])
 @examples(12)
 @given(data=st.data())
 def test_no_built_in_schedule_is_quicker(name: str, data: st.DataObject) -> None:
@@ -88,9 +85,8 @@ def test_one_f_one_b_is_at_its_bound(ranks: int, microbatches: int) -> None:
     costs = CostModel(forward=3, backward=5)
     found = lower_bound(range(ranks), microbatches, costs, split=False, max_activations=ranks)
     assert found == 8 * (microbatches + ranks - 1)
-    longest = lower_bound(
-        range(ranks), microbatches, costs, split=False, max_activations=ranks, objective="span"
-    )
+    allowed: dict[str, Any] = {"split": False, "max_activations": ranks}
+    longest = lower_bound(range(ranks), microbatches, costs, objective="span", **allowed)
     assert longest == (found if microbatches >= ranks else 8 * ranks)
 
 
@@ -138,12 +134,9 @@ def test_zb_1p_on_an_a100_is_at_its_bound(shape: tuple[int, ...], published: flo
     assert round(1 - microbatches * (f + i + w) / found, 4) == published
 
 
-def test_interleaving_is_at_its_bound() -> None:
+def test_interleaving_and_what_was_found_by_hand_are_at_their_bounds() -> None:
     assert lower_bound(WRAPPED, 8, split=False) == 57
-
-
-def test_the_search_cases() -> None:
-    """Found by hand: 21, one above what is proved, and 38, which is the best."""
+    # By hand: 21, one above what is proved, and 38, which is the best.
     assert lower_bound([0, 1, 2] * 2, 4, EQUAL, split=False, max_activations=6) == 20
     assert lower_bound(V, 8, EQUAL, split=False, max_activations=8) == 38
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import schedir
 from schedir import Action, CostModel, Pipeline, backward, forward, optim_step, schedule
 from schedir.finder import Row
-from tests.command_line import runner
+from tests.command_line import Run
 
 # Each of 8 stages: the model is cut into these, or into 4 of two each.
 COSTS = CostModel(
@@ -20,6 +19,13 @@ COSTS = CostModel(
     backward_weight=(3, 2, 2, 2, 2, 2, 2, 4),
     activation_bytes=(10,) * 8,
     weight_bytes=(5,) * 8,
+    latency=0.25,
+)
+SUMMED = CostModel(
+    forward=(5, 4, 4, 6),
+    backward=(10, 8, 8, 12),
+    backward_input=(5, 4, 4, 6),
+    backward_weight=(5, 4, 4, 6),
     latency=0.25,
 )
 BESIDE = ["1f1b", "zb-h1", "interleaved-1f1b", "zbv"]
@@ -40,8 +46,7 @@ def test_found_ones_are_compared_as_they_are_simulated(placement: str) -> None:
     assert row.fits
     assert row.peak_bytes == max(rank.peak_bytes or 0 for rank in line.ranks) <= 100
     # Of the same model, two stages in one.
-    whole = CostModel(forward=(5, 4, 4, 6), backward=(10, 8, 8, 12), latency=0.25)
-    alone = schedir.simulate(schedir.build("1f1b", ranks=4, microbatches=8), whole)
+    alone = schedir.simulate(schedir.build("1f1b", ranks=4, microbatches=8), SUMMED)
     assert table["1f1b"].makespan == alone.makespan
     # What is over the limit is not the best, however quick.
     assert table["interleaved-1f1b"].fits is False
@@ -52,16 +57,9 @@ def test_found_ones_are_compared_as_they_are_simulated(placement: str) -> None:
 
 
 def test_found_of_one_chunk_has_the_summed_stages() -> None:
-    summed = schedir.CostModel(
-        forward=(5, 4, 4, 6),
-        backward=(10, 8, 8, 12),
-        backward_input=(5, 4, 4, 6),
-        backward_weight=(5, 4, 4, 6),
-        latency=0.25,
-    )
-    found = schedir.search(4, 8, costs=summed, max_activations=4, seconds=0.2)
+    found = schedir.search(4, 8, costs=SUMMED, max_activations=4, seconds=0.2)
     table = rows(found, *BESIDE)
-    assert table[found.name].makespan == schedir.simulate(found, summed).makespan
+    assert table[found.name].makespan == schedir.simulate(found, SUMMED).makespan
     assert table["zbv"].stages == 8
 
 
@@ -82,15 +80,12 @@ def test_generators_see_the_costs_of_as_many_ranks_as_the_list_has() -> None:
     assert set(seen) == {costs}
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    costs, path = tmp_path / "costs.json", tmp_path / "found.sched"
-    COSTS.save(costs)
+def test_the_command(run: Run) -> None:
+    COSTS.save("costs.json")
     shape = ["--ranks", "4", "--microbatches", "8"]
-    limit = ["--costs", str(costs), "--memory-limit", "100"]
-    argv = ["search", *shape, "--chunks", "2", *limit, "--seconds", "0.2", "-o", str(path)]
-    run = runner(capsys)
-    assert run(*argv)[0] == 0
-    code, out, err = run("compare", str(path), *BESIDE, *shape, *limit)
-    assert (code, err) == (0, "")
-    assert str(path) in out
-    assert "1 schedule over it" in out
+    limit = ["--costs", "costs.json", "--memory-limit", "100"]
+    out = ["-o", "found.sched"]
+    assert run("search", *shape, "--chunks", "2", *limit, "--seconds", "0.2", *out)[0] == 0
+    table = run.prints("compare", "found.sched", *BESIDE, *shape, *limit)
+    assert "found.sched" in table
+    assert "1 schedule over it" in table

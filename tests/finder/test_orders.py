@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -22,11 +23,11 @@ def costs_of(random: Random, stages: int) -> CostModel:
         return tuple(round(random.uniform(0.1, most), 3) for _ in range(stages))
 
     full = each(9)
+    times: Any = {name: each(3) for name in ("forward", "backward_input", "backward_weight")}
+    sizes: Any = {name: each(5) for name in ("gradient_bytes", "weight_bytes", "optimizer_bytes")}
     return CostModel(
-        forward=each(3),
+        **times,
         backward=each(6),
-        backward_input=each(3),
-        backward_weight=each(3),
         optim_step=each(1),
         latency=random.choice((0, 0.3)),
         bandwidth=random.choice((math.inf, 2.0)),
@@ -34,9 +35,7 @@ def costs_of(random: Random, stages: int) -> CostModel:
         activation_bytes=full,
         input_bytes=tuple(size / 4 for size in full),
         deferred_bytes=random.choice((None, tuple(size / 2 for size in full))),
-        gradient_bytes=each(5),
-        weight_bytes=each(5),
-        optimizer_bytes=each(5),
+        **sizes,
     )
 
 

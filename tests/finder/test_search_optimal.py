@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import schedir
-from schedir import CostModel, SchedirError
-from schedir.finder import Found, candidates, exact, find
+from schedir import CostModel
+from schedir.finder import candidates, exact, find
 from tests.sweeps import long, sweep
 
 EQUAL = CostModel(backward=1)
@@ -28,17 +28,12 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def uneven(stages: int) -> CostModel:
-    def times(least: int) -> tuple[int, ...]:
-        return tuple(least + (7 * s + 3 * least) % 4 for s in range(stages))
-
-    return CostModel(
-        forward=times(3),
-        backward=times(7),
-        backward_input=times(4),
-        backward_weight=times(2),
-        optim_step=1,
-        latency=1,
-    )
+    least = {"forward": 3, "backward": 7, "backward_input": 4, "backward_weight": 2}
+    times: Any = {
+        name: tuple(low + (7 * stage + 3 * low) % 4 for stage in range(stages))
+        for name, low in least.items()
+    }
+    return CostModel(**times, optim_step=1, latency=1)
 
 
 def value(schedule: schedir.Schedule, costs: CostModel, objective: str) -> float:
@@ -46,8 +41,8 @@ def value(schedule: schedir.Schedule, costs: CostModel, objective: str) -> float
     return line.makespan if objective == "makespan" else max(rank.span for rank in line.ranks)
 
 
-@pytest.mark.parametrize(
-    ("shape", "arguments"),
+@sweep(
+    "shape, arguments",
     [
         ((2, 4, 1), {"max_activations": 2}),
         ((2, 6, 1), {"max_activations": 1, "costs": uneven(2)}),
@@ -63,6 +58,7 @@ def value(schedule: schedir.Schedule, costs: CostModel, objective: str) -> float
         ((2, 3, 3), {"split": False, "max_activations": 6, "placement": "wave"}),
         ((3, 4, 1), {"max_activations": 1, "recompute": True, "costs": SLOW_LINKS}),
     ],
+    quick=lambda case: case[0] in ((2, 4, 1), (2, 6, 1), (4, 3, 1), (3, 3, 2)),
 )
 def test_it_is_the_exact_optimum(shape: tuple[int, int, int], arguments: dict[str, Any]) -> None:
     assert_optimal(shape, arguments)
@@ -112,15 +108,6 @@ def assert_optimal(shape: tuple[int, int, int], arguments: dict[str, Any]) -> No
     assert schedir.check(found.schedule).ok
 
 
-def bubble(found: Found, costs: CostModel) -> float:
-    """The part of the objective in which a rank of one stage has nothing to do."""
-    forward, first, second = costs.forward, costs.backward_input, costs.backward_weight
-    assert not isinstance(forward, tuple)
-    assert not isinstance(first, tuple)
-    assert not isinstance(second, tuple)
-    return 1 - found.schedule.microbatches * (forward + first + second) / found.value
-
-
 @sweep(
     "ranks, microbatches, times, zb_1p, zb_2p",
     [
@@ -130,7 +117,7 @@ def bubble(found: Found, costs: CostModel) -> float:
         (16, 48, (11347, 11248, 8132, 377), 0.1397, 0.0066),
         (32, 96, (10419, 10207, 7715, 408), 0.1421, 0.0038),
     ],
-    quick=lambda case: case[0] == 8,
+    quick=lambda case: case[:2] == (8, 24),
 )
 def test_zero_bubble_on_an_a100(
     ranks: int, microbatches: int, times: tuple[int, ...], zb_1p: float, zb_2p: float
@@ -144,9 +131,10 @@ def test_zero_bubble_on_an_a100(
     shape: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "costs": costs}
     shape |= {"objective": "span", "seconds": ranks / 10}
     one = find(max_activations=ranks, **shape)
-    assert round(bubble(one, costs), 4) <= zb_1p
     two = find(max_activations=2 * ranks, held_until="I", **shape)
-    assert round(bubble(two, costs), 4) <= zb_2p
+    for found, published in ((one, zb_1p), (two, zb_2p)):
+        # What a rank of one stage does not work of it.
+        assert round(1 - microbatches * (f + i + w) / found.value, 4) <= published
     for found, most, until in ((one, ranks, "W"), (two, 2 * ranks, "I")):
         assert schedir.check(found.schedule, max_activations=most, held_until=until).ok  # type: ignore[arg-type]
 
@@ -158,35 +146,9 @@ def test_never_worse_than_what_is_built_in() -> None:
     )
     for most in (8, 12, 16, 24):
         found = find(8, 24, costs=costs, max_activations=most, seconds=0.1)
-        beside = schedir.compare(
-            ["1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "eager-1f1b", "zb"],
-            ranks=8,
-            microbatches=24,
-            costs=costs,
-        )
+        names = ["1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "eager-1f1b", "zb"]
+        beside = schedir.compare(names, ranks=8, microbatches=24, costs=costs)
         for row in beside.rows:
             if row.peak_activations is not None and row.peak_activations <= most:
                 assert row.makespan is not None
                 assert found.value <= row.makespan * (1 + 1e-12)
-
-
-def test_an_impossible_limit_is_refused_with_the_least_that_works() -> None:
-    with pytest.raises(SchedirError, match=r"each rank: the least that works is 2$"):
-        find(2, 3, 2, max_activations=1)
-    with pytest.raises(SchedirError, match="no schedule of this work is within the limit"):
-        exact(2, 3, 2, max_activations=1)
-    exact(2, 3, 2, max_activations=2, split=False)
-    costs = CostModel(activation_bytes=10, weight_bytes=7)
-    with pytest.raises(SchedirError, match=r"each rank: the least that works is 17$"):
-        find(2, 3, costs=costs, memory_limit=16, recompute=False)
-    assert find(2, 3, costs=costs, memory_limit=17, recompute=False).value == 15
-
-
-def test_the_same_seed_finds_the_same_schedule_whatever_was_searched_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(candidates, "DEFAULT_SECONDS", 0.3)
-    arguments: dict[str, Any] = {"costs": uneven(6), "max_activations": 4}
-    first = schedir.search(3, 5, 2, seed=1, **arguments)
-    schedir.search(3, 5, 2, seed=2, **arguments)
-    assert schedir.search(3, 5, 2, seed=1, **arguments) == first
