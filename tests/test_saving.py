@@ -17,10 +17,10 @@ import schedir
 from schedir import LoadError, ParseError, SchedirError, Timeline
 from schedir.simulator import Measured, Sizes, load_timelines, save_timelines
 from tests.built_in import NAMES
+from tests.literals import listed
 
-SHORT = schedir.loads(
-    "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\n"
-    "rank 0: 0F0 0SEND_ACT0 0RECV_GRAD0 0B0\nrank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0\n"
+SHORT = listed(
+    1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0", name="x"
 )
 STARTS = [0.5, 2, math.nan, 8.5, 2, 3, 4.5, 7]
 ENDS = [2, 2.5, 8, 10, 3, 4.5, 7, 8]
@@ -216,7 +216,6 @@ def test_garbage_is_refused(garbage: bytes, tmp_path: Path) -> None:
 
 
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"none\.json: No such file"):
-        Timeline.load(tmp_path / "none.json")
-    with pytest.raises(LoadError, match="Is a directory"):
-        Timeline.load(tmp_path)
+    for path, said in ((tmp_path / "none.json", r"none\.json: No such"), (tmp_path, "Is a dir")):
+        with pytest.raises(LoadError, match=said):
+            Timeline.load(path)

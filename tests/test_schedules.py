@@ -8,6 +8,8 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 import schedir
 from schedir import Kind, Schedule
 from tests.built_in import SYNCHRONOUS
+from tests.sweeps import sweep
+from tests.timelines import simulated
 
 # jaxpp, DeepSpeed and the zero-bubble code agree on this order of 1F1B, 4 ranks, 8 microbatches.
 ONE_F_ONE_B = """
@@ -65,8 +67,8 @@ def torchs_order(ranks: int, microbatches: int, chunks: int) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@sweep("ranks", [1, 2, 3, 4, 6, 8], quick=[1, 2, 3, 4])
+@sweep("chunks", [1, 2, 3, 4], quick=[2, 3])
 def test_interleaved_equals_torchs_generator(ranks: int, chunks: int) -> None:
     accepted = [m for m in range(1, 25) if m % max(1, m // ranks) == 0]
     assert len(accepted) > 5
@@ -85,12 +87,12 @@ def test_fill_drain_backward_order(order: str, backwards: str) -> None:
         assert compute(built)[rank] == expected
 
 
-PIPEDREAM_VERSIONS = {
-    0: [0, 0, 0, 0, 1, 2, 3, 4],
-    1: [0, 0, 0, 1, 2, 3, 4, 5],
-    2: [0, 0, 1, 2, 3, 4, 5, 6],
-    3: [0, 1, 2, 3, 4, 5, 6, 7],
-}
+PIPEDREAM_VERSIONS = [
+    [0, 0, 0, 0, 1, 2, 3, 4],
+    [0, 0, 0, 1, 2, 3, 4, 5],
+    [0, 0, 1, 2, 3, 4, 5, 6],
+    [0, 1, 2, 3, 4, 5, 6, 7],
+]
 
 
 def versions(schedule: Schedule, stage: int) -> list[int]:
@@ -103,20 +105,20 @@ def versions(schedule: Schedule, stage: int) -> list[int]:
     return read
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_pipedream_reads_the_published_versions(stage: int) -> None:
+def test_pipedream_reads_the_published_versions() -> None:
     built = schedir.build("pipedream", ranks=4, microbatches=8)
-    assert versions(built, stage) == PIPEDREAM_VERSIONS[stage]
     synced = schedir.build("pipedream", ranks=4, microbatches=8, vertical_sync=True)
-    assert versions(synced, stage) == PIPEDREAM_VERSIONS[0]
+    for stage, published in enumerate(PIPEDREAM_VERSIONS):
+        assert versions(built, stage) == published
+        assert versions(synced, stage) == PIPEDREAM_VERSIONS[0]
 
 
 def test_pipedream_keeps_at_most_its_bound_of_versions() -> None:
     for ranks in range(1, 7):
-        plain = schedir.simulate(schedir.build("pipedream", ranks=ranks, microbatches=16))
+        plain = simulated("pipedream", ranks, 16)
         assert [r.weight_versions for r in plain.ranks] == [ranks - r for r in range(ranks)]
-        synced = schedir.build("pipedream", ranks=ranks, microbatches=16, vertical_sync=True)
-        assert [r.weight_versions for r in schedir.simulate(synced).ranks] == [ranks] * ranks
+        synced = simulated("pipedream", ranks, 16, vertical_sync=True)
+        assert [r.weight_versions for r in synced.ranks] == [ranks] * ranks
 
 
 # Figures.
@@ -124,49 +126,37 @@ def test_pipedream_keeps_at_most_its_bound_of_versions() -> None:
 GRID = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 8, 13)]
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), GRID)
-def test_bubbles_and_peaks_of_fill_drain_and_1f1b(ranks: int, microbatches: int) -> None:
-    bubble = (ranks - 1) / (microbatches + ranks - 1)
-    for name in ("fill-drain", "1f1b"):
-        line = schedir.simulate(schedir.build(name, ranks=ranks, microbatches=microbatches))
-        assert line.bubble_fraction == pytest.approx(bubble)
+@pytest.mark.parametrize("name", ["fill-drain", "1f1b"])
+def test_bubbles_and_peaks_of_one_stage_per_rank(name: str) -> None:
+    for ranks, microbatches in GRID:
+        line = simulated(name, ranks, microbatches)
+        assert line.bubble_fraction == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
         assert line.makespan == 3 * (microbatches + ranks - 1)
         assert all(r.weight_versions == 1 for r in line.ranks)
-        peaks = [r.peak_activations for r in line.ranks]
-        assert peaks == (
-            [microbatches] * ranks
-            if name == "fill-drain"
-            else [min(ranks - r, microbatches) for r in range(ranks)]
-        )
+        most = [microbatches if name == "fill-drain" else ranks - r for r in range(ranks)]
+        assert [r.peak_activations for r in line.ranks] == [min(m, microbatches) for m in most]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("ranks", "microbatches"), [*GRID, (4, 9), (5, 11), (6, 15)])
-def test_bubbles_and_peaks_of_interleaved(ranks: int, microbatches: int, chunks: int) -> None:
-    built = schedir.build("interleaved-1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    line = schedir.simulate(built)
-    rounds = max(1, microbatches // ranks)
-    group = ranks if microbatches % rounds else microbatches // rounds
-    if microbatches >= ranks and microbatches % group == 0 and group == ranks:
-        assert line.bubble_fraction == pytest.approx(
-            (ranks - 1) / (chunks * microbatches + ranks - 1)
-        )
-    total = microbatches * chunks
-    for r, stats in enumerate(line.ranks):
-        warmup = min(2 * (ranks - r - 1) + (chunks - 1) * group, total)
-        assert stats.peak_activations == min(warmup + 1, total)
+def test_bubbles_and_peaks_of_interleaved(chunks: int) -> None:
+    for ranks, microbatches in [*GRID, (4, 9), (5, 11), (6, 15)]:
+        line = simulated("interleaved-1f1b", ranks, microbatches, chunks=chunks)
+        rounds, total = max(1, microbatches // ranks), microbatches * chunks
+        group = ranks if microbatches % rounds else microbatches // rounds
+        if microbatches >= ranks and microbatches % group == 0 and group == ranks:
+            assert line.bubble_fraction == pytest.approx((ranks - 1) / (total + ranks - 1))
+        for r, stats in enumerate(line.ranks):
+            warmup = min(2 * (ranks - r - 1) + (chunks - 1) * group, total)
+            assert stats.peak_activations == min(warmup + 1, total)
 
 
-def test_published_makespans() -> None:
-    for name, makespan, idle in (
-        ("fill-drain", 33, 9),
-        ("1f1b", 33, 9),
-        ("interleaved-1f1b", 57, 9),
-    ):
-        line = schedir.simulate(schedir.build(name, ranks=4, microbatches=8))
-        assert line.makespan == makespan
-        assert [r.idle for r in line.ranks] == [idle] * 4
-    assert [r.peak_activations for r in line.ranks] == [11, 9, 7, 5]
+@pytest.mark.parametrize(
+    ("name", "makespan"), [("fill-drain", 33), ("1f1b", 33), ("interleaved-1f1b", 57)]
+)
+def test_published_makespans(name: str, makespan: int) -> None:
+    line = simulated(name, 4, 8)
+    assert line.makespan == makespan
+    assert [r.idle for r in line.ranks] == [9] * 4
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)

@@ -17,6 +17,15 @@ from tests.joined import joined
 from tests.test_random import drawn, scattered
 
 
+def simulated(
+    name: str, ranks: int, microbatches: int, costs: CostModel | None = None, **more: Any
+) -> Timeline:
+    """The timeline of a schedule that is built by name."""
+    return schedir.simulate(
+        schedir.build(name, ranks=ranks, microbatches=microbatches, **more), costs
+    )
+
+
 def drawn_costs(chance: random.Random, schedule: Schedule, whole: bool = True) -> CostModel:
     """Costs by stage and by link, many of them nothing."""
 
