@@ -66,7 +66,7 @@ def test_bytes_go_to_a_pipe_and_to_no_terminal(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     command = ["export", "1f1b", "--format", "png"]
-    program = [commands() / "schedir", *command]
+    program = [str(commands() / "schedir"), *command]
     piped = subprocess.run(program, capture_output=True, check=True, timeout=250)
     assert piped.stdout == schedir.simulate(schedir.build("1f1b")).png()
     on_terminal(tmp_path, *command)

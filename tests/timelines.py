@@ -18,12 +18,18 @@ from tests.test_random import drawn, scattered
 
 
 def simulated(
-    name: str, ranks: int, microbatches: int, costs: CostModel | None = None, **more: Any
+    name: str,
+    ranks: int,
+    microbatches: int,
+    costs: CostModel | None = None,
+    *,
+    given: bool = False,
+    **more: Any,
 ) -> Timeline:
-    """The timeline of a schedule that is built by name."""
-    return schedir.simulate(
-        schedir.build(name, ranks=ranks, microbatches=microbatches, **more), costs
-    )
+    """The timeline of a schedule that is built by name, which is `given` the costs or not."""
+    more |= {"costs": costs} if given else {}
+    built = schedir.build(name, ranks=ranks, microbatches=microbatches, **more)
+    return schedir.simulate(built, costs)
 
 
 def drawn_costs(chance: random.Random, schedule: Schedule, whole: bool = True) -> CostModel:

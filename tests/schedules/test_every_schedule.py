@@ -50,15 +50,15 @@ def test_the_docstring_draws_the_timeline(name: str) -> None:
         assert row.startswith(picture[:-3]) if picture.endswith("...") else row == picture
 
 
-@sweep("others", [6, 20], quick=[6])
+@sweep("small, others", [((2, 4), 1), ((1, 2, 3, 4), 20)], quick=[((2, 4), 1)])
 @pytest.mark.parametrize("name", EVERY)
-def test_every_shape_is_clean_or_refused(name: str, others: int) -> None:
-    """Small shapes, and some of the others up to 12 ranks and microbatches and 4 chunks."""
+def test_every_shape_is_clean_or_refused(name: str, small: tuple[int, ...], others: int) -> None:
+    """On a small number of ranks, and some other shapes up to 12 ranks and 4 chunks."""
     chosen = [*variants(name), {"chunks": 1}, {"chunks": 4}]
-    small = [(p, m, own) for p, m in product((1, 2, 3, 4), (1, 2, 4, 5)) for own in chosen]
+    shapes = [(p, m, own) for p, m in product(small, (1, 2, 4, 5, 8)) for own in chosen]
     large = [(p, m, own) for p, m in product(range(1, 13), repeat=2) for own in chosen]
     taken = 0
-    for ranks, microbatches, own in small + random.Random(name).sample(large, others):
+    for ranks, microbatches, own in shapes + random.Random(name).sample(large, others):
         schedule = built(name, ranks, microbatches, own)
         if schedule is None:
             continue
