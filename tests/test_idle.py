@@ -65,20 +65,6 @@ def test_a_wait_for_compute_and_then_for_its_transfer() -> None:
     ]
 
 
-def test_a_wait_for_a_channel() -> None:
-    #   time     0    1    2    3    4    5    6    7    8    9
-    #   rank 0   0F0  0F1
-    #   channel       0SEND_ACT0---- 0SEND_ACT1----
-    #   rank 1                                     1F1  1F0
-    schedule = listed(2, "0 1", "0F0 0SEND_ACT0 0F1 0SEND_ACT1", "1RECV_ACT0 1RECV_ACT1 1F1 1F0")
-    line = Timeline(schedule, [0, 1, 1, 4, 1, 4, 7, 8], [1, 4, 2, 7, 4, 7, 8, 9])
-    assert said(line, 1) == [
-        "0..2 warmup: 1F1 for 0F1 through 1RECV_ACT1, root -",
-        "2..4 communication: 1F1 for 0SEND_ACT0 through 1RECV_ACT1, root -",
-        "4..7 communication: 1F1 for 0SEND_ACT1 through 1RECV_ACT1, root -",
-    ]
-
-
 def test_a_send_that_is_listed_late_waits_for_what_stands_before_it() -> None:
     schedule = listed(2, "0 1", "0F0 0F1 0SEND_ACT0 0SEND_ACT1", "1RECV_ACT0 1F0 1RECV_ACT1 1F1")
     line = Timeline(schedule, [0, 1, 2, 2, 2, 2, 2, 3], [1, 2, 2, 2, 2, 3, 2, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
+from itertools import count
 
 import pytest
 from hypothesis import example, given
@@ -105,9 +106,13 @@ def apart(built: Schedule) -> Schedule:
     return Schedule(built.name, built.microbatches, built.placement, built.flat)
 
 
-def test_the_pairs_of_compute_alone_are_judged_as_those_of_its_completion() -> None:
+@sweep("many", [20, 4], quick=[4])
+def test_the_pairs_of_compute_alone_are_judged_as_those_of_its_completion(many: int) -> None:
+    """Of lists that are drawn, until so many can be completed, and so many can't."""
     seen: Counter[bool] = Counter()
-    for seed in range(400):
+    for seed in count():
+        if min(seen[True], seen[False]) >= many:
+            break
         chance = random.Random(seed)
         compute = joined(drawn(chance), chance, 1)
         if not compute.columns.together:
@@ -122,7 +127,6 @@ def test_the_pairs_of_compute_alone_are_judged_as_those_of_its_completion() -> N
         assert report.schedule == complete
         assert report.ok == (happens(complete, "rank", seed) == "completes")
         seen[True] += 1
-    assert min(seen.values()) > 20
 
 
 # Lists as others write them.

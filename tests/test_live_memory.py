@@ -333,22 +333,6 @@ def test_until_when_is_said_on_the_command_line(
         schedir.check(eager(2, 2), held_until="B")  # type: ignore[arg-type]
 
 
-def test_pipedream_keeps_a_copy_of_each_older_version() -> None:
-    line = schedir.simulate(
-        schedir.build("pipedream", ranks=4, microbatches=8), CostModel(weight_bytes=100)
-    )
-    # Up to S - s versions of stage s are read; each is a copy beside the newest weights.
-    assert [one.peak_bytes for one in line.ranks] == [500, 400, 300, 100]
-
-
-def test_a_sum_takes_as_much_again() -> None:
-    lists = "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP"
-    line = schedir.simulate(listed(2, "0,1", *lists), CostModel(gradient_bytes=5))
-    assert [one.peak_bytes for one in line.ranks] == [10, 10]
-    alone = listed(1, "0", "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP")
-    assert schedir.simulate(alone, CostModel(gradient_bytes=5)).ranks[0].peak_bytes == 5
-
-
 def test_sizes_that_are_not_known_or_do_not_fit() -> None:
     line = schedir.simulate(schedir.build("1f1b"))
     assert [one.peak_bytes for one in line.ranks] == [None] * 4

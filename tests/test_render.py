@@ -170,20 +170,6 @@ def test_the_stages_of_all_ranks_take_one_look_at_the_placement() -> None:
     assert looks == 100
 
 
-def test_eight_ranks_by_thirty_two_at_a_hundred_columns() -> None:
-    line = simulated("1f1b", 8, 32)
-    text = timeline_text(line, 100)
-    assert max(map(len, text.splitlines())) <= 100
-    assert re.findall(r"^time .*$", text, re.MULTILINE)[:2] == ["time 0..22", "time 22..44"]
-
-
-def test_without_a_width_every_rank_is_one_line() -> None:
-    line = simulated("1f1b", 8, 200)
-    rows = rows_of(timeline_text(line))
-    assert [len(parts) for parts in rows] == [1] * 8
-    assert len(rows[0][0]) > 2000
-
-
 @pytest.mark.parametrize("width", [None, 80])
 def test_colour_changes_no_character(width: int | None) -> None:
     line = simulated("interleaved-1f1b", 3, 5)
@@ -213,11 +199,6 @@ def test_cells_that_have_no_room_are_marked() -> None:
     assert ": too short to be named" in text
     assert max(len(row) for rows in rows_of(text) for row in rows) < 20
     assert "too short" not in timeline_text(simulated("1f1b", 2, 3))
-
-
-def test_a_timeline_without_any_time() -> None:
-    free = CostModel(forward=0, backward=0)
-    assert "makespan 0, bubble 0.0%" in timeline_text(simulated("1f1b", 2, 3, free), 80)
 
 
 Drawn = tuple[float, float, int, Action]

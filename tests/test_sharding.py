@@ -82,7 +82,7 @@ def mutant(schedule: Schedule, chance: random.Random) -> Schedule:
 SMALL = ["1f1b", "zb-h1", "interleaved-1f1b", "chimera", "fill-drain"]
 
 
-@sweep("seed", range(60 * len(SMALL)), quick=range(2 * len(SMALL)))
+@sweep("seed", range(60 * len(SMALL)), quick=range(len(SMALL)))
 def test_the_verdict_on_a_wrong_list_is_that_of_a_run(seed: int) -> None:
     chance = random.Random(seed)
     plain = schedir.build(SMALL[seed % len(SMALL)], ranks=2, microbatches=2)

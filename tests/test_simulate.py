@@ -59,15 +59,6 @@ def test_1f1b_on_two_ranks_by_hand() -> None:
     assert line.bubble_fraction == pytest.approx(1 / 3)
 
 
-def test_costs_and_communication() -> None:
-    costs = CostModel(forward=2, backward=3, latency=0.5, optim_step=1)
-    line = simulated("1f1b", 2, 1, costs)
-    assert times(line, 0) == {"0F0": (0, 2), "0B0": (8, 11), "0OPTIM_STEP": (11, 12)}
-    assert times(line, 1) == {"1F0": (2.5, 4.5), "1B0": (4.5, 7.5), "1OPTIM_STEP": (7.5, 8.5)}
-    transfer = next(s for s in line.spans[0] if s.action.kind is Kind.SEND_ACT)
-    assert (transfer.start, transfer.end) == (2, 2.5)
-
-
 def test_a_receive_that_is_listed_late_holds_no_transfer() -> None:
     #   time    0    1    2    3    4    5    6    7
     #   rank 0  0F0  0F1
@@ -81,16 +72,6 @@ def test_a_receive_that_is_listed_late_holds_no_transfer() -> None:
     as_listed = schedir.simulate(LATE, costs, receives="listed")
     assert times(as_listed, 1) == before | {"1F1": (6, 7), "1B1": (7, 9)}
     assert (as_listed.spans[0][3].start, as_listed.spans[0][3].end) == (5, 6)
-
-
-def test_latency_does_not_occupy_the_channel() -> None:
-    #   time    0    1    2    3    4    5    6    7    8
-    #   rank 0  0F0  0F1
-    #                ════════─ ─ ─ ─ ─ ─                      4 bytes at 2 a time, then 3
-    #                          ════════─ ─ ─ ─ ─ ─
-    line = schedir.simulate(LATE, CostModel(boundary_bytes=4, bandwidth=2, latency=3))
-    sends = [(s.start, s.end) for s in line.spans[0] if s.action.kind is Kind.SEND_ACT]
-    assert sends == [(1, 6), (3, 8)]
 
 
 def test_a_blocking_schedule_is_refused() -> None:
@@ -295,21 +276,6 @@ def test_links_must_be_pairs_of_ranks() -> None:
         CostModel(latency={0: 1})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"bandwidth of link \(0, 1\) must be above 0"):
         CostModel(bandwidth={(0, 1): 0})
-
-
-def test_durations_replace_single_costs() -> None:
-    #   time    0         2         4         6         8         10
-    #   rank 0  0F0  0F1------
-    #                ═╴╴╴╴ 0SEND_ACT0 takes 2, one of it on the channel, as the costs say
-    #                          ═ 0SEND_ACT1 is free
-    costs = CostModel(boundary_bytes=1, bandwidth=1, latency=5)
-    line = schedir.simulate(LATE, costs, durations={(0, 1): 2, (0, 2): 2, (1, 4): 0})
-    assert [(s.start, s.end) for s in line.spans[0][:4]] == [(0, 1), (1, 3), (1, 3), (3, 3)]
-    assert times(line)["1F0"] == (3, 4)
-    # Of both ends the longer one counts, and no channel is occupied longer than the transfer lasts.
-    line = schedir.simulate(LATE, costs, durations={(0, 1): 2, (1, 0): 3, (0, 3): 0})
-    assert [(s.start, s.end) for s in line.spans[1][:1]] == [(1, 4)]
-    assert [(s.start, s.end) for s in line.spans[0][3:4]] == [(2, 2)]
 
 
 def test_durations_are_those_of_the_lists_as_given() -> None:

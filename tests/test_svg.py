@@ -10,7 +10,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
@@ -29,7 +28,6 @@ from schedir.render.palette import WORDS, picture_fill
 from schedir.render.text import plain
 from schedir.simulator import Measured, Span, Unit
 from tests.built_in import NAMES
-from tests.command_line import runner
 from tests.literals import listed
 from tests.sweeps import examples
 from tests.test_golden import GOLDEN, compare
@@ -426,9 +424,3 @@ PICTURES = {
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_picture(name: str, request: pytest.FixtureRequest) -> None:
     compare(GOLDEN / f"{name}.svg", PICTURES[name](), request)
-
-
-def test_export_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "picture.svg"
-    assert runner(capsys)("export", "1f1b", "-o", str(file)) == (0, "", "")
-    assert file.read_text(encoding="utf-8") == svg(simulated("1f1b", 4, 8))

@@ -22,6 +22,7 @@ from schedir import CostModel, SchedirError, Timeline
 from schedir.ir import loads_torch_csv
 from schedir.library import load
 from schedir.simulator import load_timelines, save_timelines
+from tests.sweeps import sweep
 
 Read = Callable[[Path], object]
 
@@ -136,6 +137,9 @@ def test_numbers_beyond(folder: Path, number: str) -> None:
 
 
 HEAD = "schedir 1\nname a\nmicrobatches {many}\nplacement 0\nrank 0: "
+QUICK = ["check", "show", "compare 1f1b", "export --format torch-csv"]
+MORE = ["check --output-format json", "show --why"]
+MORE += [f"export --format {form}" for form in ("svg", "html", "perfetto")]
 LIMITED = """\
 import resource, sys
 from schedir.cli import main
@@ -156,10 +160,9 @@ sys.exit(0 if set(codes) <= {0, 1, 2} else 9)
         HEAD.format(many=1) + "999999998F0 999999998B0 0F999999999 0F999999999999\n",
     ],
 )
-def test_numbers_in_lists_cost_no_memory(tmp_path: Path, text: str) -> None:
+@sweep("commands", [QUICK, MORE], quick=[QUICK], ids=len)
+def test_numbers_in_lists_cost_no_memory(tmp_path: Path, text: str, commands: list[str]) -> None:
     Path(tmp_path, "a.sched").write_text(text)
-    commands = ["check", "check --output-format json", "show", "show --why", "compare 1f1b"]
-    commands += [f"export --format {form}" for form in ("svg", "html", "perfetto", "torch-csv")]
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, "a.sched", *commands],
         cwd=tmp_path,
