@@ -24,7 +24,7 @@ from schedir.simulator import Measured
 from tests.built_in import NAMES
 from tests.command_line import runner
 from tests.literals import listed
-from tests.timelines import simulated
+from tests.timelines import lines, simulated
 
 Event = dict[str, Any]
 FACTOR = {"s": 1e6, "ms": 1e3, "us": 1, None: 1e6}
@@ -94,25 +94,8 @@ def check_arrows(events: list[Event], transfers: int) -> None:
     assert met == transfers
 
 
-costs = st.builds(
-    CostModel,
-    forward=st.floats(0.1, 4),
-    backward=st.floats(0.1, 4),
-    latency=st.just(0) | st.floats(0, 9),
-    unit=st.sampled_from([None, "s", "ms", "us"]),
-)
-
-
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 5),
-    microbatches=st.integers(1, 12),
-    costs=st.none() | costs,
-)
-def test_every_action_is_a_slice_at_its_time(
-    name: str, ranks: int, microbatches: int, costs: CostModel | None
-) -> None:
-    line = simulated(name, ranks, microbatches, costs)
+@given(lines(5, 12))
+def test_every_action_is_a_slice_at_its_time(line: Timeline) -> None:
     events = trace(line)
     factor = FACTOR[line.unit]
     found = {(e["pid"], e["args"]["index"]): e for e in slices(events)}
@@ -186,16 +169,8 @@ def test_the_version_that_an_action_reads_is_said() -> None:
     assert found["0SEND_ACT0"] is None
 
 
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 4),
-    microbatches=st.integers(1, 8),
-    costs=st.none() | costs,
-)
-def test_idle_time_has_its_cause(
-    name: str, ranks: int, microbatches: int, costs: CostModel | None
-) -> None:
-    line = simulated(name, ranks, microbatches, costs)
+@given(lines(4, 8))
+def test_idle_time_has_its_cause(line: Timeline) -> None:
     factor = FACTOR[line.unit]
     found = waits(trace(line))
     expected = [(rank, idle) for rank, stretches in enumerate(line.idle) for idle in stretches]

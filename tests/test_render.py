@@ -21,10 +21,9 @@ from schedir.render.overview import overview_blocks
 from schedir.render.steady_state import Repeat, repeats
 from schedir.render.terminal_timeline import drawing_of
 from schedir.render.text import coloured, plain, write_to_terminal
-from tests.built_in import NAMES
 from tests.findings import odd
 from tests.literals import listed
-from tests.timelines import simulated
+from tests.timelines import lines, simulated
 
 ONE_F_ONE_B = """\
 1f1b: 4 ranks, 4 stages, 4 microbatches
@@ -73,26 +72,8 @@ def test_timeline_text() -> None:
     assert timeline_text(simulated("1f1b", 4, 4)) == ONE_F_ONE_B
 
 
-costs = st.builds(
-    CostModel,
-    forward=st.floats(0.5, 4),
-    backward=st.floats(0.5, 4),
-    latency=st.just(0.0) | st.floats(0, 2),
-    optim_step=st.just(0.0) | st.floats(0, 2),
-)
-
-
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 9),
-    microbatches=st.integers(1, 40),
-    width=st.integers(40, 200),
-    costs=st.none() | costs,
-)
-def test_pages_fit_and_show_every_cell_once(
-    name: str, ranks: int, microbatches: int, width: int, costs: CostModel | None
-) -> None:
-    line = simulated(name, ranks, microbatches, costs)
+@given(lines(9, 40), st.integers(40, 200))
+def test_pages_fit_and_show_every_cell_once(line: Timeline, width: int) -> None:
     text = timeline_text(line, width)
     drawn = text.partition("makespan")[0]
     assert max(map(len, drawn.splitlines())) <= width
@@ -102,16 +83,8 @@ def test_pages_fit_and_show_every_cell_once(
         assert [label for row in rows for label in re.findall(r"\d*[FB]\d+", row)] == labels
 
 
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 9),
-    microbatches=st.integers(1, 40),
-    width=st.integers(40, 200),
-)
-def test_pages_laid_end_to_end_are_the_whole_rows(
-    name: str, ranks: int, microbatches: int, width: int
-) -> None:
-    line = simulated(name, ranks, microbatches)
+@given(lines(9, 40, st.none()), st.integers(40, 200))
+def test_pages_laid_end_to_end_are_the_whole_rows(line: Timeline, width: int) -> None:
     paged, whole = timeline_text(line, width), rows_of(timeline_text(line))
     # The columns of a unit of time: a whole number, at these costs.
     unit = 1 + max(len(label) for labels in labels_of(line) for label in labels)
@@ -214,16 +187,8 @@ def later(span: Drawn, repeat: Repeat) -> Drawn:
     return start + repeat.period, end + repeat.period, rank, action
 
 
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 9),
-    microbatches=st.integers(1, 60),
-    backward=st.integers(1, 3),
-)
-def test_what_repeats_is_the_same_a_period_later(
-    name: str, ranks: int, microbatches: int, backward: int
-) -> None:
-    line = simulated(name, ranks, microbatches, CostModel(backward=backward))
+@given(lines(9, 60, st.builds(CostModel, backward=st.integers(1, 3))))
+def test_what_repeats_is_the_same_a_period_later(line: Timeline) -> None:
     drawn: list[Drawn] = [
         (span.start, span.end, rank, Action(*attrs.astuple(span.action, recurse=False)[:3]))
         for rank, spans in enumerate(line.spans)
@@ -260,23 +225,13 @@ def test_a_schedule_without_a_steady_state_has_none() -> None:
     assert repeats(schedir.simulate(odd)) == []
 
 
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 20),
-    microbatches=st.integers(1, 40),
-    width=st.integers(60, 200),
-    height=st.integers(14, 60),
-    costs=st.none() | costs,
-)
-def test_the_overview_fits(
-    name: str, ranks: int, microbatches: int, width: int, height: int, costs: CostModel | None
-) -> None:
-    line = simulated(name, ranks, microbatches, costs)
+@given(lines(20, 40), st.integers(60, 200), st.integers(14, 60))
+def test_the_overview_fits(line: Timeline, width: int, height: int) -> None:
     screen = io.StringIO()
     write_to_terminal(overview_blocks(line, width, height), screen, width, colour=False)
-    lines = screen.getvalue().splitlines()
-    assert len(lines) < height
-    assert max(map(len, lines)) <= width
+    rows = screen.getvalue().splitlines()
+    assert len(rows) < height
+    assert max(map(len, rows)) <= width
 
 
 def test_the_overview_is_the_timeline_with_a_piece_cut_out() -> None:

@@ -26,12 +26,11 @@ from schedir.render import Page, outputs_of
 from schedir.render.memory import thinned
 from schedir.render.palette import WORDS, picture_fill
 from schedir.render.text import plain
-from schedir.simulator import Measured, Span, Unit
-from tests.built_in import NAMES
+from schedir.simulator import Measured, Sizes, Span, Unit
 from tests.literals import listed
 from tests.sweeps import examples
 from tests.test_golden import GOLDEN, compare
-from tests.timelines import simulated
+from tests.timelines import lines, simulated
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 LISTS = "0F0 0F1 (0F2;0B0) 0B1 0B2 0OPTIM_STEP", "1F0 1B0 1F1 1B1 1F2 1I2 1W2 1OPTIM_STEP"
@@ -116,26 +115,8 @@ def check_apart(cells: list[Box]) -> None:
             assert after.left >= before.right - 1e-9
 
 
-costs = st.builds(
-    CostModel,
-    forward=st.floats(0.5, 4),
-    backward=st.floats(0.5, 4),
-    latency=st.just(0) | st.floats(0, 2),
-    optim_step=st.just(0) | st.floats(0, 2),
-    unit=st.sampled_from([None, "s", "ms", "us"]),
-)
-
-
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 6),
-    microbatches=st.integers(1, 12),
-    costs=st.none() | costs,
-)
-def test_every_compute_action_is_a_cell_at_its_time(
-    name: str, ranks: int, microbatches: int, costs: CostModel | None
-) -> None:
-    line = simulated(name, ranks, microbatches, costs)
+@given(lines(6, 12))
+def test_every_compute_action_is_a_cell_at_its_time(line: Timeline) -> None:
     picture = svg(line)
     (width,) = scale_of(picture)
     scale = width / line.makespan
@@ -227,19 +208,10 @@ def test_a_picture_does_not_grow_with_what_is_merged() -> None:
     assert many < 1.2 * few < 40_000
 
 
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 4),
-    microbatches=st.integers(1, 8),
-    costs=st.none() | costs,
-    sized=st.booleans(),
-)
-def test_curves_say_what_is_held(
-    name: str, ranks: int, microbatches: int, costs: CostModel | None, sized: bool
-) -> None:
-    if sized:
-        costs = attrs.evolve(costs or CostModel(), activation_bytes=3, weight_bytes=5)
-    line = simulated(name, ranks, microbatches, costs)
+@given(lines(4, 8), st.booleans())
+def test_curves_say_what_is_held(line: Timeline, sized: bool) -> None:
+    line = attrs.evolve(line, sizes=Sizes(activation=3, weight=5)) if sized else line
+    ranks = line.schedule.ranks
     picture = svg(line, memory=True)
     (width,) = scale_of(picture)
     scale = width / line.makespan
