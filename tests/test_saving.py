@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import LoadError, ParseError, SchedirError, Timeline
+from schedir import LoadError, ParseError, Timeline
 from schedir.simulator import Measured, Sizes, load_timelines, save_timelines
 from tests.built_in import NAMES
 from tests.literals import listed
@@ -201,18 +201,6 @@ def test_a_file_that_is_cut_short_anywhere(tmp_path: Path) -> None:
             Timeline.load(path)
         assert error.value.file == str(path)
         assert error.value.line <= text[:length].count("\n") + 1
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [b"\xff", b"[" * 100_000, b"9" * 5000, b"", b"\x00", b'{"schedir timelines": '],
-    ids=repr,
-)
-def test_garbage_is_refused(garbage: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    path.write_bytes(garbage)
-    with pytest.raises(SchedirError, match=r"run\.json"):
-        Timeline.load(path)
 
 
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:

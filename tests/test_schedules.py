@@ -18,13 +18,6 @@ ONE_F_ONE_B = """
 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2F6 2B5 2F7 2B6 2B7
 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5 3F6 3B6 3F7 3B7
 """
-# Megatron-LM's interleaved 1F1B: 4 ranks, 8 microbatches, 2 chunks, groups of 4.
-INTERLEAVED = """
-0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0 4F7 0B1 0B2 0B3 4B4 4B5 4B6 4B7 0B4 0B5 0B6 0B7
-1F0 1F1 1F2 1F3 5F0 5F1 5F2 5F3 1F4 5B0 1F5 5B1 1F6 5B2 1F7 5B3 5F4 1B0 5F5 1B1 5F6 1B2 5F7 1B3 5B4 5B5 5B6 5B7 1B4 1B5 1B6 1B7
-2F0 2F1 2F2 2F3 6F0 6F1 6F2 6B0 6F3 6B1 2F4 6B2 2F5 6B3 2F6 2B0 2F7 2B1 6F4 2B2 6F5 2B3 6F6 6B4 6F7 6B5 6B6 6B7 2B4 2B5 2B6 2B7
-3F0 3F1 3F2 3F3 7F0 7B0 7F1 7B1 7F2 7B2 7F3 7B3 3F4 3B0 3F5 3B1 3F6 3B2 3F7 3B3 7F4 7B4 7F5 7B5 7F6 7B6 7F7 7B7 3B4 3B5 3B6 3B7
-"""  # noqa: E501
 
 
 def compute(schedule: Schedule) -> list[list[str]]:
@@ -39,12 +32,6 @@ def table(text: str) -> list[list[str]]:
 
 def test_1f1b_is_the_published_order() -> None:
     assert compute(schedir.build("1f1b", ranks=4, microbatches=8)) == table(ONE_F_ONE_B)
-
-
-def test_interleaved_is_megatrons_order() -> None:
-    built = schedir.build("interleaved-1f1b", ranks=4, microbatches=8, chunks=2, group_size=4)
-    assert compute(built) == table(INTERLEAVED)
-    assert built == schedir.build("Interleaved1F1B")  # the defaults
 
 
 def test_interleaved_groups_as_megatrons_docstring_says() -> None:

@@ -19,7 +19,7 @@ from tests.command_line import runner
 from tests.oracle import happens
 from tests.sweeps import sweep
 from tests.test_check import BASES, mutate, naive, schedule, with_steps
-from tests.test_random import drawn, has_inputs, scattered
+from tests.test_random import has_inputs, scattered
 
 Groups = list[tuple[int, ...]]
 
@@ -277,17 +277,6 @@ def test_the_verdict_is_what_happens(base: Schedule, faults: int, seed: int, cha
         base = mutate(base, chance)
     if base.is_complete:
         agree(base, channel, some_ties(chance, base.stages), seed)
-
-
-@given(st.integers(0, 1 << 32), st.sampled_from(CHANNELS), st.integers(0, 1))
-def test_the_verdict_on_random_schedules(seed: int, channel: str, faults: int) -> None:
-    chance = random.Random(seed)
-    compute = drawn(chance)
-    ties = some_ties(chance, compute.stages)
-    built = scattered(schedir.insert_communication(compute), chance)
-    for _ in range(faults):
-        built = mutate(built, chance)
-    agree(built, channel, ties, seed)
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from(CHANNELS), st.integers(0, 1))

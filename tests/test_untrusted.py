@@ -61,6 +61,7 @@ def refused_or_read(read: Read, path: Path) -> bool:
         said = str(error)
     else:
         return True
+    assert path.name in said
     assert len(said) < 600
     return False
 

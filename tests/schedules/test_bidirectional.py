@@ -33,13 +33,6 @@ def test_dualpipev_is_torchs_list(ranks: int, microbatches: int) -> None:
         assert compute(ours, rank) == compute(torchs, rank)
 
 
-@pytest.mark.parametrize(("overlapped", "makespan"), [(3, 66), (2.5, 59), (2, 52)])
-def test_dualpipev_at_four_ranks(overlapped: float, makespan: float) -> None:
-    line = simulated("dualpipev", 4, 10, CostModel(overlapped=overlapped))
-    assert line.makespan == makespan
-    assert [rank.peak_activations for rank in line.ranks] == [9] * 4
-
-
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 12), (6, 16), (8, 16)])
 def test_dualpipe_is_dualpipev_unfolded(ranks: int, microbatches: int) -> None:
     """Each half of the ranks runs the V's list, one chunk's microbatches going the other way."""
