@@ -11,3 +11,14 @@ def listed(
     """The schedule whose rank r has `lists[r]`; `placement` is as in a file, `0 1` or `0,1`."""
     head = f"schedir 1\nname {name}\nmicrobatches {microbatches}\nplacement {placement}\n"
     return schedir.loads(head + "".join(f"rank {r}: {text}\n" for r, text in enumerate(lists)))
+
+
+SHORT = listed(1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0")
+"""One microbatch through two ranks."""
+LATE = listed(
+    2,
+    "0 1",
+    "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
+    "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1",
+)
+"""Two microbatches; rank 1 lists the receive of the second one after it has sent a gradient."""

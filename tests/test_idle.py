@@ -17,7 +17,7 @@ from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE
 from schedir.simulator import Cause, Measured
 from tests.built_in import NAMES
-from tests.literals import listed
+from tests.literals import SHORT, listed
 from tests.timelines import as_if_measured, drawn_timeline
 
 NAN = math.nan
@@ -111,9 +111,6 @@ def test_a_sum_over_replicas() -> None:
     bare = listed(3, "0,1", "0F0 0B0 0REDUCE_GRAD", "0F1 0B1 0F2 0B2 0REDUCE_GRAD")
     line = schedir.simulate(bare, CostModel(reduce_grad=1))
     assert said(line, 1) == ["6..7 collective: - for 0REDUCE_GRAD through 0REDUCE_GRAD, root -"]
-
-
-SHORT = listed(1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0")
 
 
 def test_a_transfer_that_seems_to_end_after_its_consumer_has_started() -> None:

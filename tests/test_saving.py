@@ -17,11 +17,8 @@ import schedir
 from schedir import LoadError, ParseError, Timeline
 from schedir.simulator import Measured, Sizes, load_timelines, save_timelines
 from tests.built_in import NAMES
-from tests.literals import listed
+from tests.literals import SHORT
 
-SHORT = listed(
-    1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0", name="x"
-)
 STARTS = [0.5, 2, math.nan, 8.5, 2, 3, 4.5, 7]
 ENDS = [2, 2.5, 8, 10, 3, 4.5, 7, 8]
 MEASURED = Timeline(
@@ -66,7 +63,7 @@ def test_several_timelines_share_their_schedule(tmp_path: Path) -> None:
     found = load_timelines(path)
     assert found == [*steps, other]
     assert found[0].schedule is found[2].schedule
-    assert path.read_text().count("name x") == 1
+    assert path.read_text().count("name listed") == 1
     with pytest.raises(LoadError, match=r"run\.json holds 4 timelines, not one; .*load_timel"):
         Timeline.load(path)
     save_timelines([], path)
@@ -123,8 +120,8 @@ BROKEN = [
     (("ends", 5), math.inf, "ends: rank 1 #1 1F0: a time is .* not inf"),
     (("ends", 5), 10**30, "ends: rank 1 #1 1F0: a time is .* not 1000"),
     (("ends", 5), 1, "an entry ends before it starts: rank 1 #1 1F0 is said to run from 2 to 1"),
-    (("starts",), [0] * 7, "starts must hold one time for each of the 8 actions of x, not 7"),
-    (("ends",), [9] * 9, "ends must hold one time for each of the 8 actions of x, not 9"),
+    (("starts",), [0] * 7, "starts must hold one time for each of the 8 actions of listed, not 7"),
+    (("ends",), [9] * 9, "ends must hold one time for each of the 8 actions of listed, not 9"),
     (("ends",), 9, "ends must be a list, not 9"),
     (("ends",), None, "ends must be a list, not None"),
     (("schedule",), 1, "there is no schedule 1"),

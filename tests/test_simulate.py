@@ -19,20 +19,12 @@ from schedir.graph.alive import weight_versions
 from schedir.ir import COMPUTE, columns_of
 from schedir.render.terminal_timeline import timeline_text
 from tests.built_in import NAMES
-from tests.literals import listed
+from tests.literals import LATE, SHORT, listed
 from tests.timelines import simulated
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-LATE = listed(
-    2,
-    "0 1",
-    "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
-    "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1",
-    name="x",
-)
-MEASURED = listed(1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0")
 STARTS = [0.5, 2, 7, 8.5, 2, 3, 4.5, 7]
 ENDS = [2, 2.5, 8, 10, 3, 4.5, 7, 8]
 NAN = float("nan")
@@ -84,7 +76,7 @@ def test_a_timeline_made_by_hand() -> None:
     #   time    0    1    2    3    4    5    6    7    8    9    10
     #   rank 0    0F0-----                                0B0-----
     #   rank 1                1F0-----1B0----------
-    line = Timeline(MEASURED, STARTS, ENDS)
+    line = Timeline(SHORT, STARTS, ENDS)
     assert line.makespan == 10
     assert [(r.busy, r.idle, r.span) for r in line.ranks] == [(3, 7, 9.5), (4, 6, 4)]
     assert [(r.peak_activations, r.weight_versions) for r in line.ranks] == [(1, 1), (1, 1)]
@@ -108,18 +100,18 @@ def test_a_timeline_made_by_hand_is_the_simulated_one() -> None:
 
 
 def test_what_is_not_known_counts_as_nothing() -> None:
-    line = Timeline(MEASURED, [0.5, NAN, NAN, NAN, *STARTS[4:]], [2, NAN, NAN, 10, *ENDS[4:]])
+    line = Timeline(SHORT, [0.5, NAN, NAN, NAN, *STARTS[4:]], [2, NAN, NAN, 10, *ENDS[4:]])
     assert line.makespan == 10
     assert [(r.busy, r.idle, r.span) for r in line.ranks] == [(1.5, 8.5, 9.5), (4, 6, 4)]
-    assert line == Timeline(MEASURED, line.starts, line.ends)
-    nothing = Timeline(MEASURED, [NAN] * 8, [NAN] * 8)
+    assert line == Timeline(SHORT, line.starts, line.ends)
+    nothing = Timeline(SHORT, [NAN] * 8, [NAN] * 8)
     assert (nothing.makespan, nothing.bubble_fraction) == (0, 0)
     assert [(r.busy, r.idle, r.span) for r in nothing.ranks] == [(0, 0, 0)] * 2
 
 
 def test_a_timeline_is_not_written() -> None:
     starts = np.array(STARTS)
-    line = Timeline(MEASURED, starts, ENDS)
+    line = Timeline(SHORT, starts, ENDS)
     starts[0] = 1
     assert line.starts[0] == 0.5
     with pytest.raises(ValueError, match="read-only"):
@@ -138,7 +130,7 @@ def test_a_timeline_is_not_written() -> None:
 )
 def test_times_must_fit_the_schedule(starts: list[float], ends: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Timeline(MEASURED, starts, ends)
+        Timeline(SHORT, starts, ends)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +143,7 @@ def test_times_must_fit_the_schedule(starts: list[float], ends: list[float], mes
 )
 def test_what_a_timeline_is_said_to_be_must_be_known(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, TypeError), match=said):
-        Timeline(MEASURED, STARTS, ENDS, **wrong)
+        Timeline(SHORT, STARTS, ENDS, **wrong)
 
 
 @st.composite
@@ -289,8 +281,8 @@ def test_durations_are_those_of_the_lists_as_given() -> None:
 @pytest.mark.parametrize(
     ("durations", "message"),
     [
-        ({(0, 12): 1}, r"durations\[0, 12\] is of no entry of x: rank 0 has 8"),
-        ({(0, 1): 1, (2, 0): 1}, r"durations\[2, 0\] is of no entry of x: there are 2 ranks"),
+        ({(0, 12): 1}, r"durations\[0, 12\] is of no entry of listed: rank 0 has 8"),
+        ({(0, 1): 1, (2, 0): 1}, r"durations\[2, 0\] is of no entry of listed: there are 2 ranks"),
         ({(0, -1): 1}, r"durations\[0, -1\] is of no entry"),
         ({(2**70, 0): 1}, r"durations\[1180591620717411303424, 0\] is of no entry"),
         ({0: 1}, r"durations must be by \(rank, index\), not by 0"),

@@ -17,7 +17,7 @@ from schedir.render import Page, outputs_of
 from schedir.render.text import plain
 from schedir.render.why import CriticalPath
 from schedir.simulator import Measured
-from tests.literals import listed
+from tests.literals import SHORT, listed
 from tests.test_golden import GOLDEN, compare
 from tests.timelines import simulated
 
@@ -25,11 +25,6 @@ from tests.timelines import simulated
 def why(line: Timeline, width: int | None = None, against: Timeline | None = None) -> str:
     written = outputs_of("show")["why"].write(line, Page(width=width, against=against))
     return plain(written.blocks)
-
-
-SHORT = listed(
-    1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0", name="x"
-)
 
 
 TWICE = CostModel(forward=(1, 1, 2, 1, 1, 1, 1, 1), backward=(2, 2, 4, 2, 2, 2, 2, 2))
