@@ -23,28 +23,8 @@ from schedir.render.terminal_timeline import drawing_of
 from schedir.render.text import coloured, plain, write_to_terminal
 from tests.findings import odd
 from tests.literals import listed
+from tests.test_golden import GOLDEN, compare
 from tests.timelines import lines, simulated
-
-ONE_F_ONE_B = """\
-1f1b: 4 ranks, 4 stages, 4 microbatches
-
-time 0..21
-        0              5              10             15             20
-rank 0  F0 F1 F2 F3                   B0---    B1---    B2---    B3---*
-rank 1     F0 F1 F2             B0--- F3 B1---    B2---    B3---*
-rank 2        F0 F1       B0--- F2 B1--- F3 B2---    B3---*
-rank 3           F0 B0--- F1 B1--- F2 B2--- F3 B3---*
-
-F forward, B backward, * step of the optimiser; F0 is the forward of microbatch 0
-
-makespan 21, bubble 42.9%
-
-rank  busy  idle  span  peak activations  weight versions
-   0    12     9    21                 4                1
-   1    12     9    18                 3                1
-   2    12     9    15                 2                1
-   3    12     9    12                 1                1
-"""
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -68,8 +48,8 @@ def labels_of(line: Timeline) -> list[list[str]]:
     ]
 
 
-def test_timeline_text() -> None:
-    assert timeline_text(simulated("1f1b", 4, 4)) == ONE_F_ONE_B
+def test_timeline_text(request: pytest.FixtureRequest) -> None:
+    compare(GOLDEN / "shown" / "1f1b.txt", timeline_text(simulated("1f1b", 4, 4)), request)
 
 
 @given(lines(9, 40), st.integers(40, 200))

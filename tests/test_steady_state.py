@@ -21,6 +21,7 @@ from schedir.simulator.steady_state import steady_state_of
 from tests.command_line import Run, runner
 from tests.stepped import Stepped
 from tests.sweeps import examples, sweep
+from tests.test_golden import GOLDEN, compare
 
 ASYNCHRONOUS: list[tuple[str, int, dict[str, Any]]] = [
     ("pipedream", 1, {}),
@@ -365,17 +366,6 @@ def test_costs_may_follow_from_the_number_of_stages() -> None:
 # The commands.
 
 
-def test_compare_has_it_beside_the_drained_figures() -> None:
-    table = schedir.compare(["1f1b", "pipedream", "2bw"], microbatches=64)
-    rows = {row.target: row for row in table.rows}
-    assert rows["1f1b"].steady is None
-    for name in ("pipedream", "2bw"):
-        steady = rows[name].steady
-        assert steady is not None
-        assert (steady.time_per_microbatch, steady.bubble_fraction) == (3, 0)
-        assert rows[name].makespan == 201
-
-
 def test_compare_takes_the_unit_of_the_others(run: Run) -> None:
     made = schedir.build("pipedream", microbatches=64)
     for costs, other in (
@@ -389,23 +379,9 @@ def test_compare_takes_the_unit_of_the_others(run: Run) -> None:
         assert steady.time_per_microbatch == pytest.approx(0.003)
 
 
-def test_the_table(run: Run) -> None:
+def test_the_table(run: Run, request: pytest.FixtureRequest) -> None:
     _, out, _ = run("compare", "1f1b", "pipedream", "groups.py", "--microbatches", "9")
-    assert (
-        out.split("\n\n")[0]
-        == """\
-schedule         makespan  makespan/M  ratio  bubble  bubble once full  time/M once full  \
-peak activations  delay
-1f1b       best        36           4  1.000   25.0%                 -                 -  \
-               4      0
-pipedream              36           4  1.000   25.0%              0.0%                 3  \
-               4      3
-groups.py              54           6  1.500   50.0%             50.0%                 6  \
-               3      0"""
-    )
-    assert (
-        "Once full: the figures of an asynchronous schedule while its pipeline stays full." in out
-    )
+    compare(GOLDEN / "steady" / "compare.txt", out, request)
 
 
 def test_the_keys_of_the_json(run: Run) -> None:
@@ -420,25 +396,9 @@ def test_the_keys_of_the_json(run: Run) -> None:
     assert "steady" not in json.loads(out)
 
 
-def test_show_draws_two_periods(run: Run) -> None:
-    code, out, err = run("show", "pipedream", "--steady", "--ranks", "2", "--microbatches", "64")
-    assert (code, err) == (0, "")
-    assert (
-        out
-        == """\
-pipedream: 2 ranks, 2 stages, once full (from the middle of 64 microbatches)
-
-time 97..103
-            98      100     102
-rank 0  B31----*F33 B32----*F34
-rank 1  F32 B32----*F33 B33----
-
-F forward, B backward, * step of the optimiser; B31 is the backward of microbatch 31
-
-once full: 3 per microbatch, bubble 0.0%
-one call of 64 microbatches, filled and drained: 3.04688 per microbatch, makespan 195, bubble 1.5%
-"""
-    )
+def test_show_draws_two_periods(run: Run, request: pytest.FixtureRequest) -> None:
+    _, out, _ = run("show", "pipedream", "--steady", "--ranks", "2", "--microbatches", "64")
+    compare(GOLDEN / "steady" / "show.txt", out, request)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

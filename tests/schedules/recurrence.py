@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import reduce
 
 import attrs
 import torch
@@ -53,6 +54,10 @@ def listed(schedule: Schedule) -> list[Listed]:
     return found
 
 
+def _added(one: list[Tensor], other: list[Tensor]) -> list[Tensor]:
+    return [a + b for a, b in zip(one, other, strict=True)]
+
+
 def microbatch(action: Action) -> int:
     assert action.microbatch is not None
     return action.microbatch
@@ -73,12 +78,8 @@ class Recurrence:
         pieces: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
         self.lists = listed(schedule)
-        self.stages, self.optimizers, self.loss_fn, self.pieces = (
-            stages,
-            optimizers,
-            loss_fn,
-            pieces,
-        )
+        self.stages, self.optimizers = stages, optimizers
+        self.loss_fn, self.pieces = loss_fn, pieces
         self.history = [[copy.deepcopy(stage.state_dict())] for stage in stages]
         self.gradients: dict[int, list[list[Tensor]]] = {}
         self.losses: dict[int, float] = {}
@@ -100,16 +101,8 @@ class Recurrence:
         """Update the stage until its weights are of that version."""
         while (made := len(self.history[stage]) - 1) < version:
             group = self.lists[stage].groups[made]
-            parts = []
-            for part in group:
-                total: list[Tensor] | None = None
-                for m in part:
-                    own = self._gradients(m)[stage]
-                    total = (
-                        own if total is None else [a + b for a, b in zip(total, own, strict=True)]
-                    )
-                if total is not None:
-                    parts.append(total)
+            own = ([self._gradients(m)[stage] for m in part] for part in group if part)
+            parts = [reduce(_added, gradients) for gradients in own]
             share = sum(self.weights[m] for part in group for m in part)
             for p, *grads in zip(self.stages[stage].parameters(), *parts, strict=True):
                 p.grad = sum(grads[1:], grads[0])
