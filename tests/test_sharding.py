@@ -28,7 +28,11 @@ def most_gathered(schedule: Schedule, rank: int) -> int:
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in ASYNCHRONOUS])
 @sweep("ranks", [2, 4], quick=[2])
-@sweep("ahead, limit", [(0, None), (1, None), (3, None), (1, 1), (0, 2), (2, 2)], quick=[(1, 1)])
+@sweep(
+    "ahead, limit",
+    [(0, None), (1, None), (3, None), (1, 1), (0, 2), (2, 2)],
+    quick=[(0, None), (1, 1)],
+)
 def test_a_sharded_list_is_clean_wherever_the_plain_one_is(
     name: str, ranks: int, ahead: int, limit: int | None
 ) -> None:
