@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Action, CostModel, Diagnostic, Kind, Pipeline, Report, Source, Timeline
 from schedir.checker import RULES, Location
+from schedir.checker.diagnostics import fill
 from schedir.ir import COMPUTE
 from schedir.render import Page, explanation, outputs_of, timeline_json, timeline_text
 from schedir.render.overview import overview_blocks
@@ -401,3 +402,38 @@ def test_an_overlapped_pair_is_one_cell() -> None:
     coarse = plain(overview_blocks(line, 24, 14))
     assert "   0  FFF   XXXXXBBB BBB\n   1   FFBBBFFBBBFBBB\n" in coarse
     assert "X a forward and a backward as one" in " ".join(coarse.split())
+
+
+# What a rule's templates make of a finding's attributes.
+
+
+@attrs.frozen
+class Filler:
+    one = 1
+    several = 3
+    late = 2.50
+    action = schedir.forward(2, 5)
+    none: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = (4, 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "filled"),
+    [
+        ("no hole", "no hole"),
+        ("{one} of {several}", "1 of 3"),
+        ("{action} is of stage {action.stage}", "2F5 is of stage 2"),
+        ("{one:is|are}, {several:is|are}, {one:|s}", "is, are, "),
+        ("{late:g}", "2.5"),
+        ("{numbers:and}", "4, 0, 1 and 2"),
+        ("{numbers:ranges}, {none:ranges}", "0-2, 4, none"),
+        ("{{one}}", "{one}"),
+    ],
+)
+def test_holes_are_filled_with_attributes(template: str, filled: str) -> None:
+    assert fill(template, Filler()) == filled
+
+
+def test_an_attribute_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="severel"):
+        fill("{severel}", Filler())

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 import schedir
 from schedir import Kind, Schedule
 from tests.built_in import SYNCHRONOUS
-from tests.sweeps import sweep
 from tests.timelines import simulated
 
 # jaxpp, DeepSpeed and the zero-bubble code agree on this order of 1F1B, 4 ranks, 8 microbatches.
@@ -32,38 +30,6 @@ def table(text: str) -> list[list[str]]:
 
 def test_1f1b_is_the_published_order() -> None:
     assert compute(schedir.build("1f1b", ranks=4, microbatches=8)) == table(ONE_F_ONE_B)
-
-
-def test_interleaved_groups_as_megatrons_docstring_says() -> None:
-    built = schedir.build("interleaved-1f1b", ranks=1, microbatches=5, chunks=2, group_size=3)
-    forwards = [a for a in built.flat[0] if a.kind is Kind.FORWARD]
-    assert [a.microbatch for a in forwards] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
-    assert [a.stage for a in forwards] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
-
-
-def torchs_order(ranks: int, microbatches: int, chunks: int) -> list[list[str]]:
-    """torch's own interleaved 1F1B: its generator, without the stage modules it is bound to."""
-    generator = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
-    generator.pp_group_size = ranks
-    generator.n_local_stages = chunks
-    generator._n_microbatches = microbatches
-    generator.microbatches_per_round = microbatches // max(1, microbatches // ranks)
-    return [
-        [str(a) for a in generator._calculate_single_rank_operations(rank) if a is not None]
-        for rank in range(ranks)
-    ]
-
-
-@sweep("ranks", [1, 2, 3, 4, 6, 8], quick=[1, 2, 3, 4])
-@sweep("chunks", [1, 2, 3, 4], quick=[2, 3])
-def test_interleaved_equals_torchs_generator(ranks: int, chunks: int) -> None:
-    accepted = [m for m in range(1, 25) if m % max(1, m // ranks) == 0]
-    assert len(accepted) > 5
-    for microbatches in accepted:
-        ours = schedir.build(
-            "interleaved-1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks
-        )
-        assert compute(ours) == torchs_order(ranks, microbatches, chunks)
 
 
 @pytest.mark.parametrize(("order", "backwards"), [("ascending", "012"), ("descending", "210")])
@@ -122,19 +88,6 @@ def test_bubbles_and_peaks_of_one_stage_per_rank(name: str) -> None:
         assert all(r.weight_versions == 1 for r in line.ranks)
         most = [microbatches if name == "fill-drain" else ranks - r for r in range(ranks)]
         assert [r.peak_activations for r in line.ranks] == [min(m, microbatches) for m in most]
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-def test_bubbles_and_peaks_of_interleaved(chunks: int) -> None:
-    for ranks, microbatches in [*GRID, (4, 9), (5, 11), (6, 15)]:
-        line = simulated("interleaved-1f1b", ranks, microbatches, chunks=chunks)
-        rounds, total = max(1, microbatches // ranks), microbatches * chunks
-        group = ranks if microbatches % rounds else microbatches // rounds
-        if microbatches >= ranks and microbatches % group == 0 and group == ranks:
-            assert line.bubble_fraction == pytest.approx((ranks - 1) / (total + ranks - 1))
-        for r, stats in enumerate(line.ranks):
-            warmup = min(2 * (ranks - r - 1) + (chunks - 1) * group, total)
-            assert stats.peak_activations == min(warmup + 1, total)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.oracle import Oracle
 from tests.sweeps import sweep
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
+QUICK = [(0, None), (1, 1)]
 MEANT = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 
 

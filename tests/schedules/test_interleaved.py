@@ -12,6 +12,7 @@ import schedir
 from schedir import Kind, Schedule
 from schedir.passes import strip_communication
 from tests.sweeps import sweep
+from tests.test_schedules import GRID
 from tests.timelines import simulated
 
 
@@ -28,17 +29,26 @@ def torchs_order(generator: Any, ranks: int) -> list[list[str]]:
     return [[str(action) for action in actions if action is not None] for actions in lists]
 
 
-@sweep("ranks", [1, 2, 3, 4, 8], quick=[1, 2, 3, 4])
-def test_interleaved_zb_is_torchs_order(ranks: int) -> None:
-    accepted = [m for m in range(1, 20) if m % max(1, m // ranks) == 0]
-    for chunks, microbatches in product((1, 2, 3), accepted):
-        theirs = torchs.ScheduleInterleavedZeroBubble.__new__(torchs.ScheduleInterleavedZeroBubble)
+@pytest.mark.parametrize(
+    ("name", "generator"),
+    [
+        ("interleaved-1f1b", torchs.ScheduleInterleaved1F1B),
+        ("interleaved-zb", torchs.ScheduleInterleavedZeroBubble),
+    ],
+)
+@sweep("ranks", [1, 2, 3, 4, 6, 8], quick=[1, 2, 3, 4])
+@sweep("chunks", [1, 2, 3, 4], quick=[2, 3])
+def test_interleaved_is_torchs_order(name: str, generator: Any, ranks: int, chunks: int) -> None:
+    """Of its generator, without the stage modules it is bound to."""
+    accepted = [m for m in range(1, 25) if m % max(1, m // ranks) == 0]
+    assert len(accepted) > 5
+    for microbatches in accepted:
+        theirs = generator.__new__(generator)
         theirs.pp_group_size, theirs.n_local_stages = ranks, chunks
         theirs._n_microbatches = microbatches
         theirs.microbatches_per_round = microbatches // max(1, microbatches // ranks)
         given = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
-        ours = schedir.build("interleaved-zb", **given)
-        assert compute(ours) == torchs_order(theirs, ranks)
+        assert compute(schedir.build(name, **given)) == torchs_order(theirs, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -52,6 +62,13 @@ def test_looped_bfs_is_torchs_order(ranks: int) -> None:
         assert [of.peak_activations for of in line.ranks] == [chunks * microbatches] * ranks
         if microbatches >= ranks:
             assert line.makespan == 3 * (chunks * microbatches + ranks - 1)
+
+
+def test_interleaved_groups_as_megatrons_docstring_says() -> None:
+    built = schedir.build("interleaved-1f1b", ranks=1, microbatches=5, chunks=2, group_size=3)
+    forwards = [a for a in built.flat[0] if a.kind is Kind.FORWARD]
+    assert [a.microbatch for a in forwards] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+    assert [a.stage for a in forwards] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
 
 
 def megatrons_table(microbatches: int, chunks: int, size: int) -> list[tuple[int, int]]:
@@ -153,6 +170,19 @@ def test_small_groups_run_and_hold_less(name: str, ranks: int) -> None:
             if size >= ranks / 2:
                 most = (chunks - 1) * size + ranks
                 assert max(of.peak_activations for of in line.ranks) <= most
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_bubbles_and_peaks_of_interleaved(chunks: int) -> None:
+    for ranks, microbatches in [*GRID, (4, 9), (5, 11), (6, 15)]:
+        line = simulated("interleaved-1f1b", ranks, microbatches, chunks=chunks)
+        rounds, total = max(1, microbatches // ranks), microbatches * chunks
+        group = ranks if microbatches % rounds else microbatches // rounds
+        if microbatches >= ranks and microbatches % group == 0 and group == ranks:
+            assert line.bubble_fraction == pytest.approx((ranks - 1) / (total + ranks - 1))
+        for r, stats in enumerate(line.ranks):
+            warmup = min(2 * (ranks - r - 1) + (chunks - 1) * group, total)
+            assert stats.peak_activations == min(warmup + 1, total)
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb"])
