@@ -129,9 +129,6 @@ def test_the_pairs_of_compute_alone_are_judged_as_those_of_its_completion(many: 
         seen[True] += 1
 
 
-# Lists as others write them.
-
-
 @sweep("ranks, microbatches", [(2, 4), (3, 4), (4, 4), (4, 8), (5, 3)], quick=[(2, 4), (5, 3)])
 def test_megatrons_batches_run_where_their_parts_block(ranks: int, microbatches: int) -> None:
     batched = megatron(ranks, microbatches)
@@ -221,9 +218,6 @@ def test_no_lint_proposes_to_tear_a_batch() -> None:
     assert alone == ["S501", "S213"]
     for channel in ("rank", "pair", "edge", "async"):
         assert [d.code for d in schedir.check(batch, channel).diagnostics] == ["S213"]
-
-
-# Two batches in a row of so many parts cost no more than so many single ones.
 
 
 def wide(microbatches: int, *, crossed: bool = False) -> Schedule:

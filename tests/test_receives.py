@@ -96,9 +96,6 @@ def test_bad_terms_are_refused() -> None:
         schedir.advance_receives("1f1b")  # type: ignore[arg-type]
 
 
-# Entries of several actions.
-
-
 @given(SEEDS, st.sampled_from(CHANNELS), ROOMS)
 def test_receives_move_as_far_as_the_model_and_the_buffers_allow(
     seed: int, channel: str, room: int | None

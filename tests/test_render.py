@@ -404,9 +404,6 @@ def test_an_overlapped_pair_is_one_cell() -> None:
     assert "X a forward and a backward as one" in " ".join(coarse.split())
 
 
-# What a rule's templates make of a finding's attributes.
-
-
 @attrs.frozen
 class Filler:
     one = 1

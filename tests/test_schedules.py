@@ -74,8 +74,6 @@ def test_pipedream_keeps_at_most_its_bound_of_versions() -> None:
         assert [r.weight_versions for r in synced.ranks] == [ranks] * ranks
 
 
-# Figures.
-
 GRID = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 8, 13)]
 
 

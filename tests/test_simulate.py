@@ -201,9 +201,6 @@ def test_a_rank_that_never_waits_is_idle_for_exactly_nothing(
     assert line.ranks[0].busy == line.makespan
 
 
-# Costs by stage and by link, and durations of single entries.
-
-
 def test_costs_are_by_stage_and_by_link() -> None:
     #   time    0         2         4         6         8         10        12
     #   rank 0  0F0 ───                                    ── 0B0-----

@@ -60,9 +60,8 @@ def found(target: Any, costs: Any = None, **shape: Any) -> schedir.SteadyState:
     return steady
 
 
-# Brute force: hundreds of microbatches more than it took to find it, far from both ends.
-
 MORE = 300
+"""Hundreds of microbatches more than it took to find it, far from both ends."""
 
 
 def measured(line: Timeline, since: int, apart: int) -> float:
@@ -170,9 +169,6 @@ def test_a_simulator_that_steps_agrees(name: str, ranks: int, parameters: dict[s
         (began,) = [times[r, first][0][1] for r in held if (r, first) in times]
         (ended,) = [times[r, later][0][1] for r in held if (r, later) in times]
         assert ended - began == steady.period
-
-
-# By hand.
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
@@ -298,9 +294,6 @@ def test_a_list_that_can_be_no_longer_shows_what_it_shows() -> None:
         steady_state(limited, ranks=2, microbatches=5)
 
 
-# What has one, and what has none.
-
-
 @pytest.mark.parametrize("generator", built_in(), ids=lambda generator: generator.name)
 def test_all_but_the_asynchronous_ones_have_none(generator: schedir.Generator) -> None:
     asynchronous = generator.name in ("pipedream", "pipedream-2bw")
@@ -361,9 +354,6 @@ def test_what_is_wrong_is_said() -> None:
 def test_costs_may_follow_from_the_number_of_stages() -> None:
     steady = found("pipedream", lambda stages: CostModel(forward=(2,) * stages))
     assert steady.time_per_microbatch == 4
-
-
-# The commands.
 
 
 def test_compare_takes_the_unit_of_the_others(run: Run) -> None:

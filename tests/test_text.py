@@ -145,9 +145,6 @@ def test_a_schedule_that_no_file_could_hold_is_refused(
         Schedule(**(sound | fields))  # type: ignore[arg-type]
 
 
-# torch's CSV.
-
-
 def test_torch_csv_round_trip_in_both_dialects() -> None:
     for name in ("1f1b", "interleaved-1f1b"):
         complete = schedir.build(name, ranks=4, microbatches=8)

@@ -158,9 +158,6 @@ def test_tied_stages_that_group_differently_are_uneven_steps() -> None:
     assert {d.code for d in schedir.check(uneven, ties=[(0, 1)]).errors} == {"S207"}
 
 
-# Several tied stages on one rank.
-
-
 def on_one_rank(ending: str) -> Schedule:
     return schedule(1, "0 0 0", f"0F0 1F0 2F0 2B0 {ending}")
 
@@ -245,8 +242,6 @@ def test_the_steps_of_overlapping_ties_and_of_replicas_are_one() -> None:
     assert tied_steps(base, ()) == []
 
 
-# The verdict against what happens.
-
 APART = schedule(  # stages that step after different microbatches, which tied ones may not
     3,
     "0 0",
@@ -315,9 +310,6 @@ def test_compute_that_ties_stop_is_stopped_under_every_model(seed: int, channel:
     for finding in report.errors:
         if "under every channel model" in finding.notes:
             assert happens(complete, "async", seed, ties) == "blocks"
-
-
-# What a user may say.
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,6 @@ SEND, RECV = schedir.send_act(0, 1), schedir.recv_grad(0, 1)
 PAIR, BATCH = together(forward(0, 4), backward(7, 3)), together(SEND, RECV)
 
 
-# What can run together.
-
-
 def test_a_pair_and_a_batch_keep_their_order() -> None:
     assert str(PAIR) == "(0F4;7B3)"
     assert str(together(*PAIR.actions[::-1])) == "(7B3;0F4)" != str(PAIR)
@@ -75,9 +72,6 @@ def test_an_entry_is_of_actions_and_of_no_other_entry() -> None:
         together("0F4", backward(7, 3))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="rank 0 #1 is not an Action but 'x'"):
         Schedule("x", 5, (0,), [[PAIR, "x"]])  # type: ignore[list-item]
-
-
-# The text form.
 
 
 @pytest.mark.parametrize(
@@ -202,9 +196,6 @@ def test_what_is_moved_or_doubled_leaves_its_entry() -> None:
     assert not split.together
 
 
-# torch's CSV.
-
-
 @given(st.lists(st.lists(single() | pairs(), max_size=6), min_size=1, max_size=4))
 def test_torch_csv_holds_pairs_both_ways(lists: list[list[Entry]]) -> None:
     full, weights = (
@@ -233,9 +224,6 @@ def test_torch_csv_takes_batches_apart_and_says_so() -> None:
     ]
 
 
-# Generators.
-
-
 @schedir.schedule("paired")
 def paired(pipe: schedir.Pipeline, rank: int) -> Iterator[Action | Together]:
     """All forwards, each but the first together with the backward of the one before."""
@@ -262,9 +250,6 @@ def test_what_a_generator_puts_together_wrongly_is_its_own_line() -> None:
     line = wrong.function.__code__.co_firstlineno + 2
     with pytest.raises(schedir.LoadError, match=rf"test_together.py:{line}: .*0B0 needs 0F0"):
         load(wrong, ranks=1, microbatches=1)
-
-
-# What passes leave together.
 
 
 def test_a_pair_gets_its_communication_as_one_piece_of_compute() -> None:
