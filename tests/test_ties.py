@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import product
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ import schedir
 from schedir import Action, Kind, Schedule
 from schedir.checker import CHANNELS, changed
 from schedir.ir import tied_steps
+from tests.built_in import SYNCHRONOUS, variants
 from tests.command_line import runner
 from tests.oracle import happens
 from tests.sweeps import sweep
@@ -22,13 +24,6 @@ from tests.test_check import BASES, mutate, naive, schedule, with_steps
 from tests.test_random import has_inputs, scattered
 
 Groups = list[tuple[int, ...]]
-
-SYNCHRONOUS: list[tuple[str, dict[str, Any]]] = [
-    ("fill-drain", {}),
-    ("1f1b", {}),
-    ("interleaved-1f1b", {"chunks": 2}),
-    ("interleaved-1f1b", {"chunks": 3}),
-]
 
 
 def updating(chance: random.Random) -> tuple[Schedule, Groups]:
@@ -94,18 +89,15 @@ def some_ties(chance: random.Random, stages: int) -> Groups:
     return [tuple(chance.sample(range(stages), size)) for size in sizes]
 
 
-@pytest.mark.parametrize(("name", "parameters"), SYNCHRONOUS)
-def test_synchronous_built_ins_are_clean_with_any_ties(
-    name: str, parameters: dict[str, Any]
-) -> None:
-    for ranks in range(1, 5):
-        for microbatches in range(1, 6):
-            built = schedir.build(name, ranks=ranks, microbatches=microbatches, **parameters)
-            last = built.stages - 1
-            nested = [(s, last - s) for s in range(built.stages // 2)]
-            chain = [(s, s + 1) for s in range(last)]
-            for ties in ([(0, last)], nested, chain, [tuple(range(built.stages))]) if last else ():
-                assert schedir.check(built, ties=ties).clean_channels == CHANNELS
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_synchronous_built_ins_are_clean_with_any_ties(name: str) -> None:
+    for ranks, microbatches, own in product(range(1, 5), range(1, 6), variants(name)):
+        built = schedir.build(name, ranks=ranks, microbatches=microbatches, **own)
+        last = built.stages - 1
+        nested = [(s, last - s) for s in range(built.stages // 2)]
+        chain = [(s, s + 1) for s in range(last)]
+        for ties in ([(0, last)], nested, chain, [tuple(range(built.stages))]) if last else ():
+            assert schedir.check(built, ties=ties).clean_channels == CHANNELS
 
 
 @sweep("ranks", [2, 3, 4], quick=[3])
