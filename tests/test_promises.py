@@ -67,7 +67,7 @@ def broken(seed: int) -> Schedule:
 
 PRICES = (
     CostModel(),
-    CostModel(latency=1, boundary_bytes=1, bandwidth=2, reduce_grad=2),
+    CostModel(latency=1, boundary_bytes=2, bandwidth=2, reduce_grad=2),
     CostModel(forward=0, backward=0),
 )
 FUNCTIONS: dict[str, tuple[Callable[[Schedule], object], tuple[type[Exception], ...]]] = {
