@@ -21,7 +21,7 @@ from tests import test_replicas as replicas
 from tests.oracle import happens
 from tests.runtime.kit import MSE, Twins, adamw, linear_stages, microbatches_of, random_batches
 from tests.schedules.recurrence import Listed, listed, train
-from tests.sweeps import examples
+from tests.sweeps import examples, is_quick
 
 SPLIT = {"split": True}
 
@@ -128,7 +128,7 @@ def losses(draw: st.DrawFn) -> tuple[Schedule, int]:
     """A built-in schedule with replicas, and a rank whose stages have other holders."""
     name, shape = draw(st.sampled_from(SHAPES))
     least = 2 * shape["ranks"] if name == "dualpipe" else 1
-    microbatches = least + 2 * draw(st.integers(0, 6))
+    microbatches = least + 2 * draw(st.integers(0, 2 if is_quick() else 6))
     schedule = schedir.build(name, microbatches=microbatches, **shape)
     shared = [
         rank
