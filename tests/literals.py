@@ -13,6 +13,8 @@ def listed(
     return schedir.loads(head + "".join(f"rank {r}: {text}\n" for r, text in enumerate(lists)))
 
 
+SHORT = listed(1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0 1SEND_GRAD0")
+"""One microbatch through two ranks."""
 CROSSING = listed(
     2,
     "0 1",

@@ -19,6 +19,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import cache
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -179,6 +180,7 @@ def links(page: Path) -> Iterator[tuple[str, str]]:
                 yield file, anchor
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and the site make them."""
     tokens = MarkdownIt().parse(page.read_text())

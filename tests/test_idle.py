@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import schedir
 from schedir import CostModel, Kind, Timeline
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, flat
+from schedir.ir import COMPUTE
 from schedir.simulator import Cause, Measured
 from tests.built_in import NAMES
-from tests.literals import listed
+from tests.literals import SHORT, listed
 from tests.timelines import as_if_measured, drawn_timeline
 
 NAN = math.nan
@@ -65,20 +65,6 @@ def test_a_wait_for_compute_and_then_for_its_transfer() -> None:
     ]
 
 
-def test_a_wait_for_a_channel() -> None:
-    #   time     0    1    2    3    4    5    6    7    8    9
-    #   rank 0   0F0  0F1
-    #   channel       0SEND_ACT0---- 0SEND_ACT1----
-    #   rank 1                                     1F1  1F0
-    schedule = listed(2, "0 1", "0F0 0SEND_ACT0 0F1 0SEND_ACT1", "1RECV_ACT0 1RECV_ACT1 1F1 1F0")
-    line = Timeline(schedule, [0, 1, 1, 4, 1, 4, 7, 8], [1, 4, 2, 7, 4, 7, 8, 9])
-    assert said(line, 1) == [
-        "0..2 warmup: 1F1 for 0F1 through 1RECV_ACT1, root -",
-        "2..4 communication: 1F1 for 0SEND_ACT0 through 1RECV_ACT1, root -",
-        "4..7 communication: 1F1 for 0SEND_ACT1 through 1RECV_ACT1, root -",
-    ]
-
-
 def test_a_send_that_is_listed_late_waits_for_what_stands_before_it() -> None:
     schedule = listed(2, "0 1", "0F0 0F1 0SEND_ACT0 0SEND_ACT1", "1RECV_ACT0 1F0 1RECV_ACT1 1F1")
     line = Timeline(schedule, [0, 1, 2, 2, 2, 2, 2, 3], [1, 2, 2, 2, 2, 3, 2, 4])
@@ -112,10 +98,7 @@ def test_a_sum_over_replicas() -> None:
     #   rank 0  0F0  0B0------                sum  0OPTIM_STEP
     #   rank 1  0F1  0B1------ 0F2  0B2------ sum  0OPTIM_STEP
     schedule = listed(
-        3,
-        "0,1",
-        "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP",
-        "0F1 0B1 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP",
+        3, "0,1", "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "0F1 0B1 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP"
     )
     line = schedir.simulate(schedule, CostModel(reduce_grad=1, optim_step=1))
     assert said(line, 0) == [
@@ -128,33 +111,6 @@ def test_a_sum_over_replicas() -> None:
     bare = listed(3, "0,1", "0F0 0B0 0REDUCE_GRAD", "0F1 0B1 0F2 0B2 0REDUCE_GRAD")
     line = schedir.simulate(bare, CostModel(reduce_grad=1))
     assert said(line, 1) == ["6..7 collective: - for 0REDUCE_GRAD through 0REDUCE_GRAD, root -"]
-
-
-SHORT = listed(
-    1,
-    "0 1",
-    "0F0 0SEND_ACT0 0RECV_GRAD0 0B0",
-    "1RECV_ACT0 1F0 1B0 1SEND_GRAD0",
-)
-
-
-def test_a_measured_run() -> None:
-    #   time    0    1    2    3    4    5    6    7    8    9    10
-    #   rank 0    0F0-----                                0B0-----
-    #   rank 1                1F0-----1B0----------
-    line = Timeline(SHORT, [0.5, 2, 7, 8.5, 2, 3, 4.5, 7], [2, 2.5, 8, 10, 2.5, 4.5, 7, 8])
-    assert said(line, 0) == [
-        "0..0.5 overhead: 0F0 for - through -, root -",
-        "2..7 warmup: 0B0 for 1B0 through 0RECV_GRAD0, root -",
-        "7..8 communication: 0B0 for 1SEND_GRAD0 through 0RECV_GRAD0, root -",
-        "8..8.5 overhead: 0B0 for - through -, root -",
-    ]
-    assert said(line, 1) == [
-        "0..2 warmup: 1F0 for 0F0 through 1RECV_ACT0, root -",
-        "2..2.5 communication: 1F0 for 0SEND_ACT0 through 1RECV_ACT0, root -",
-        "2.5..3 overhead: 1F0 for - through -, root -",
-        "7..10 done: - for - through -, root -",
-    ]
 
 
 def test_a_transfer_that_seems_to_end_after_its_consumer_has_started() -> None:
@@ -173,20 +129,14 @@ def test_what_is_not_known() -> None:
     starts, ends = [0.5, 2, 7, 8.5, 2, 3, 4.5, 7], [2, 2.5, 8, 10, 2.5, 4.5, 7, 8]
     # Of the transfers nothing is known: they may take all the time that nothing else explains.
     bare = Timeline(
-        SHORT,
-        [0.5, NAN, NAN, 8.5, NAN, 3, 4.5, NAN],
-        [2, NAN, NAN, 10, NAN, 4.5, 7, NAN],
+        SHORT, [0.5, NAN, NAN, 8.5, NAN, 3, 4.5, NAN], [2, NAN, NAN, 10, NAN, 4.5, 7, NAN]
     )
     assert said(bare, 1)[:2] == [
         "0..2 warmup: 1F0 for 0F0 through 1RECV_ACT0, root -",
         "2..3 communication: 1F0 for 0SEND_ACT0 through 1RECV_ACT0, root -",
     ]
     # Where only the start is known, nobody waited: it was there.
-    found = Timeline(
-        SHORT,
-        [0.5, 2, NAN, 8.5, 2, 3, 4.5, NAN],
-        [2, NAN, NAN, 10, NAN, 4.5, 7, NAN],
-    )
+    found = Timeline(SHORT, [0.5, 2, NAN, 8.5, 2, 3, 4.5, NAN], [2, NAN, NAN, 10, NAN, 4.5, 7, NAN])
     assert said(found, 1)[:2] == [
         "0..2 warmup: 1F0 for 0F0 through 1RECV_ACT0, root -",
         "2..3 overhead: 1F0 for - through -, root -",
@@ -197,6 +147,7 @@ def test_what_is_not_known() -> None:
     assert said(hole, 1)[0] == "0..4.5 unknown: 1B0 for - through -, root -"
     nothing = Timeline(SHORT, [NAN] * 8, [NAN, NAN, NAN, 10, *[NAN] * 4])
     assert said(nothing, 0) == ["0..10 unknown: - for - through -, root -"]
+    assert Timeline(SHORT, [NAN] * 8, [NAN] * 8).idle == ((), ())  # of no length
     tail = Timeline(SHORT, [*starts[:3], NAN, *starts[4:]], [*ends[:3], NAN, *ends[4:]])
     assert said(tail, 0)[-1] == "2..8 unknown: - for - through -, root -"
 
@@ -209,12 +160,12 @@ def covered(line: Timeline, rank: int) -> None:
     assert all(start < end for start, end in idle)
     assert all(a[1] <= b[0] for a, b in pairwise(idle))
     cuts = sorted({0, line.makespan, *(t for pair in known + idle for t in pair)})
+    assert cuts[-1] == line.makespan
     busy = 0.0
     for start, end in pairwise(cuts):
         computes = any(s <= start and end <= e for s, e in known)
         assert computes != any(s <= start and end <= e for s, e in idle), (start, end)
         busy += (end - start) * computes
-    assert cuts[-1] == line.makespan
     assert line.ranks[rank].busy == pytest.approx(busy, abs=1e-9)
     assert line.ranks[rank].busy + line.ranks[rank].idle == pytest.approx(line.makespan)
     assert sum(e - s for s, e in idle) == pytest.approx(line.ranks[rank].idle, abs=1e-9)
@@ -263,37 +214,24 @@ def test_every_moment_of_a_simulated_gap_equals_brute_force(seed: int) -> None:
             send = receive.counterpart
             assert send is not None
             source = int(ranks[send.stage, send.microbatch])
-            actions = list(flat(line.schedule.actions[source]))
-            before = [a for a in actions[: actions.index(send)] if a.kind in COMPUTE]
-            # One action may be listed several times only where it is a step.
-            posted = max(
-                (
-                    line.spans[source][i].end
-                    for i, a in enumerate(actions[: actions.index(send)])
-                    if a.kind in COMPUTE
-                ),
-                default=0,
-            )
-            assert before
+            index = line.schedule.flat[source].index(send)
+            before = [s.end for s in line.spans[source][:index] if s.action.kind in COMPUTE]
             if one.cause in waits:
-                assert one.end <= posted
+                assert one.end <= max(before)
             else:
-                assert one.start >= posted
+                assert one.start >= max(before)
                 assert one.end <= spans[source, str(send)].end
 
 
 @given(seeds)
 def test_a_rank_waits_for_what_runs_meanwhile(seed: int) -> None:
     line = drawn_timeline(random.Random(seed))
-    columns = line.schedule.columns
     for rank, own in enumerate(line.idle):
         for one in own:
             if one.cause is Cause.DONE:
-                assert one.end == line.makespan
-                assert one.entry is None
-                continue
-            if one.entry is not None:
-                assert columns.rank[one.entry] == rank
+                assert (one.end, one.entry) == (line.makespan, None)
+            elif one.entry is not None:
+                assert line.schedule.columns.rank[one.entry] == rank
                 assert line.starts[one.entry] >= one.end
             if one.blamed is not None:
                 assert line.ends[one.blamed] >= one.end
@@ -304,13 +242,3 @@ def test_idle_time_of_built_in_schedules_is_fill_and_drain(name: str) -> None:
     line = schedir.simulate(schedir.build(name, ranks=4, microbatches=8))
     causes = {one.cause for own in line.idle for one in own}
     assert causes <= {Cause.WARMUP, Cause.DRAIN, Cause.DONE, Cause.DATA}
-    assert [sum(one.end - one.start for one in own) for own in line.idle] == [
-        one.idle for one in line.ranks
-    ]
-
-
-def test_one_rank_and_no_time() -> None:
-    line = schedir.simulate(schedir.build("1f1b", ranks=1, microbatches=3))
-    assert line.idle == ((),)
-    nothing = Timeline(SHORT, [NAN] * 8, [NAN] * 8)
-    assert nothing.idle == ((), ())  # of no length

@@ -5,56 +5,49 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
+from itertools import count
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import CostModel, Schedule, Together, together
+from schedir import Schedule, Together, together
 from schedir.checker import CHANNELS, AsSent, Batch, Move, Reorder, changed, clean_channels
 from schedir.checker.communication import communication
 from schedir.graph.paths import waits
 from schedir.ir import Entry, backward, forward, recv_act, recv_grad, send_act, send_grad
-from tests.joined import drawn_joined, joined
+from tests.joined import joined
 from tests.literals import listed
 from tests.oracle import happens
+from tests.runtime.lists import megatron
 from tests.sweeps import sweep
 from tests.test_check import BASES, mutate, naive
 from tests.test_fixes import about, errors
 from tests.test_random import drawn, scattered
+from tests.test_ties import some_ties
 
 
-@given(st.integers(0, 1 << 32), st.sampled_from(CHANNELS), st.integers(0, 2))
-def test_the_verdict_is_what_happens(seed: int, channel: str, faults: int) -> None:
+@given(st.integers(0, 1 << 32), st.sampled_from(CHANNELS), st.integers(0, 2), st.booleans())
+def test_the_verdict_is_what_happens(seed: int, channel: str, faults: int, tied: bool) -> None:
     chance = random.Random(seed)
     built = scattered(schedir.insert_communication(drawn(chance)), chance)
     for _ in range(faults):
         built = mutate(built, chance)
     built = joined(built, chance, chance.choice([0.3, 0.7, 1]))
-    report = schedir.check(built, channel)
-    outcome = happens(built, channel, seed)
-    assert report.ok == (outcome == "completes"), (outcome, schedir.dumps(built))
-
-
-@given(st.integers(0, 1 << 32), st.sampled_from(CHANNELS))
-def test_the_verdict_on_tied_stages_is_what_happens(seed: int, channel: str) -> None:
-    chance = random.Random(seed)
-    built = joined(scattered(schedir.insert_communication(drawn(chance)), chance), chance)
-    ties = [tuple(chance.sample(range(built.stages), 2))] if built.stages > 1 else []
+    ties = some_ties(chance, built.stages) if tied else []
     outcome = happens(built, channel, seed, ties)
     report = schedir.check(built, channel, ties=ties)
     assert report.ok == (outcome == "completes"), (outcome, ties, schedir.dumps(built))
 
 
-@sweep("part", range(5), quick=[0])
+@sweep("part", range(10), quick=[0])
 def test_thousands_of_lists_block_where_check_says(part: int) -> None:
     """Their data is right where no channel is mis-paired, so whether they run is all that there is
     to say. Each is judged as it is, and with neighbours run together, under `rank` and another
     model."""
     seen: Counter[tuple[bool, bool]] = Counter()
-    for seed in range(150 * part, 150 * (part + 1)):
+    for seed in range(75 * part, 75 * (part + 1)):
         chance = random.Random(seed)
         complete = schedir.insert_communication(drawn(chance))
         for plain in (scattered(complete, chance) for _ in range(3)):
@@ -109,29 +102,21 @@ def _sizes(entries: Iterable[Entry]) -> list[int]:
     return [len(entry.actions) if isinstance(entry, Together) else 1 for entry in entries]
 
 
-@given(st.integers(0, 1 << 32))
-def test_what_runs_anywhere_is_simulated(seed: int) -> None:
-    built = drawn_joined(random.Random(seed))
-    if "async" in schedir.check(built, "async").clean_channels:
-        line = schedir.simulate(built)
-        assert (line.starts >= 0).all()
-        assert (
-            schedir.simulate(built, CostModel(latency=1, boundary_bytes=1, bandwidth=2)).makespan
-            >= line.makespan
-        )
-        work = sum(each.busy for each in line.ranks)
-        assert work == sum(each.busy for each in schedir.simulate(apart(built)).ranks)
-
-
 def apart(built: Schedule) -> Schedule:
     return Schedule(built.name, built.microbatches, built.placement, built.flat)
 
 
-def test_the_pairs_of_compute_alone_are_judged_as_those_of_its_completion() -> None:
+@sweep("many", [20, 4], quick=[4])
+def test_the_pairs_of_compute_alone_are_judged_as_those_of_its_completion(many: int) -> None:
+    """Of lists that are drawn, until so many can be completed, and so many can't."""
     seen: Counter[bool] = Counter()
-    for seed in range(400):
+    for seed in count():
+        if min(seen[True], seen[False]) >= many:
+            break
         chance = random.Random(seed)
         compute = joined(drawn(chance), chance, 1)
+        if not compute.columns.together:
+            continue
         report = schedir.check(compute)
         try:
             complete = schedir.insert_communication(compute)
@@ -141,52 +126,10 @@ def test_the_pairs_of_compute_alone_are_judged_as_those_of_its_completion() -> N
             continue
         assert report.schedule == complete
         assert report.ok == (happens(complete, "rank", seed) == "completes")
-        seen[True] += compute.columns.together
-    assert min(seen.values()) > 20
+        seen[True] += 1
 
 
-# Lists as others write them.
-
-
-def megatron(ranks: int, microbatches: int) -> Schedule:
-    """1F1B as Megatron-LM sends it: in the steady state the output leaves while the gradient comes
-    in, and the other way round, each two as one batch."""
-    lists: list[list[schedir.Action | Together]] = []
-    for rank in range(ranks):
-        first, last = rank == 0, rank == ranks - 1
-        warmup = min(ranks - rank - 1, microbatches)
-        own: list[schedir.Action | Together] = []
-
-        def post(
-            *actions: schedir.Action | None, own: list[schedir.Action | Together] = own
-        ) -> None:
-            listed = [action for action in actions if action is not None]
-            own += [together(*listed)] if len(listed) > 1 else listed
-
-        for m in range(warmup):
-            post(None if first else recv_act(rank, m))
-            own.append(forward(rank, m))
-            post(None if last else send_act(rank, m))
-        rest = range(warmup, microbatches)
-        post(recv_act(rank, warmup) if rest and not first else None)
-        for m in rest:
-            own.append(forward(rank, m))
-            post(*(() if last else (send_act(rank, m), recv_grad(rank, m - warmup))))
-            own.append(backward(rank, m - warmup))
-            following = m + 1 < microbatches
-            post(
-                None if first else send_grad(rank, m - warmup),
-                recv_act(rank, m + 1) if following and not first else None,
-            )
-        for m in range(microbatches - warmup, microbatches):
-            post(None if last else recv_grad(rank, m))
-            own.append(backward(rank, m))
-            post(None if first else send_grad(rank, m))
-        lists.append(own)
-    return Schedule("megatron", microbatches, tuple(range(ranks)), lists)
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 4), (4, 4), (4, 8), (5, 3)])
+@sweep("ranks, microbatches", [(2, 4), (3, 4), (4, 4), (4, 8), (5, 3)], quick=[(2, 4), (5, 3)])
 def test_megatrons_batches_run_where_their_parts_block(ranks: int, microbatches: int) -> None:
     batched = megatron(ranks, microbatches)
     assert "rank" in schedir.check(batched).clean_channels
@@ -196,10 +139,8 @@ def test_megatrons_batches_run_where_their_parts_block(ranks: int, microbatches:
         for built in (batched, apart(batched)):
             runs = happens(built, channel) == "completes"
             assert runs == schedir.check(built, channel).ok
-    assert (
-        schedir.simulate(batched).makespan
-        == schedir.simulate(schedir.build("1f1b", ranks=ranks, microbatches=microbatches)).makespan
-    )
+    plain = schedir.build("1f1b", ranks=ranks, microbatches=microbatches)
+    assert schedir.simulate(batched).makespan == schedir.simulate(plain).makespan
 
 
 def test_where_no_move_helps_batches_are_proposed() -> None:
@@ -227,37 +168,20 @@ def test_a_pair_that_feeds_itself_through_another_rank_blocks() -> None:
 
 def test_a_cycle_through_a_batch_names_its_parts() -> None:
     """What needs one part of a batch waits for the other."""
-    batch = listed(
-        2,
-        "0 1",
-        "0F0 0SEND_ACT0 0F1 (0SEND_ACT1;0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1",
-        "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0;1RECV_ACT1) 1F1 1B1 1SEND_GRAD1",
-    )
+    batched = "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0;1RECV_ACT1) 1F1 1B1 1SEND_GRAD1"
+    both = "0F0 0SEND_ACT0 0F1 (0SEND_ACT1;0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1"
+    batch = listed(2, "0 1", both, batched)
     assert schedir.check(batch).clean_channels == ("rank", "pair", "edge", "async")
     (finding,) = schedir.check(batch, "host").errors
     assert str(finding.locations[0]) == "rank 0 #3 0SEND_ACT1 of (0SEND_ACT1;0RECV_GRAD0)"
     # Rank 0 asks for the gradient of microbatch 0 before it sends what comes with it there.
-    needs = listed(
-        2,
-        "0 1",
-        "0F0 0SEND_ACT0 0F1 0RECV_GRAD0 0B0 0SEND_ACT1 0RECV_GRAD1 0B1",
-        "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0;1RECV_ACT1) 1F1 1B1 1SEND_GRAD1",
-    )
-    assert schedir.check(needs).ok
-    later = listed(
-        2,
-        "0 1",
-        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0RECV_GRAD1 0B0 0B1",
-        "(1RECV_ACT0;1RECV_ACT1) 1F0 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
-    )
-    assert schedir.check(later).ok
-    needed = listed(
-        2,
-        "0 1",
-        "0F0 0SEND_ACT0 0RECV_GRAD0 0B0 0F1 0SEND_ACT1 0RECV_GRAD1 0B1",
-        "(1RECV_ACT0;1RECV_ACT1) 1F0 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
-    )
-    (finding,) = schedir.check(needed).errors
+    needs = "0F0 0SEND_ACT0 0F1 0RECV_GRAD0 0B0 0SEND_ACT1 0RECV_GRAD1 0B1"
+    assert schedir.check(listed(2, "0 1", needs, batched)).ok
+    batched = "(1RECV_ACT0;1RECV_ACT1) 1F0 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1"
+    later = "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0RECV_GRAD1 0B0 0B1"
+    assert schedir.check(listed(2, "0 1", later, batched)).ok
+    needed = "0F0 0SEND_ACT0 0RECV_GRAD0 0B0 0F1 0SEND_ACT1 0RECV_GRAD1 0B1"
+    (finding,) = schedir.check(listed(2, "0 1", needed, batched)).errors
     assert ("rank 1 #0 1RECV_ACT0 of (1RECV_ACT0;1RECV_ACT1)", "runs with") in [
         row[:2] for row in finding.trace
     ]
@@ -294,9 +218,6 @@ def test_no_lint_proposes_to_tear_a_batch() -> None:
     assert alone == ["S501", "S213"]
     for channel in ("rank", "pair", "edge", "async"):
         assert [d.code for d in schedir.check(batch, channel).diagnostics] == ["S213"]
-
-
-# Two batches in a row of so many parts cost no more than so many single ones.
 
 
 def wide(microbatches: int, *, crossed: bool = False) -> Schedule:
@@ -339,21 +260,6 @@ def test_a_cycle_through_long_lists_is_shown_in_short() -> None:
     (finding,) = schedir.check(wide(1000, crossed=True), "host").errors
     assert len(finding.trace) < 40
     assert all(place.index is not None for place in finding.locations)
-
-
-# The costs of what runs together.
-
-
-def test_a_pair_takes_the_time_of_both_and_counts_once() -> None:
-    #   time    0    1    2    3    4    5    6    7    8    9    10   11
-    #   rank 0  0F0  0F1            (0F2;0B0)----- 0B1------ ...
-    #   rank 1       1F0  1B0------ 1F1  1B1------
-    pair = listed(3, "0 1", "0F0 0F1 (0F2;0B0) 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
-    line = schedir.simulate(pair)
-    assert [(s.start, s.end) for s in line.spans[0] if s.index == 5] == [(4, 7)] * 2
-    assert [(r.busy, r.peak_activations) for r in line.ranks] == [(9, 3), (9, 1)]
-    starts, ends = np.array(line.starts), np.array(line.ends)
-    assert schedir.Timeline(line.schedule, starts, ends).ranks == line.ranks
 
 
 def test_naive_lists_and_batches_of_all_that_stands_together() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from schedir.render.palette import WORDS, picture_fill
 from tests.command_line import Run, runner
 from tests.test_cli import on_terminal
 from tests.test_svg import curves, label, lanes
+from tests.warm import commands
 
 CM = 96 / 2.54
 """Pixels."""
@@ -61,12 +63,11 @@ def test_png_and_pdf_are_the_picture_in_its_size(run: Run, line: Timeline) -> No
 
 
 def test_bytes_go_to_a_pipe_and_to_no_terminal(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    import subprocess
-
-    command = [sys.executable, "-m", "schedir", "export", "1f1b", "--format", "png"]
-    piped = subprocess.run(command, capture_output=True, check=True, timeout=250)
+    command = ["export", "1f1b", "--format", "png"]
+    program = [str(commands() / "schedir"), *command]
+    piped = subprocess.run(program, capture_output=True, check=True, timeout=250)
     assert piped.stdout == schedir.simulate(schedir.build("1f1b")).png()
-    on_terminal(*command[3:])
+    on_terminal(*command)
     assert b"png is not text: write it to a file, -o x.png" in capfdbinary.readouterr().err
 
 
@@ -88,10 +89,9 @@ def test_a_title_of_ones_own_and_none(run: Run, line: Timeline) -> None:
     assert texts(bare)[0].startswith("F")
     assert size_of(bare)[1] < size_of(plain)[1]
     assert ">zb-h1: 4 ranks" in bare  # what is read out
-    assert "Mine" in run("export", "1f1b", "--format", "svg", "--title", "Mine")[1]
-    assert run("export", "1f1b", "--format", "svg", "--no-title")[1] == schedir.simulate(
-        schedir.build("1f1b")
-    ).svg(title="")
+    drawn, export = schedir.simulate(schedir.build("1f1b")), ("export", "1f1b", "--format", "svg")
+    assert run(*export, "--title", "Mine")[1] == drawn.svg(title="Mine")
+    assert run(*export, "--no-title")[1] == drawn.svg(title="")
     assert len([t for t in texts(line.svg(title="long " * 40, width="8cm")) if "long" in t]) > 3
 
 

@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 from schedir import Kind
 from schedir.render.palette import CRITICAL_LINE, IDLE_FILL, INK, PAPER, picture_fill
 
-KINDS = (
-    Kind.FORWARD,
-    Kind.BACKWARD_WEIGHT,
-    Kind.BACKWARD,
-    Kind.BACKWARD_INPUT,
-    Kind.RECOMPUTE,
-)
+KINDS = (Kind.FORWARD, Kind.BACKWARD_WEIGHT, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.RECOMPUTE)
 FILLS = {kind: [picture_fill(kind, chunk) for chunk in range(4)] for kind in KINDS}
 
 # Linear sRGB to CIE XYZ (IEC 61966-2-1), and what is seen of it without one of the cones (Machado,

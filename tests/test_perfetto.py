@@ -23,22 +23,12 @@ from schedir.render.text import plain
 from schedir.simulator import Measured
 from tests.built_in import NAMES
 from tests.command_line import runner
-
-TOGETHER = """schedir 1
-name together
-microbatches 3
-placement 0 1
-rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 (0F2;0B0) (0SEND_ACT2;0RECV_GRAD1) 0B1
-  0RECV_GRAD2 0B2 0OPTIM_STEP
-rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 (1SEND_GRAD1;1RECV_ACT2) 1F2 1B2
-  1SEND_GRAD2 1OPTIM_STEP
-"""
+from tests.literals import listed
+from tests.timelines import lines, simulated
 
 Event = dict[str, Any]
-
-
-def timeline(name: str, ranks: int, microbatches: int, costs: CostModel | None = None) -> Timeline:
-    return schedir.simulate(schedir.build(name, ranks=ranks, microbatches=microbatches), costs)
+FACTOR = {"s": 1e6, "ms": 1e3, "us": 1, None: 1e6}
+"""From the unit of a timeline to microseconds."""
 
 
 def delayed(line: Timeline, latency: float) -> Timeline:
@@ -104,27 +94,10 @@ def check_arrows(events: list[Event], transfers: int) -> None:
     assert met == transfers
 
 
-costs = st.builds(
-    CostModel,
-    forward=st.floats(0.1, 4),
-    backward=st.floats(0.1, 4),
-    latency=st.just(0) | st.floats(0, 9),
-    unit=st.sampled_from([None, "s", "ms", "us"]),
-)
-
-
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 5),
-    microbatches=st.integers(1, 12),
-    costs=st.none() | costs,
-)
-def test_every_action_is_a_slice_at_its_time(
-    name: str, ranks: int, microbatches: int, costs: CostModel | None
-) -> None:
-    line = timeline(name, ranks, microbatches, costs)
+@given(lines(5, 12))
+def test_every_action_is_a_slice_at_its_time(line: Timeline) -> None:
     events = trace(line)
-    factor = {"s": 1e6, "ms": 1e3, "us": 1, None: 1e6}[line.unit]
+    factor = FACTOR[line.unit]
     found = {(e["pid"], e["args"]["index"]): e for e in slices(events)}
     listed = [(rank, span) for rank, spans in enumerate(line.spans) for span in spans]
     assert len(found) == len(listed) == len(slices(events))
@@ -140,20 +113,22 @@ def test_every_action_is_a_slice_at_its_time(
 
 
 def test_ranks_are_processes_with_a_thread_for_each_peer_and_direction() -> None:
-    events = trace(timeline("1f1b", 12, 4))
+    events = trace(simulated("1f1b", 12, 4))
     processes = [name for _, name in sorted(names(events, "process_name").items())]
     assert processes == [f"rank {rank:02}" for rank in range(12)] == sorted(processes)
     order = [e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"]
     assert order == list(range(12))
-    threads = [name for (pid, _), name in sorted(names(events, "thread_name").items()) if pid == 5]
-    assert threads == ["compute", "idle", "from rank 4", "from rank 6", "to rank 4", "to rank 6"]
-    assert len(set(names(events, "thread_name"))) == 12 + 4 * 11 + 12
-    assert not {tid for _, tid in names(events, "thread_name")} & set(range(12))
+    threads = names(events, "thread_name")
+    assert [name for (pid, _), name in sorted(threads.items()) if pid == 5] == [
+        *("compute", "idle", "from rank 4", "from rank 6", "to rank 4", "to rank 6")
+    ]
+    assert len(threads) == 12 + 4 * 11 + 12
+    assert not {tid for _, tid in threads} & set(range(12))
 
 
 def test_transfers_that_overlap_have_tracks_of_their_own() -> None:
     # Five forwards of 1 follow each other, and each payload is under way for 3.
-    events = trace(delayed(timeline("fill-drain", 2, 5), 3))
+    events = trace(delayed(simulated("fill-drain", 2, 5), 3))
     check_tracks(events)
     check_arrows(events, 10)
     threads = names(events, "thread_name")
@@ -163,44 +138,40 @@ def test_transfers_that_overlap_have_tracks_of_their_own() -> None:
 
 @given(ranks=st.integers(2, 4), microbatches=st.integers(1, 12), latency=st.floats(0, 30))
 def test_tracks_hold_any_latency(ranks: int, microbatches: int, latency: float) -> None:
-    events = trace(delayed(timeline("1f1b", ranks, microbatches), latency))
+    events = trace(delayed(simulated("1f1b", ranks, microbatches), latency))
     check_tracks(events)
     check_arrows(events, 2 * (ranks - 1) * microbatches)
 
 
 def test_pairs_are_one_slice_and_batches_several() -> None:
-    line = schedir.simulate(schedir.loads(TOGETHER), CostModel(latency=0.5))
-    events = trace(line)
+    lists = (
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 (0F2;0B0) (0SEND_ACT2;0RECV_GRAD1) 0B1 "
+        "0RECV_GRAD2 0B2 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 (1SEND_GRAD1;1RECV_ACT2) 1F2 1B2 "
+        "1SEND_GRAD2 1OPTIM_STEP",
+    )
+    events = trace(schedir.simulate(listed(3, "0 1", *lists), CostModel(latency=0.5)))
     found = Counter(event["name"] for event in slices(events))
     assert found["(0F2;0B0)"] == found["0SEND_ACT2"] == found["0RECV_GRAD1"] == 1
     assert "0F2" not in found
     (pair,) = (event for event in slices(events) if event["name"] == "(0F2;0B0)")
-    assert pair["args"] == {
-        "index": 5, "stage": 0, "microbatch": 2, "version": 0, "overlaps": "0B0",
-    }  # fmt: skip
+    args = {"index": 5, "stage": 0, "microbatch": 2, "version": 0, "overlaps": "0B0"}
+    assert pair["args"] == args
     check_tracks(events)
     check_arrows(events, 6)
 
 
 def test_the_version_that_an_action_reads_is_said() -> None:
-    line = timeline("pipedream", 4, 8)
+    line = simulated("pipedream", 4, 8)
     found = {e["name"]: e["args"].get("version") for e in slices(trace(line))}
     # Stage 0's versions by minibatch: Harlap et al. 2018, section 3.3.
     assert [found[f"0B{m}"] for m in range(8)] == [0, 0, 0, 0, 1, 2, 3, 4]
     assert found["0SEND_ACT0"] is None
 
 
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 4),
-    microbatches=st.integers(1, 8),
-    costs=st.none() | costs,
-)
-def test_idle_time_has_its_cause(
-    name: str, ranks: int, microbatches: int, costs: CostModel | None
-) -> None:
-    line = timeline(name, ranks, microbatches, costs)
-    factor = {"s": 1e6, "ms": 1e3, "us": 1, None: 1e6}[line.unit]
+@given(lines(4, 8))
+def test_idle_time_has_its_cause(line: Timeline) -> None:
+    factor = FACTOR[line.unit]
     found = waits(trace(line))
     expected = [(rank, idle) for rank, stretches in enumerate(line.idle) for idle in stretches]
     columns = line.schedule.columns
@@ -223,8 +194,7 @@ def test_idle_time_has_its_cause(
 @pytest.mark.parametrize("name", NAMES)
 def test_counters_say_what_is_held(name: str) -> None:
     sized = CostModel(activation_bytes=10, weight_bytes=7, latency=0.25, unit="ms")
-    for line in (timeline(name, 3, 6), timeline(name, 3, 6, sized)):
-        factor = {"ms": 1e3, None: 1e6}[line.unit]
+    for line in (simulated(name, 3, 6), simulated(name, 3, 6, sized)):
         found: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
         for event in trace(line):
             if event["ph"] == "C":
@@ -235,14 +205,12 @@ def test_counters_say_what_is_held(name: str) -> None:
         assert set(found) == {(rank, name) for rank in range(3) for name in curves}
         for (rank, name_of), counted in found.items():
             times, amounts = curves[name_of](rank)
-            assert counted == [(t * factor, a) for t, a in zip(times, amounts, strict=True)]
-        assert [max(found[rank, "activations"], key=lambda c: c[1])[1] for rank in range(3)] == [
-            rank.peak_activations for rank in line.ranks
-        ]
+            expected = zip(times * FACTOR[line.unit], amounts, strict=True)
+            assert counted == [*expected]
 
 
 def test_two_timelines_have_processes_side_by_side() -> None:
-    line = timeline("1f1b", 3, 4)
+    line = simulated("1f1b", 3, 4)
     measured = attrs.evolve(line, measured=Measured(step=7), unit="ms")
     events = trace(line, measured)
     order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
@@ -252,13 +220,13 @@ def test_two_timelines_have_processes_side_by_side() -> None:
     ]
     check_tracks(events)
     check_arrows(events, 2 * len(graph_of(line.schedule).transfers))
-    last = {which: max(e["ts"] + e["dur"] for e in slices(events) if (e["pid"] > 9) == which)
-            for which in (False, True)}  # fmt: skip
-    assert last == {False: line.makespan * 1e6, True: line.makespan * 1e3}
+    for measured_one, unit in ((False, 1e6), (True, 1e3)):
+        ends = (e["ts"] + e["dur"] for e in slices(events) if (e["pid"] > 9) == measured_one)
+        assert max(ends) == line.makespan * unit
 
 
 def test_two_timelines_may_have_different_ranks() -> None:
-    events = trace(timeline("1f1b", 12, 2), timeline("fill-drain", 3, 2))
+    events = trace(simulated("1f1b", 12, 2), simulated("fill-drain", 3, 2))
     processes = {pid: name for (pid, _), name in names(events, "process_name").items()}
     assert sorted(processes) == [*range(12), 100, 101, 102]
     assert processes[11] == "rank 11 predicted, 1f1b"
@@ -267,7 +235,7 @@ def test_two_timelines_may_have_different_ranks() -> None:
 
 
 def test_what_is_not_known_when_is_left_out_with_a_warning() -> None:
-    line = timeline("1f1b", 2, 3)
+    line = simulated("1f1b", 2, 3)
     sends = line.schedule.columns.is_kind(*COMMUNICATION)
     starts = np.where(sends, np.nan, line.starts)
     unknown = attrs.evolve(line, starts=starts)
@@ -283,22 +251,15 @@ def test_what_is_not_known_when_is_left_out_with_a_warning() -> None:
 
 
 def test_a_makespan_that_no_trace_can_hold_is_refused() -> None:
-    line = timeline("1f1b", 2, 3, CostModel(forward=10**10))
+    line = simulated("1f1b", 2, 3, CostModel(forward=10**10))
     with pytest.raises(SchedirError, match=r"can't hold a makespan of .* seconds: give the"):
         trace(line)
-    assert trace(timeline("1f1b", 2, 3, CostModel(forward=10**10, unit="us")))
+    assert trace(simulated("1f1b", 2, 3, CostModel(forward=10**10, unit="us")))
 
 
 def test_export_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trace.json"
     assert runner(capsys)("export", "1f1b", "-o", str(file)) == (0, "", "")
-    line = timeline("1f1b", 4, 8)
+    line = simulated("1f1b", 4, 8)
     assert json.loads(file.read_text())["traceEvents"] == trace(line)
     assert file.read_text().count("\n") == len(trace(line)) + 2  # an event a line
-
-
-def test_a_name_can_hold_anything() -> None:
-    schedule = attrs.evolve(schedir.build("1f1b", ranks=2, microbatches=2), name='a"b\\</script>é')
-    written = outputs_of("export")["perfetto"].write(schedir.simulate(schedule), Page())
-    about = json.loads(plain(written.blocks))["otherData"]
-    assert about["timeline"]["schedule"] == 'a"b\\</script>é'

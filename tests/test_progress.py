@@ -7,7 +7,6 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,31 +14,25 @@ from pathlib import Path
 import pytest
 
 from tests.sweeps import sweep
+from tests.warm import REAL, commands
 
 # Takes minutes, so that it is never done before it is stopped.
-LONG = [
-    "compare",
-    "1f1b",
-    "--ranks",
-    "8",
-    "--sweep",
-    "microbatches=" + ",".join(map(str, range(3000, 3200))),
-]
+MANY = "microbatches=" + ",".join(map(str, range(3000, 3200)))
+LONG = ["compare", "1f1b", "--ranks", "8", "--sweep", MANY]
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
 @contextmanager
 def running(
-    cwd: Path, argv: list[str], **extra: str
+    programs: Path, cwd: Path, argv: list[str], **extra: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A command with stderr on a terminal, and where to read what that shows."""
     ours, theirs = pty.openpty()
     env = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     env |= {"TERM": "xterm", "COLUMNS": "80", "LINES": "24", **extra}
-    command = [sys.executable, "-m", "schedir", *argv]
     try:
         with subprocess.Popen(
-            command,
+            [programs / "schedir", *argv],
             cwd=cwd,
             stdout=subprocess.PIPE,
             stderr=theirs,
@@ -76,7 +69,7 @@ def read_until(terminal: int, wanted: str | None) -> str:
 
 @sweep("extra", [{}, {"NO_COLOR": "1"}], quick=[{}])
 def test_ctrl_c_ends_it_and_cleans_up(tmp_path: Path, extra: dict[str, str]) -> None:
-    with running(tmp_path, LONG, **extra) as (process, terminal):
+    with running(REAL, tmp_path, LONG, **extra) as (process, terminal):
         shown = read_until(terminal, "/200")
         assert "comparing" in shown
         process.send_signal(signal.SIGINT)
@@ -94,7 +87,8 @@ def test_ctrl_c_ends_it_and_cleans_up(tmp_path: Path, extra: dict[str, str]) -> 
 
 
 def test_short_work_shows_nothing(tmp_path: Path) -> None:
-    with running(tmp_path, ["compare", "1f1b", "--microbatches", "1"]) as (process, terminal):
+    short = ["compare", "1f1b", "--microbatches", "1"]
+    with running(commands(), tmp_path, short) as (process, terminal):
         assert read_until(terminal, None) == ""
         assert process.wait() == 0
 
@@ -102,7 +96,7 @@ def test_short_work_shows_nothing(tmp_path: Path) -> None:
 @sweep("argv", [["show", "--json"], ["check"], ["export", "-o", "it.sched"]], quick=[["check"]])
 def test_one_long_schedule_shows_that_something_goes_on(tmp_path: Path, argv: list[str]) -> None:
     shape = ["--ranks", "8", "--microbatches", "40000"]
-    with running(tmp_path, [argv[0], "1f1b", *argv[1:], *shape]) as (_, terminal):
+    with running(commands(), tmp_path, [argv[0], "1f1b", *argv[1:], *shape]) as (_, terminal):
         shown = read_until(terminal, "ing ")
         assert re.search("simulating|checking|proving", shown)
 
@@ -110,12 +104,12 @@ def test_one_long_schedule_shows_that_something_goes_on(tmp_path: Path, argv: li
 @pytest.mark.parametrize("piped", [True, False])
 def test_nothing_in_a_pipe_or_on_a_dumb_terminal(tmp_path: Path, piped: bool) -> None:
     argv = ["show", "1f1b", "--json", "--ranks", "8", "--microbatches", "4000"]
-    command = [sys.executable, "-m", "schedir", *argv]
     if piped:
+        command = [str(commands() / "schedir"), *argv]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=250)
         assert (done.returncode, done.stderr) == (0, b"")
         return
-    with running(tmp_path, argv, TERM="dumb") as (process, terminal):
+    with running(commands(), tmp_path, argv, TERM="dumb") as (process, terminal):
         assert process.stdout is not None
         assert process.stdout.read().startswith(b"{")
         assert read_until(terminal, None) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -12,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import Action, Kind, Schedule, Together
+from schedir import Action, Kind, Together
 from schedir.ir import COMMUNICATION, Entry, dumps_torch_csv
 from schedir.passes import forward_only, strip_communication
 from tests.built_in import EVERY
 from tests.joined import joined
+from tests.literals import listed
 from tests.oracle import happens
 from tests.test_random import drawn, scattered
 
@@ -37,13 +39,6 @@ def again(entries: Iterable[Entry], stages: set[int]) -> list[Entry]:
     return found
 
 
-def complete_as_inserted(schedule: Schedule) -> bool:
-    try:
-        return schedir.insert_communication(strip_communication(schedule)) == schedule
-    except schedir.UnsoundError:
-        return False
-
-
 @given(st.integers(0, 1 << 32))
 def test_each_r_stands_right_before_its_backward(seed: int) -> None:
     """Of every shape, compute alone and complete, some with Rs of their own and with pairs."""
@@ -56,8 +51,9 @@ def test_each_r_stands_right_before_its_backward(seed: int) -> None:
     stages = {s for s in range(base.stages) if chance.random() < 0.6}
     after = schedir.recompute(base, stages)
     wanted = attrs.evolve(base, actions=[again(entries, stages) for entries in base.actions])
-    if wanted.is_complete and complete_as_inserted(base):
-        wanted = schedir.insert_communication(strip_communication(wanted))
+    with suppress(schedir.UnsoundError):
+        if schedir.insert_communication(strip_communication(base)) == base:
+            wanted = schedir.insert_communication(strip_communication(wanted))
     assert after.actions == wanted.actions
     assert schedir.recompute(after, stages) == after
     before, report = schedir.check(base), schedir.check(after)
@@ -98,10 +94,9 @@ def test_built_in_schedules_run_again(name: str) -> None:
 def test_the_lines_of_python_are_those_of_the_backwards() -> None:
     built = schedir.build("1f1b", ranks=2, microbatches=2)
     after = strip_communication(schedir.recompute(built, [0]))
-    for rank, entries in enumerate(after.flat):
-        for index, action in enumerate(entries):
-            if action.kind is Kind.RECOMPUTE:
-                assert after.source_of(rank, index) == after.source_of(rank, index + 1)
+    for index, action in enumerate(after.flat[0]):
+        if action.kind is Kind.RECOMPUTE:
+            assert after.source_of(0, index) == after.source_of(0, index + 1)
     assert after.source_of(0, 0) == built.source_of(0, 0)
 
 
@@ -122,18 +117,12 @@ def test_what_is_no_stage(stages: Any, error: type[Exception], said: str) -> Non
         schedir.recompute("1f1b", [0])  # type: ignore[arg-type]
 
 
-def listed(*lists: str, microbatches: int = 2) -> Schedule:
-    placement = " ".join(map(str, range(len(lists))))
-    head = f"schedir 1\nname t\nmicrobatches {microbatches}\nplacement {placement}\n"
-    return schedir.loads(head + "".join(f"rank {r}: {own}\n" for r, own in enumerate(lists)))
-
-
 def test_it_fills_a_bubble_where_it_is_listed_early() -> None:
     """Rank 0 waits for the gradient until 4: R1 costs nothing there, but an activation."""
     costs = schedir.CostModel(backward=(2, 1))
     ranks = "0F0 0F1 {} 0B1", "1F0 1F1 1B0 1B1"
     late, early = (
-        schedir.simulate(listed(ranks[0].format(middle), ranks[1]), costs)
+        schedir.simulate(listed(2, "0 1", ranks[0].format(middle), ranks[1]), costs)
         for middle in ("0R0 0B0 0R1", "0R0 0R1 0B0")
     )
     assert (late.makespan, early.makespan) == (9, 8)
@@ -144,13 +133,13 @@ def test_it_fills_a_bubble_where_it_is_listed_early() -> None:
 
 def test_the_version_stays_until_it_is_run_again() -> None:
     """R reads the version of its F, so that is kept for it, though an OPTIM_STEP lies between."""
-    own = listed("0F0 0F1 0B0 0OPTIM_STEP 0R1 0B1 0OPTIM_STEP")
+    own = listed(2, "0", "0F0 0F1 0B0 0OPTIM_STEP 0R1 0B1 0OPTIM_STEP")
     assert schedir.simulate(own).ranks[0].weight_versions == 2
-    assert schedir.check(listed("0F0 0F1 0B0 0OPTIM_STEP 0R1@0 0B1 0OPTIM_STEP")).ok
+    assert schedir.check(listed(2, "0", "0F0 0F1 0B0 0OPTIM_STEP 0R1@0 0B1 0OPTIM_STEP")).ok
 
 
 def test_torch_has_none() -> None:
-    _, lost = dumps_torch_csv(listed("0F0 0R0@0 0B0", microbatches=1))
+    _, lost = dumps_torch_csv(listed(1, "0", "0F0 0R0@0 0B0"))
     assert lost == ["0R0@0 is left out: torch has no R"]
 
 

@@ -8,78 +8,24 @@ from functools import partial
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import CostModel, Diagnostic, Kind, Pipeline, Report, Source, Timeline
+from schedir import Action, CostModel, Diagnostic, Kind, Pipeline, Report, Source, Timeline
 from schedir.checker import RULES, Location
-from schedir.ir import COMPUTE, Sources
-from schedir.render import (
-    Page,
-    explanation,
-    outputs_of,
-    timeline_json,
-    timeline_text,
-)
+from schedir.checker.diagnostics import fill
+from schedir.ir import COMPUTE
+from schedir.render import Page, explanation, outputs_of, timeline_json, timeline_text
 from schedir.render.overview import overview_blocks
 from schedir.render.steady_state import Repeat, repeats
 from schedir.render.terminal_timeline import drawing_of
 from schedir.render.text import coloured, plain, write_to_terminal
-from tests.built_in import NAMES
 from tests.findings import odd
-
-ONE_F_ONE_B = """\
-1f1b: 4 ranks, 4 stages, 4 microbatches
-
-time 0..21
-        0              5              10             15             20
-rank 0  F0 F1 F2 F3                   B0---    B1---    B2---    B3---*
-rank 1     F0 F1 F2             B0--- F3 B1---    B2---    B3---*
-rank 2        F0 F1       B0--- F2 B1--- F3 B2---    B3---*
-rank 3           F0 B0--- F1 B1--- F2 B2--- F3 B3---*
-
-F forward, B backward, * step of the optimiser; F0 is the forward of microbatch 0
-
-makespan 21, bubble 42.9%
-
-rank  busy  idle  span  peak activations  weight versions
-   0    12     9    21                 4                1
-   1    12     9    18                 3                1
-   2    12     9    15                 2                1
-   3    12     9    12                 1                1
-"""
-
-# The example of the README, with `1RECV_ACT1` behind `1SEND_GRAD0`.
-DEADLOCK = """\
-schedir 1
-name my-1f1b
-microbatches 2
-placement 0 1
-rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP
-rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP
-"""
-DEADLOCK_IN_FULL = """\
-error[S301]: deadlock: ranks 0 and 1 wait on each other  (wait-cycle)
-  --> rank 0 #3 0SEND_ACT1      my_1f1b.py:31
-   | rank 0 #3 0SEND_ACT1   waits for      rank 1 #4 1RECV_ACT1
-   | rank 1 #4 1RECV_ACT1   queued behind  rank 1 #3 1SEND_GRAD0
-   | rank 1 #3 1SEND_GRAD0  waits for      rank 0 #4 0RECV_GRAD0
-   | rank 0 #4 0RECV_GRAD0  queued behind  rank 0 #3 0SEND_ACT1   (cycle)
-   |
-   | rank 0  #1 … 0SEND_ACT0 0F1 [0SEND_ACT1] [0RECV_GRAD0] 0B0 0RECV_GRAD1 …
-   | rank 1  #1 … 1F0 1B0 [1SEND_GRAD0] [1RECV_ACT1] 1F1 1B1 …
-   = note: under --channel pair; clean under edge and async
-   = help: post rank 1 #4 before rank 1 #3
-
-my-1f1b: 1 error under pair
-"""
-
-
-def timeline(name: str, ranks: int, microbatches: int, costs: CostModel | None = None) -> Timeline:
-    return schedir.simulate(schedir.build(name, ranks=ranks, microbatches=microbatches), costs)
+from tests.literals import listed
+from tests.test_golden import GOLDEN, compare
+from tests.timelines import lines, simulated
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -103,37 +49,12 @@ def labels_of(line: Timeline) -> list[list[str]]:
     ]
 
 
-def deadlock_report(channel: str = "pair") -> Report:
-    schedule = schedir.loads(DEADLOCK)
-    lines = tuple(Source("my_1f1b.py", 28 + index) for index in range(9))
-    sources = Sources(lines, np.concatenate([np.arange(len(a)) for a in schedule.flat]))
-    return schedir.check(attrs.evolve(schedule, sources=sources), channel)
+def test_timeline_text(request: pytest.FixtureRequest) -> None:
+    compare(GOLDEN / "shown" / "1f1b.txt", timeline_text(simulated("1f1b", 4, 4)), request)
 
 
-def test_timeline_text() -> None:
-    assert timeline_text(timeline("1f1b", 4, 4)) == ONE_F_ONE_B
-
-
-costs = st.builds(
-    CostModel,
-    forward=st.floats(0.5, 4),
-    backward=st.floats(0.5, 4),
-    latency=st.just(0.0) | st.floats(0, 2),
-    optim_step=st.just(0.0) | st.floats(0, 2),
-)
-
-
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 9),
-    microbatches=st.integers(1, 40),
-    width=st.integers(40, 200),
-    costs=st.none() | costs,
-)
-def test_pages_fit_and_show_every_cell_once(
-    name: str, ranks: int, microbatches: int, width: int, costs: CostModel | None
-) -> None:
-    line = timeline(name, ranks, microbatches, costs)
+@given(lines(9, 40), st.integers(40, 200))
+def test_pages_fit_and_show_every_cell_once(line: Timeline, width: int) -> None:
     text = timeline_text(line, width)
     drawn = text.partition("makespan")[0]
     assert max(map(len, drawn.splitlines())) <= width
@@ -143,16 +64,8 @@ def test_pages_fit_and_show_every_cell_once(
         assert [label for row in rows for label in re.findall(r"\d*[FB]\d+", row)] == labels
 
 
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 9),
-    microbatches=st.integers(1, 40),
-    width=st.integers(40, 200),
-)
-def test_pages_laid_end_to_end_are_the_whole_rows(
-    name: str, ranks: int, microbatches: int, width: int
-) -> None:
-    line = timeline(name, ranks, microbatches)
+@given(lines(9, 40, st.none()), st.integers(40, 200))
+def test_pages_laid_end_to_end_are_the_whole_rows(line: Timeline, width: int) -> None:
     paged, whole = timeline_text(line, width), rows_of(timeline_text(line))
     # The columns of a unit of time: a whole number, at these costs.
     unit = 1 + max(len(label) for labels in labels_of(line) for label in labels)
@@ -181,7 +94,7 @@ class Counted(list[Any]):
 
 def test_a_page_looks_at_its_own_cells_only() -> None:
     def looks(microbatches: int) -> float:
-        drawing = drawing_of(timeline("fill-drain", 2, microbatches))
+        drawing = drawing_of(simulated("fill-drain", 2, microbatches))
         rows = [Counted(cells) for cells in drawing.rows]
         drawing = attrs.evolve(drawing, rows=rows)
         pages = [list(drawing.page(left, end)) for left, end in drawing.pages(80)]
@@ -211,30 +124,16 @@ def test_the_stages_of_all_ranks_take_one_look_at_the_placement() -> None:
     assert looks == 100
 
 
-def test_eight_ranks_by_thirty_two_at_a_hundred_columns() -> None:
-    line = timeline("1f1b", 8, 32)
-    text = timeline_text(line, 100)
-    assert max(map(len, text.splitlines())) <= 100
-    assert re.findall(r"^time .*$", text, re.MULTILINE)[:2] == ["time 0..22", "time 22..44"]
-
-
-def test_without_a_width_every_rank_is_one_line() -> None:
-    line = timeline("1f1b", 8, 200)
-    rows = rows_of(timeline_text(line))
-    assert [len(parts) for parts in rows] == [1] * 8
-    assert len(rows[0][0]) > 2000
-
-
 @pytest.mark.parametrize("width", [None, 80])
 def test_colour_changes_no_character(width: int | None) -> None:
-    line = timeline("interleaved-1f1b", 3, 5)
+    line = simulated("interleaved-1f1b", 3, 5)
     painted = timeline_text(line, width, colour=True)
     assert "\x1b[" in painted
     assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == timeline_text(line, width)
 
 
 def test_each_chunk_has_its_shade() -> None:
-    line = timeline("interleaved-1f1b", 2, 2)
+    line = simulated("interleaved-1f1b", 2, 2)
     text = timeline_text(line, colour=True)
     shades = dict(re.findall(r"\x1b\[38;5;16;48;5;(\d+)m(\d[FB])", text))
     styles = {label: shade for shade, label in shades.items()}
@@ -242,56 +141,41 @@ def test_each_chunk_has_its_shade() -> None:
 
 
 def test_an_optimiser_step_is_marked_at_any_cost() -> None:
-    steps = timeline("pipedream", 3, 4)
+    steps = simulated("pipedream", 3, 4)
     for rows in rows_of(timeline_text(steps)):
         assert sum(row.count("*") for row in rows) == 4
-    costly = timeline("pipedream", 3, 4, CostModel(optim_step=2))
+    costly = simulated("pipedream", 3, 4, CostModel(optim_step=2))
     assert "B0--- *---- " in timeline_text(costly)
 
 
 def test_cells_that_have_no_room_are_marked() -> None:
-    text = timeline_text(timeline("1f1b", 2, 3, CostModel(forward=0.01)))
+    text = timeline_text(simulated("1f1b", 2, 3, CostModel(forward=0.01)))
     assert ": too short to be named" in text
     assert max(len(row) for rows in rows_of(text) for row in rows) < 20
-    assert "too short" not in timeline_text(timeline("1f1b", 2, 3))
+    assert "too short" not in timeline_text(simulated("1f1b", 2, 3))
 
 
-def test_a_timeline_without_any_time() -> None:
-    free = CostModel(forward=0, backward=0)
-    assert "makespan 0, bubble 0.0%" in timeline_text(timeline("1f1b", 2, 3, free), 80)
+Drawn = tuple[float, float, int, Action]
+"""What is drawn: start, end, rank and action."""
 
 
-def spans_of(line: Timeline) -> list[tuple[int, Kind, int, int | None, float, float]]:
-    """What is drawn: rank, kind, stage, microbatch, start and end."""
-    return [
-        (rank, span.action.kind, span.action.stage, span.action.microbatch, span.start, span.end)
+def later(span: Drawn, repeat: Repeat) -> Drawn:
+    """The span one period on."""
+    start, end, rank, action = span
+    if action.microbatch is not None:
+        microbatch = action.microbatch + repeat.microbatches
+        action = Action(action.kind, action.stage, microbatch)
+    return start + repeat.period, end + repeat.period, rank, action
+
+
+@given(lines(9, 60, st.builds(CostModel, backward=st.integers(1, 3))))
+def test_what_repeats_is_the_same_a_period_later(line: Timeline) -> None:
+    drawn: list[Drawn] = [
+        (span.start, span.end, rank, Action(*attrs.astuple(span.action, recurse=False)[:3]))
         for rank, spans in enumerate(line.spans)
         for span in spans
         if span.action.kind in COMPUTE
     ]
-
-
-def later(
-    span: tuple[int, Kind, int, int | None, float, float], repeat: Repeat
-) -> tuple[int, Kind, int, int | None, float, float]:
-    """The span one period on."""
-    rank, kind, stage, microbatch, start, end = span
-    if microbatch is not None:
-        microbatch += repeat.microbatches
-    return rank, kind, stage, microbatch, start + repeat.period, end + repeat.period
-
-
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 9),
-    microbatches=st.integers(1, 60),
-    backward=st.integers(1, 3),
-)
-def test_what_repeats_is_the_same_a_period_later(
-    name: str, ranks: int, microbatches: int, backward: int
-) -> None:
-    line = timeline(name, ranks, microbatches, CostModel(backward=backward))
-    drawn = spans_of(line)
     known = set(drawn)
     ended = 0.0
     for repeat in repeats(line):
@@ -299,9 +183,9 @@ def test_what_repeats_is_the_same_a_period_later(
         assert ended <= repeat.start
         ended = repeat.end
         last = repeat.end - repeat.period
-        images = [later(span, repeat) for span in drawn if repeat.start <= span[4] < last]
+        images = [later(span, repeat) for span in drawn if repeat.start <= span[0] < last]
         assert known.issuperset(images)
-        again = [span for span in drawn if repeat.start + repeat.period <= span[4] < repeat.end]
+        again = [span for span in drawn if repeat.start + repeat.period <= span[0] < repeat.end]
         assert set(images) == set(again)
     assert ended <= line.makespan
 
@@ -311,41 +195,28 @@ def test_what_repeats_is_the_same_a_period_later(
     [("1f1b", {3}), ("pipedream", {3}), ("fill-drain", {1, 2}), ("interleaved-1f1b", {24})],
 )
 def test_the_steady_state_of_the_built_in_schedules(name: str, periods: set[float]) -> None:
-    line = timeline(name, 4, 60)
+    line = simulated(name, 4, 60)
     found = repeats(line)
     assert {repeat.period for repeat in found} == periods
     assert sum(repeat.end - repeat.start for repeat in found) > 0.75 * line.makespan
 
 
 def test_a_schedule_without_a_steady_state_has_none() -> None:
-    lists = "rank 0: 0F0 0F1 0B1 0F2 0F3 0B3 0B0 0F4 0B2 0F5 0B5 0B4\n"
-    line = schedir.simulate(
-        schedir.loads(f"schedir 1\nname odd\nmicrobatches 6\nplacement 0\n{lists}")
-    )
-    assert repeats(line) == []
+    odd = listed(6, "0", "0F0 0F1 0B1 0F2 0F3 0B3 0B0 0F4 0B2 0F5 0B5 0B4")
+    assert repeats(schedir.simulate(odd)) == []
 
 
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 20),
-    microbatches=st.integers(1, 40),
-    width=st.integers(60, 200),
-    height=st.integers(14, 60),
-    costs=st.none() | costs,
-)
-def test_the_overview_fits(
-    name: str, ranks: int, microbatches: int, width: int, height: int, costs: CostModel | None
-) -> None:
-    line = timeline(name, ranks, microbatches, costs)
+@given(lines(20, 40), st.integers(60, 200), st.integers(14, 60))
+def test_the_overview_fits(line: Timeline, width: int, height: int) -> None:
     screen = io.StringIO()
     write_to_terminal(overview_blocks(line, width, height), screen, width, colour=False)
-    lines = screen.getvalue().splitlines()
-    assert len(lines) < height
-    assert max(map(len, lines)) <= width
+    rows = screen.getvalue().splitlines()
+    assert len(rows) < height
+    assert max(map(len, rows)) <= width
 
 
 def test_the_overview_is_the_timeline_with_a_piece_cut_out() -> None:
-    line = timeline("1f1b", 4, 12)
+    line = simulated("1f1b", 4, 12)
     whole = [row for (row,) in rows_of(timeline_text(line))]
     overview = plain(overview_blocks(line, 120, 24))
     rows = re.findall(r"^ +\d  (.*)$", overview, re.MULTILINE)[:4]
@@ -361,7 +232,7 @@ def test_the_overview_is_the_timeline_with_a_piece_cut_out() -> None:
 
 
 def test_a_name_is_no_markup() -> None:
-    line = timeline("1f1b", 2, 2)
+    line = simulated("1f1b", 2, 2)
     name = "a[/b] [red]c :smile:"
     line = attrs.evolve(line, schedule=attrs.evolve(line.schedule, name=name))
     screen = io.StringIO()
@@ -370,7 +241,7 @@ def test_a_name_is_no_markup() -> None:
 
 
 def test_ranks_that_have_no_room_are_counted() -> None:
-    overview = plain(overview_blocks(timeline("1f1b", 40, 4), 80, 24))
+    overview = plain(overview_blocks(simulated("1f1b", 40, 4), 80, 24))
     shown = [int(rank) for rank in re.findall(r"^ +(\d+)  ", overview, re.MULTILINE)]
     (hidden,) = re.findall(r"^   …  (\d+) ranks left out$", overview, re.MULTILINE)
     assert len(shown) + int(hidden) == 40
@@ -379,7 +250,7 @@ def test_ranks_that_have_no_room_are_counted() -> None:
 
 
 def test_an_overview_of_what_fits_leaves_nothing_out() -> None:
-    line = timeline("1f1b", 4, 4)
+    line = simulated("1f1b", 4, 4)
     overview = plain(overview_blocks(line, 80, 24))
     for (row,) in rows_of(timeline_text(line)):
         assert f"  {row}\n" in overview
@@ -388,16 +259,13 @@ def test_an_overview_of_what_fits_leaves_nothing_out() -> None:
 
 
 def test_split_backwards_are_named() -> None:
-    schedule = schedir.loads(
-        "schedir 1\nname split\nmicrobatches 1\nplacement 0\nrank 0: 0F0 0I0 0W0\n"
-    )
-    text = timeline_text(schedir.simulate(schedule))
+    text = timeline_text(schedir.simulate(listed(1, "0", "0F0 0I0 0W0")))
     assert "rank 0  F0 I0 W0\n" in text
     assert "F forward, I gradient of the input, W gradient of the weights;" in text
 
 
 def test_timeline_json() -> None:
-    data = json.loads(timeline_json(timeline("pipedream", 2, 3)))
+    data = json.loads(timeline_json(simulated("pipedream", 2, 3)))
     assert list(data) == ["makespan", "bubble_fraction", "ranks"]
     assert data["makespan"] == 12
     assert data["ranks"][0] == {
@@ -410,59 +278,20 @@ def test_timeline_json() -> None:
     }
 
 
-def full(report: Report, subject: str, colour: bool = False) -> str:
-    return written("full", report, subject, colour)
-
-
 def written(name: str, report: Report, subject: str, colour: bool = False) -> str:
     """What `schedir check --output-format NAME` prints."""
     blocks = outputs_of("check")[name].write(report, Page(subject)).blocks
     return (coloured if colour else plain)(blocks)
 
 
-def test_deadlock_in_full() -> None:
-    assert full(deadlock_report(), "my-1f1b") == DEADLOCK_IN_FULL
+full = partial(written, "full")
 
 
 def test_colour_of_a_report_changes_no_character() -> None:
-    painted = full(deadlock_report(), "my-1f1b", colour=True)
-    assert painted != DEADLOCK_IN_FULL
-    assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == DEADLOCK_IN_FULL
-
-
-def test_concise() -> None:
-    line = "rank 0 #3 0SEND_ACT1: S301 wait-cycle: deadlock: ranks 0 and 1 wait on each other\n"
-    assert written("concise", deadlock_report(), "my-1f1b") == f"my_1f1b.py:31: {line}"
-    unknown = schedir.check(schedir.loads(DEADLOCK), "pair")
-    assert written("concise", unknown, "my.sched") == f"my.sched: {line}"
-
-
-def test_json_has_exactly_its_keys() -> None:
-    assert json.loads(written("json", deadlock_report(), "my-1f1b")) == {
-        "ok": False,
-        "channel": "pair",
-        "diagnostics": [
-            {
-                "code": "S301",
-                "name": "wait-cycle",
-                "severity": "error",
-                "message": "deadlock: ranks 0 and 1 wait on each other",
-                "locations": [
-                    {"rank": 0, "index": 3, "action": "0SEND_ACT1"},
-                    {"rank": 1, "index": 4, "action": "1RECV_ACT1"},
-                    {"rank": 1, "index": 3, "action": "1SEND_GRAD0"},
-                    {"rank": 0, "index": 4, "action": "0RECV_GRAD0"},
-                ],
-            }
-        ],
-    }
-
-
-def test_json_of_a_missing_action_has_no_index() -> None:
-    report = schedir.check(schedir.loads(RULES["S105"].example))
-    (found,) = json.loads(written("json", report, "x"))["diagnostics"]
-    assert found["locations"][0] == {"rank": 0, "index": None, "action": "0B1"}
-    assert "  --> rank 0 0B1 (missing)\n  ::: rank 0 #2 0F1\n" in full(report, "x")
+    report = schedir.check(schedir.loads(RULES["S301"].example))
+    painted = full(report, "my-1f1b", colour=True)
+    assert painted != full(report, "my-1f1b")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == full(report, "my-1f1b")
 
 
 def test_what_is_missing_is_shown_beside_the_line_that_needs_it() -> None:
@@ -543,12 +372,8 @@ def test_findings_without_a_line_are_alike_where_rank_and_stage_are() -> None:
 
 
 def test_a_finding_with_many_places_shows_a_few() -> None:
-    schedule = schedir.loads(
-        "schedir 1\nname many\nmicrobatches 20\nplacement 0 0\nrank 0: "
-        + " ".join(f"0F{m} 1F{m} 1B{m} 0B{m}" for m in range(20))
-        + " 1OPTIM_STEP\n"
-    )
-    text = full(schedir.check(schedule), "many")
+    many = " ".join(f"0F{m} 1F{m} 1B{m} 0B{m}" for m in range(20))
+    text = full(schedir.check(listed(20, "0 0", f"{many} 1OPTIM_STEP")), "many")
     assert text.count(":::") == 3
     assert "  ::: and 17 more\n" in text
 
@@ -565,17 +390,9 @@ def test_every_rule_is_explained_by_an_example_that_breaks_it(code: str) -> None
     assert f"    {rule.severity}[{code}]: " in text
 
 
-PAIRED = """schedir 1
-name paired
-microbatches 3
-placement 0 1
-rank 0: 0F0 0F1 (0F2;0B0) 0B1 0B2 0OPTIM_STEP
-rank 1: 1F0 1B0 1F1 1B1 1F2 1B2 1OPTIM_STEP
-"""
-
-
 def test_an_overlapped_pair_is_one_cell() -> None:
-    line = schedir.simulate(schedir.loads(PAIRED))
+    lists = "0F0 0F1 (0F2;0B0) 0B1 0B2 0OPTIM_STEP", "1F0 1B0 1F1 1B1 1F2 1B2 1OPTIM_STEP"
+    line = schedir.simulate(listed(3, "0 1", *lists))
     drawn = timeline_text(line).splitlines()
     assert drawn[4:6] == [
         "rank 0  F0 F1       F2;B0--- B1---    B2---*",
@@ -585,3 +402,35 @@ def test_an_overlapped_pair_is_one_cell() -> None:
     coarse = plain(overview_blocks(line, 24, 14))
     assert "   0  FFF   XXXXXBBB BBB\n   1   FFBBBFFBBBFBBB\n" in coarse
     assert "X a forward and a backward as one" in " ".join(coarse.split())
+
+
+@attrs.frozen
+class Filler:
+    one = 1
+    several = 3
+    late = 2.50
+    action = schedir.forward(2, 5)
+    none: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = (4, 0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "filled"),
+    [
+        ("no hole", "no hole"),
+        ("{one} of {several}", "1 of 3"),
+        ("{action} is of stage {action.stage}", "2F5 is of stage 2"),
+        ("{one:is|are}, {several:is|are}, {one:|s}", "is, are, "),
+        ("{late:g}", "2.5"),
+        ("{numbers:and}", "4, 0, 1 and 2"),
+        ("{numbers:ranges}, {none:ranges}", "0-2, 4, none"),
+        ("{{one}}", "{one}"),
+    ],
+)
+def test_holes_are_filled_with_attributes(template: str, filled: str) -> None:
+    assert fill(template, Filler()) == filled
+
+
+def test_an_attribute_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="severel"):
+        fill("{severel}", Filler())

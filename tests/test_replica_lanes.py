@@ -19,38 +19,21 @@ from schedir.render.text import plain
 from tests.joined import joined
 from tests.literals import listed
 from tests.test_random import drawn
-
-
-def simulated(name: str, ranks: int, microbatches: int) -> schedir.Timeline:
-    return schedir.simulate(schedir.build(name, ranks=ranks, microbatches=microbatches))
+from tests.timelines import simulated
 
 
 def test_a_rank_says_which_replica_it_has() -> None:
-    line = schedir.simulate(
-        schedir.insert_communication(
-            listed(
-                2,
-                "0,1 2",
-                "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP",
-                "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP",
-                "1F0 1F1 1B0 1B1 1OPTIM_STEP",
-            )
-        )
-    )
-    text = timeline_text(line)
-    found = re.findall(r"rank +\d stage.*", text)
-    assert [row.split("  ")[0] for row in found] == [
-        "rank 0 stage 0",
-        "rank 1 stage 0",
-        "rank 2 stage 1",
-    ]
+    sums = "0REDUCE_GRAD 0OPTIM_STEP"
+    lists = f"0F0 0B0 {sums}", f"0F1 0B1 {sums}", "1F0 1F1 1B0 1B1 1OPTIM_STEP"
+    text = timeline_text(schedir.simulate(listed(2, "0,1 2", *lists)))
+    found = re.findall(r"(rank +\d stage \d)  ", text)
+    assert found == ["rank 0 stage 0", "rank 1 stage 0", "rank 2 stage 1"]
     assert "F0 is the forward of microbatch 0" in text  # the lane says of which stage
 
 
 def test_both_parts_of_a_pair_are_in_their_lanes() -> None:
     text = timeline_text(simulated("dualpipe", 2, 4))
-    rows = re.findall(r"rank 0 stage.*", text)
-    assert rows == [
+    assert re.findall(r"rank 0 stage.*", text) == [
         "rank 0 stage 0  F0    F1       B0------       I1 W1*",
         "rank 0 stage 1     F2    B2--- F3------ B3---      *",
     ]
@@ -96,15 +79,6 @@ def test_lanes_hold_what_their_ranks_compute(seed: int) -> None:
                 assert {span.action.stage for span in lane.spans} <= {lane.stage}
 
 
-def entries_of(schedule: schedir.Schedule, rank: int) -> list[list[schedir.Action]]:
-    """The compute of a rank, entry by entry."""
-    entries = [
-        e.actions if isinstance(e, schedir.Together) else (e,) for e in schedule.actions[rank]
-    ]
-    kept = [[action for action in entry if action.kind in COMPUTE] for entry in entries]
-    return [entry for entry in kept if entry]
-
-
 @given(st.integers(0, 1 << 32), st.booleans())
 def test_cells_of_a_picture_stay_in_their_lanes(seed: int, paired: bool) -> None:
     schedule = drawn(random.Random(seed))
@@ -124,8 +98,12 @@ def test_cells_of_a_picture_stay_in_their_lanes(seed: int, paired: bool) -> None
             assert lane / within - 1e-9 <= top
             assert top + height <= (lane + 1) / within + 1e-9
         # Only what runs together in one lane shares it.
-        entries = [[a.stage for a in entry] for entry in entries_of(schedule, rank)]
-        halves = sum(len(e) for e in entries if len(e) > 1 and (within == 1 or len({*e}) == 1))
+        pairs = [
+            {a.stage for a in entry.actions}
+            for entry in schedule.actions[rank]
+            if isinstance(entry, schedir.Together) and entry.actions[0].kind in COMPUTE
+        ]
+        halves = 2 * sum(within == 1 or len(stages) == 1 for stages in pairs)
         assert (cells.height < 0.9 / within).sum() == halves
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference import recurrence_of
 from torch import nn
@@ -20,12 +20,8 @@ from schedir import CHANNELS, Action, Kind, Schedule, Timeline
 from schedir.passes import strip_communication
 from tests import test_replicas as replicas
 from tests.oracle import happens
-from tests.runtime.kit import (
-    Twins,
-    adamw,
-    linear_stages,
-    random_batches,
-)
+from tests.runtime.kit import Twins, adamw, linear_stages, random_batches
+from tests.sweeps import examples, is_quick
 
 SPLIT = {"split": True}
 
@@ -46,12 +42,12 @@ def simulated(rank: int, **options: Any) -> Timeline:
 def again_and_again(schedule: Schedule, times: int) -> Schedule:
     """The lists of so many steps in a row: each rank begins the next as soon as it can."""
     each = schedule.microbatches
+
+    def later(a: Action, n: int) -> Action:
+        return a if a.microbatch is None else Action(a.kind, a.stage, a.microbatch + n * each)
+
     lists = [
-        [
-            Action(a.kind, a.stage, None if a.microbatch is None else a.microbatch + n * each)
-            for n in range(times)
-            for a in actions
-        ]
+        [later(a, n) for n in range(times) for a in actions]
         for actions in strip_communication(schedule).flat
     ]
     longer = Schedule(schedule.name, times * each, schedule.placement, lists)
@@ -98,22 +94,24 @@ def test_27_slots_with_staggered_steps() -> None:
     assert schedir.simulate(whole).makespan == 6 * 35  # whole backwards leave no such gap
 
 
+def peak(line: Timeline) -> int:
+    return max(each.peak_activations for each in line.ranks)
+
+
 def test_memory_is_what_it_is_said_to_be() -> None:
-    assert max(each.peak_activations for each in simulated(7).ranks) == 4
+    assert peak(simulated(7)) == 4
     for rank in range(12):
-        for options, most in (({}, 6), (SPLIT, 8)):
-            ranks = simulated(rank, **options).ranks
-            assert max(each.peak_activations for each in ranks) <= most
+        assert peak(simulated(rank)) <= 6
+        assert peak(simulated(rank, **SPLIT)) <= 8
 
 
 @pytest.mark.parametrize(("numbers", "ranks"), [("3,3,3,3", 12), ("4,2,2,2", 10)])
 def test_split_holds_at_most_twice_the_activations(numbers: str, ranks: int) -> None:
     """However many microbatches there are."""
     schedule = schedir.build("1f1b-rr", ranks=ranks, microbatches=72, replicas=numbers)
-    most = max(each.peak_activations for each in schedir.simulate(schedule).ranks)
+    most = 2 * peak(schedir.simulate(schedule))
     for rank in range(ranks):
-        line = schedir.simulate(schedir.without(schedule, rank, split=True))
-        assert max(each.peak_activations for each in line.ranks) <= 2 * most
+        assert peak(schedir.simulate(schedir.without(schedule, rank, split=True))) <= most
 
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
@@ -121,10 +119,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("1f1b-rr", {"ranks": 6, "replicas": "3,1,2"}),
     ("1f1b-rr", {"ranks": 6, "replicas": "2,2,2", "flush": False}),
     ("1f1b-rr", {"ranks": 9, "replicas": "3,3,3"}),
-    ("chimera", {"ranks": 4}),
-    ("chimera", {"ranks": 6}),
-    ("dualpipe", {"ranks": 4}),
-    ("dualpipe", {"ranks": 6}),
+    *((name, {"ranks": ranks}) for name in ("chimera", "dualpipe") for ranks in (4, 6)),
 ]
 
 
@@ -133,7 +128,7 @@ def losses(draw: st.DrawFn) -> tuple[Schedule, int]:
     """A built-in schedule with replicas, and a rank whose stages have other holders."""
     name, shape = draw(st.sampled_from(SHAPES))
     least = 2 * shape["ranks"] if name == "dualpipe" else 1
-    microbatches = least + 2 * draw(st.integers(0, 6))
+    microbatches = least + 2 * draw(st.integers(0, 2 if is_quick() else 6))
     schedule = schedir.build(name, microbatches=microbatches, **shape)
     shared = [
         rank
@@ -146,12 +141,8 @@ def losses(draw: st.DrawFn) -> tuple[Schedule, int]:
 def work(schedule: Schedule) -> Counter[tuple[str, int, int | None]]:
     """How often each stage runs forwards, and completes gradients, for each microbatch."""
     names = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_WEIGHT: "B"}
-    return Counter(
-        (names[a.kind], a.stage, a.microbatch)
-        for actions in schedule.flat
-        for a in actions
-        if a.kind in names
-    )
+    every = (a for a in chain(*schedule.flat) if a.kind in names)
+    return Counter((names[a.kind], a.stage, a.microbatch) for a in every)
 
 
 def reads(schedule: Schedule) -> list[list[int]]:
@@ -165,7 +156,7 @@ def applied(schedule: Schedule) -> list[list[list[int]]]:
     return [[sorted(chain(*parts)) for parts in own] for own in recurrence_of(schedule).updates]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(losses(), st.booleans(), st.integers(0, 1 << 32))
 def test_nothing_is_lost(lost: tuple[Schedule, int], split: bool, seed: int) -> None:
     schedule, rank = lost
@@ -179,19 +170,17 @@ def test_nothing_is_lost(lost: tuple[Schedule, int], split: bool, seed: int) -> 
     assert work(found) == Counter((what, *pair) for what in "FB" for pair in pairs)
     others = [r for r in range(schedule.ranks) if r != rank]
     assert found.ranks == len(others)
-    for s, held in enumerate(found.placement):
-        assert tuple(others[r] for r in held) == tuple(
-            r for r in schedule.placement[s] if r != rank
-        )
+    for now, before in zip(found.placement, schedule.placement, strict=True):
+        assert [others[r] for r in now] == [r for r in before if r != rank]
     # The same versions are read, and the same gradients applied together.
     assert reads(found) == reads(schedule)
     assert applied(found) == applied(schedule)
     # What the other ranks ran stays with them.
-    for now, rank in zip(found.flat, others, strict=True):
-        assert {a for a in schedule.flat[rank] if a.kind is Kind.FORWARD} <= {*now}
+    for own, rank in zip(found.flat, others, strict=True):
+        assert {a for a in schedule.flat[rank] if a.kind is Kind.FORWARD} <= {*own}
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(0, 1 << 32))
 def test_any_schedule_goes_on(seed: int) -> None:
     """Drawn lists, of several stages a rank in any order."""
@@ -231,7 +220,7 @@ def close(mine: nn.Module, theirs: nn.Module) -> bool:
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(losses(), st.booleans())
 def test_it_trains_the_same_weights(lost: tuple[Schedule, int], split: bool) -> None:
     """Bit for bit those that its own lists stand for, and up to rounding those of the schedule
@@ -252,17 +241,17 @@ def test_it_trains_the_same_weights(lost: tuple[Schedule, int], split: bool) -> 
 def test_overlapped_pairs_and_copies_go_along() -> None:
     """A pair whose parts one peer takes over stays one; an activation is copied where it is."""
     schedule = schedir.build("dualpipe", ranks=4, microbatches=8)
-    pairs = [a for actions in schedule.actions for a in actions if not isinstance(a, Action)]
-    found = schedir.without(schedule, 0)
-    kept = [a for actions in found.actions for a in actions if not isinstance(a, Action)]
-    assert pairs
-    assert {str(a) for a in kept} == {str(a) for a in pairs}
+    pairs, kept = (
+        {str(a) for a in chain(*each.actions) if not isinstance(a, Action)}
+        for each in (schedule, schedir.without(schedule, 0))
+    )
+    assert pairs == kept != set()
     offloaded = schedir.offload(three_pipelines(), [0])
     again = schedir.recompute(three_pipelines(), [0, 1])
     for each in (offloaded, again):
         smaller = schedir.without(each, 1)
         assert schedir.check(smaller).ok
-        kinds = [Counter(a.kind for own in s.flat for a in own) for s in (each, smaller)]
+        kinds = [Counter(a.kind for a in chain(*s.flat)) for s in (each, smaller)]
         for kind in (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD):
             assert kinds[0][kind] == kinds[1][kind]
         with pytest.raises(ValueError, match=r"1f1b-rr can't be split: only a schedule with"):
@@ -275,7 +264,7 @@ def test_one_rank_after_the_other() -> None:
         schedule = schedir.without(schedule, 0, split=True)
     assert schedule.placement[0] == (0,)
     assert schedir.check(schedule).ok
-    assert not any(a == schedir.reduce_grad(0) for own in schedule.flat for a in own)
+    assert schedir.reduce_grad(0) not in chain(*schedule.flat)
 
 
 def test_what_cannot_go_on() -> None:

@@ -14,14 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir import LoadError, ParseError, SchedirError, Timeline
+from schedir import LoadError, ParseError, Timeline
 from schedir.simulator import Measured, Sizes, load_timelines, save_timelines
 from tests.built_in import NAMES
+from tests.literals import SHORT
 
-SHORT = schedir.loads(
-    "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\n"
-    "rank 0: 0F0 0SEND_ACT0 0RECV_GRAD0 0B0\nrank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0\n"
-)
 STARTS = [0.5, 2, math.nan, 8.5, 2, 3, 4.5, 7]
 ENDS = [2, 2.5, 8, 10, 3, 4.5, 7, 8]
 MEASURED = Timeline(
@@ -66,7 +63,7 @@ def test_several_timelines_share_their_schedule(tmp_path: Path) -> None:
     found = load_timelines(path)
     assert found == [*steps, other]
     assert found[0].schedule is found[2].schedule
-    assert path.read_text().count("name x") == 1
+    assert path.read_text().count("name listed") == 1
     with pytest.raises(LoadError, match=r"run\.json holds 4 timelines, not one; .*load_timel"):
         Timeline.load(path)
     save_timelines([], path)
@@ -118,20 +115,15 @@ BROKEN = [
     (("starts", 5), -1, "starts: a time must be finite and at least 0: rank 1 #1 1F0 is said"),
     (("starts", 5), True, "starts: rank 1 #1 1F0: a time is a finite number, .*, not True"),
     (("starts", 5), "2", "starts: rank 1 #1 1F0: a time is .* not '2'"),
-    (("starts", 5), [2], r"starts: rank 1 #1 1F0: a time is .* not \[2\]"),
     (("starts", 5), math.nan, "starts: rank 1 #1 1F0: a time is .* not nan"),
-    (("ends", 5), math.inf, "ends: rank 1 #1 1F0: a time is .* not inf"),
     (("ends", 5), 10**30, "ends: rank 1 #1 1F0: a time is .* not 1000"),
     (("ends", 5), 1, "an entry ends before it starts: rank 1 #1 1F0 is said to run from 2 to 1"),
-    (("starts",), [0] * 7, "starts must hold one time for each of the 8 actions of x, not 7"),
-    (("ends",), [9] * 9, "ends must hold one time for each of the 8 actions of x, not 9"),
+    (("starts",), [0] * 7, "starts must hold one time for each of the 8 actions of listed, not 7"),
+    (("ends",), [9] * 9, "ends must hold one time for each of the 8 actions of listed, not 9"),
     (("ends",), 9, "ends must be a list, not 9"),
-    (("ends",), None, "ends must be a list, not None"),
     (("schedule",), 1, "there is no schedule 1"),
     (("schedule",), -1, "there is no schedule -1"),
-    (("schedule",), False, "there is no schedule False"),
     (("unit",), "h", "unit must be null, s, ms or us, not 'h'"),
-    (("unit",), [], r"unit must be null, s, ms or us, not \[\]"),
     (("measured",), 3, "measured must be an object, not 3"),
     (("measured", "step"), 1.5, "measured: step must be an int >= 0, not 1.5"),
     (("measured", "clock_error"), None, "measured: clock_error must be a number, not None"),
@@ -141,7 +133,6 @@ BROKEN = [
     (("sizes", "deferred"), [1], "sizes: deferred must be one number or 2, not 1"),
     (("sizes", "weight"), -1, "sizes: weight must be finite and >= 0 .*, not -1"),
     (("sizes", "weight"), [1, "2"], "sizes: weight must be a number, not '2'"),
-    (("sizes", "weight"), 10**400, "sizes: weight must be finite and >= 0"),
     (("sizes", "weight"), [1, 2, 3], "sizes: weight must be one number or 2, not 3"),
     (("sizes", "boundary"), [1, 2], "sizes: boundary must be one number or 1, not 2"),
     (("sizes", "wieght"), 1, "sizes: unknown key 'wieght'; known: boundary, input, activation"),
@@ -203,20 +194,7 @@ def test_a_file_that_is_cut_short_anywhere(tmp_path: Path) -> None:
         assert error.value.line <= text[:length].count("\n") + 1
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [b"\xff", b"[" * 100_000, b"9" * 5000, b"", b"\x00", b'{"schedir timelines": '],
-    ids=repr,
-)
-def test_garbage_is_refused(garbage: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    path.write_bytes(garbage)
-    with pytest.raises(SchedirError, match=r"run\.json"):
-        Timeline.load(path)
-
-
 def test_files_that_can_not_be_read(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match=r"none\.json: No such file"):
-        Timeline.load(tmp_path / "none.json")
-    with pytest.raises(LoadError, match="Is a directory"):
-        Timeline.load(tmp_path)
+    for path, said in ((tmp_path / "none.json", r"none\.json: No such"), (tmp_path, "Is a dir")):
+        with pytest.raises(LoadError, match=said):
+            Timeline.load(path)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 import schedir
 from schedir import Kind, Schedule
 from tests.built_in import SYNCHRONOUS
+from tests.timelines import simulated
 
 # jaxpp, DeepSpeed and the zero-bubble code agree on this order of 1F1B, 4 ranks, 8 microbatches.
 ONE_F_ONE_B = """
@@ -16,13 +16,6 @@ ONE_F_ONE_B = """
 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2F6 2B5 2F7 2B6 2B7
 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5 3F6 3B6 3F7 3B7
 """
-# Megatron-LM's interleaved 1F1B: 4 ranks, 8 microbatches, 2 chunks, groups of 4.
-INTERLEAVED = """
-0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 0F4 0F5 0F6 4B0 0F7 4B1 4F4 4B2 4F5 4B3 4F6 0B0 4F7 0B1 0B2 0B3 4B4 4B5 4B6 4B7 0B4 0B5 0B6 0B7
-1F0 1F1 1F2 1F3 5F0 5F1 5F2 5F3 1F4 5B0 1F5 5B1 1F6 5B2 1F7 5B3 5F4 1B0 5F5 1B1 5F6 1B2 5F7 1B3 5B4 5B5 5B6 5B7 1B4 1B5 1B6 1B7
-2F0 2F1 2F2 2F3 6F0 6F1 6F2 6B0 6F3 6B1 2F4 6B2 2F5 6B3 2F6 2B0 2F7 2B1 6F4 2B2 6F5 2B3 6F6 6B4 6F7 6B5 6B6 6B7 2B4 2B5 2B6 2B7
-3F0 3F1 3F2 3F3 7F0 7B0 7F1 7B1 7F2 7B2 7F3 7B3 3F4 3B0 3F5 3B1 3F6 3B2 3F7 3B3 7F4 7B4 7F5 7B5 7F6 7B6 7F7 7B7 3B4 3B5 3B6 3B7
-"""  # noqa: E501
 
 
 def compute(schedule: Schedule) -> list[list[str]]:
@@ -39,44 +32,6 @@ def test_1f1b_is_the_published_order() -> None:
     assert compute(schedir.build("1f1b", ranks=4, microbatches=8)) == table(ONE_F_ONE_B)
 
 
-def test_interleaved_is_megatrons_order() -> None:
-    built = schedir.build("interleaved-1f1b", ranks=4, microbatches=8, chunks=2, group_size=4)
-    assert compute(built) == table(INTERLEAVED)
-    assert built == schedir.build("Interleaved1F1B")  # the defaults
-
-
-def test_interleaved_groups_as_megatrons_docstring_says() -> None:
-    built = schedir.build("interleaved-1f1b", ranks=1, microbatches=5, chunks=2, group_size=3)
-    forwards = [a for a in built.flat[0] if a.kind is Kind.FORWARD]
-    assert [a.microbatch for a in forwards] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
-    assert [a.stage for a in forwards] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
-
-
-def torchs_order(ranks: int, microbatches: int, chunks: int) -> list[list[str]]:
-    """torch's own interleaved 1F1B: its generator, without the stage modules it is bound to."""
-    generator = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
-    generator.pp_group_size = ranks
-    generator.n_local_stages = chunks
-    generator._n_microbatches = microbatches
-    generator.microbatches_per_round = microbatches // max(1, microbatches // ranks)
-    return [
-        [str(a) for a in generator._calculate_single_rank_operations(rank) if a is not None]
-        for rank in range(ranks)
-    ]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-def test_interleaved_equals_torchs_generator(ranks: int, chunks: int) -> None:
-    accepted = [m for m in range(1, 25) if m % max(1, m // ranks) == 0]
-    assert len(accepted) > 5
-    for microbatches in accepted:
-        ours = schedir.build(
-            "interleaved-1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks
-        )
-        assert compute(ours) == torchs_order(ranks, microbatches, chunks)
-
-
 @pytest.mark.parametrize(("order", "backwards"), [("ascending", "012"), ("descending", "210")])
 def test_fill_drain_backward_order(order: str, backwards: str) -> None:
     built = schedir.build("gpipe", ranks=2, microbatches=3, order=order)
@@ -85,12 +40,12 @@ def test_fill_drain_backward_order(order: str, backwards: str) -> None:
         assert compute(built)[rank] == expected
 
 
-PIPEDREAM_VERSIONS = {
-    0: [0, 0, 0, 0, 1, 2, 3, 4],
-    1: [0, 0, 0, 1, 2, 3, 4, 5],
-    2: [0, 0, 1, 2, 3, 4, 5, 6],
-    3: [0, 1, 2, 3, 4, 5, 6, 7],
-}
+PIPEDREAM_VERSIONS = [
+    [0, 0, 0, 0, 1, 2, 3, 4],
+    [0, 0, 0, 1, 2, 3, 4, 5],
+    [0, 0, 1, 2, 3, 4, 5, 6],
+    [0, 1, 2, 3, 4, 5, 6, 7],
+]
 
 
 def versions(schedule: Schedule, stage: int) -> list[int]:
@@ -103,70 +58,43 @@ def versions(schedule: Schedule, stage: int) -> list[int]:
     return read
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_pipedream_reads_the_published_versions(stage: int) -> None:
+def test_pipedream_reads_the_published_versions() -> None:
     built = schedir.build("pipedream", ranks=4, microbatches=8)
-    assert versions(built, stage) == PIPEDREAM_VERSIONS[stage]
     synced = schedir.build("pipedream", ranks=4, microbatches=8, vertical_sync=True)
-    assert versions(synced, stage) == PIPEDREAM_VERSIONS[0]
+    for stage, published in enumerate(PIPEDREAM_VERSIONS):
+        assert versions(built, stage) == published
+        assert versions(synced, stage) == PIPEDREAM_VERSIONS[0]
 
 
 def test_pipedream_keeps_at_most_its_bound_of_versions() -> None:
     for ranks in range(1, 7):
-        plain = schedir.simulate(schedir.build("pipedream", ranks=ranks, microbatches=16))
+        plain = simulated("pipedream", ranks, 16)
         assert [r.weight_versions for r in plain.ranks] == [ranks - r for r in range(ranks)]
-        synced = schedir.build("pipedream", ranks=ranks, microbatches=16, vertical_sync=True)
-        assert [r.weight_versions for r in schedir.simulate(synced).ranks] == [ranks] * ranks
+        synced = simulated("pipedream", ranks, 16, vertical_sync=True)
+        assert [r.weight_versions for r in synced.ranks] == [ranks] * ranks
 
-
-# Figures.
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 8, 13)]
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), GRID)
-def test_bubbles_and_peaks_of_fill_drain_and_1f1b(ranks: int, microbatches: int) -> None:
-    bubble = (ranks - 1) / (microbatches + ranks - 1)
-    for name in ("fill-drain", "1f1b"):
-        line = schedir.simulate(schedir.build(name, ranks=ranks, microbatches=microbatches))
-        assert line.bubble_fraction == pytest.approx(bubble)
+@pytest.mark.parametrize("name", ["fill-drain", "1f1b"])
+def test_bubbles_and_peaks_of_one_stage_per_rank(name: str) -> None:
+    for ranks, microbatches in GRID:
+        line = simulated(name, ranks, microbatches)
+        assert line.bubble_fraction == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
         assert line.makespan == 3 * (microbatches + ranks - 1)
         assert all(r.weight_versions == 1 for r in line.ranks)
-        peaks = [r.peak_activations for r in line.ranks]
-        assert peaks == (
-            [microbatches] * ranks
-            if name == "fill-drain"
-            else [min(ranks - r, microbatches) for r in range(ranks)]
-        )
+        most = [microbatches if name == "fill-drain" else ranks - r for r in range(ranks)]
+        assert [r.peak_activations for r in line.ranks] == [min(m, microbatches) for m in most]
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("ranks", "microbatches"), [*GRID, (4, 9), (5, 11), (6, 15)])
-def test_bubbles_and_peaks_of_interleaved(ranks: int, microbatches: int, chunks: int) -> None:
-    built = schedir.build("interleaved-1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    line = schedir.simulate(built)
-    rounds = max(1, microbatches // ranks)
-    group = ranks if microbatches % rounds else microbatches // rounds
-    if microbatches >= ranks and microbatches % group == 0 and group == ranks:
-        assert line.bubble_fraction == pytest.approx(
-            (ranks - 1) / (chunks * microbatches + ranks - 1)
-        )
-    total = microbatches * chunks
-    for r, stats in enumerate(line.ranks):
-        warmup = min(2 * (ranks - r - 1) + (chunks - 1) * group, total)
-        assert stats.peak_activations == min(warmup + 1, total)
-
-
-def test_published_makespans() -> None:
-    for name, makespan, idle in (
-        ("fill-drain", 33, 9),
-        ("1f1b", 33, 9),
-        ("interleaved-1f1b", 57, 9),
-    ):
-        line = schedir.simulate(schedir.build(name, ranks=4, microbatches=8))
-        assert line.makespan == makespan
-        assert [r.idle for r in line.ranks] == [idle] * 4
-    assert [r.peak_activations for r in line.ranks] == [11, 9, 7, 5]
+@pytest.mark.parametrize(
+    ("name", "makespan"), [("fill-drain", 33), ("1f1b", 33), ("interleaved-1f1b", 57)]
+)
+def test_published_makespans(name: str, makespan: int) -> None:
+    line = simulated(name, 4, 8)
+    assert line.makespan == makespan
+    assert [r.idle for r in line.ranks] == [9] * 4
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)

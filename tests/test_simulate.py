@@ -19,58 +19,36 @@ from schedir.graph.alive import weight_versions
 from schedir.ir import COMPUTE, columns_of
 from schedir.render.terminal_timeline import timeline_text
 from tests.built_in import NAMES
+from tests.literals import CROSSING, SHORT, listed
+from tests.timelines import simulated
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def times(line: schedir.Timeline, rank: int) -> list[tuple[str, float, float]]:
-    return [
-        (str(s.action), s.start, s.end)
-        for s in line.spans[rank]
-        if s.action.kind in COMPUTE and s.action.kind is not Kind.OPTIM_STEP
-    ]
+STARTS = [0.5, 2, 7, 8.5, 2, 3, 4.5, 7]
+ENDS = [2, 2.5, 8, 10, 3, 4.5, 7, 8]
+NAN = float("nan")
+
+
+def times(line: Timeline, *ranks: int) -> dict[str, tuple[float, float]]:
+    """When the compute of these ranks, or of all of them, starts and ends."""
+    spans = (s for rank in ranks or range(len(line.spans)) for s in line.spans[rank])
+    return {str(s.action): (s.start, s.end) for s in spans if s.action.kind in COMPUTE}
 
 
 def test_1f1b_on_two_ranks_by_hand() -> None:
     #   time    0    1    2    3    4    5    6    7    8    9
     #   rank 0  0F0  0F1            0B0------ 0B1 ------         (0B1 waits for 1B1 at 7)
     #   rank 1       1F0  1B0------ 1F1  1B1------
-    line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
-    assert times(line, 0) == [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 4, 6), ("0B1", 7, 9)]
-    assert times(line, 1) == [("1F0", 1, 2), ("1B0", 2, 4), ("1F1", 4, 5), ("1B1", 5, 7)]
+    line = simulated("1f1b", 2, 2)
+    steps = {"0OPTIM_STEP": (9, 9)}, {"1OPTIM_STEP": (7, 7)}
+    own = {"0F0": (0, 1), "0F1": (1, 2), "0B0": (4, 6), "0B1": (7, 9)}
+    assert times(line, 0) == own | steps[0]
+    own = {"1F0": (1, 2), "1B0": (2, 4), "1F1": (4, 5), "1B1": (5, 7)}
+    assert times(line, 1) == own | steps[1]
     assert line.makespan == 9
     assert [(r.busy, r.idle, r.span) for r in line.ranks] == [(6, 3, 9), (6, 3, 6)]
     assert line.bubble_fraction == pytest.approx(1 / 3)
-
-
-def test_costs_and_communication() -> None:
-    costs = CostModel(forward=2, backward=3, latency=0.5, optim_step=1)
-    line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=1), costs)
-    assert times(line, 1) == [("1F0", 2.5, 4.5), ("1B0", 4.5, 7.5)]
-    assert times(line, 0) == [("0F0", 0, 2), ("0B0", 8, 11)]
-    assert line.makespan == 12
-    transfer = next(s for s in line.spans[0] if s.action.kind is Kind.SEND_ACT)
-    assert (transfer.start, transfer.end) == (2, 2.5)
-
-
-def test_transfers_of_one_channel_follow_each_other() -> None:
-    text = (
-        "schedir 1\nname x\nmicrobatches 3\nplacement 0 1\n"
-        "rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0F2 0SEND_ACT2 "
-        "0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0RECV_GRAD2 0B2\n"
-        "rank 1: 1RECV_ACT0 1RECV_ACT1 1RECV_ACT2 1F0 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1 "
-        "1F2 1B2 1SEND_GRAD2\n"
-    )
-    line = schedir.simulate(schedir.loads(text), CostModel(boundary_bytes=20, bandwidth=2))
-    sends = [s for s in line.spans[0] if s.action.kind is Kind.SEND_ACT]
-    assert [(s.start, s.end) for s in sends] == [(1, 11), (11, 21), (21, 31)]
-
-
-LATE = (
-    "schedir 1\nname x\nmicrobatches 2\nplacement 0 1\n"
-    "rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1\n"
-    "rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1\n"
-)
 
 
 def test_a_receive_that_is_listed_late_holds_no_transfer() -> None:
@@ -78,134 +56,62 @@ def test_a_receive_that_is_listed_late_holds_no_transfer() -> None:
     #   rank 0  0F0  0F1
     #                └────────1RECV_ACT1                         arrives at 3, before 1B0 is done
     #   rank 1            1F0  1B0------ 1F1  1B1------           listed: 1F1 at 6
-    schedule = schedir.loads(LATE)
-    ahead = schedir.simulate(schedule, CostModel(latency=1))
-    assert times(ahead, 1) == [("1F0", 2, 3), ("1B0", 3, 5), ("1F1", 5, 6), ("1B1", 6, 8)]
-    assert [(s.start, s.end) for s in ahead.spans[0][3:4]] == [(2, 3)]
+    costs, before = CostModel(latency=1), {"1F0": (2, 3), "1B0": (3, 5)}
+    ahead = schedir.simulate(CROSSING, costs)
+    assert times(ahead, 1) == before | {"1F1": (5, 6), "1B1": (6, 8)}
+    assert (ahead.spans[0][3].start, ahead.spans[0][3].end) == (2, 3)
     assert (ahead.makespan, type(ahead.makespan)) == (11, int)
-    listed = schedir.simulate(schedule, CostModel(latency=1), receives="listed")
-    assert times(listed, 1) == [("1F0", 2, 3), ("1B0", 3, 5), ("1F1", 6, 7), ("1B1", 7, 9)]
-    assert [(s.start, s.end) for s in listed.spans[0][3:4]] == [(5, 6)]
-    assert listed.makespan == 12
-
-
-def test_a_receive_in_a_batch_is_posted_with_that() -> None:
-    batched = schedir.loads(
-        LATE.replace("1SEND_GRAD0 1RECV_ACT1", "(1SEND_GRAD0;1RECV_ACT1)").replace(
-            "0SEND_ACT1 0RECV_GRAD0", "(0SEND_ACT1;0RECV_GRAD0)"
-        )
-    )
-    for line in (
-        schedir.simulate(batched, CostModel(latency=1)),
-        schedir.simulate(batched, CostModel(latency=1), receives="listed"),
-    ):
-        assert [(s.start, s.end) for s in line.spans[0][3:5]] == [(5, 6)] * 2
-        assert times(line, 1)[2] == ("1F1", 6, 7)
-
-
-def test_latency_does_not_occupy_the_channel() -> None:
-    #   time    0    1    2    3    4    5    6    7    8
-    #   rank 0  0F0  0F1
-    #                ════════─ ─ ─ ─ ─ ─                      4 bytes at 2 a time, then 3
-    #                          ════════─ ─ ─ ─ ─ ─
-    line = schedir.simulate(
-        schedir.loads(LATE), CostModel(boundary_bytes=4, bandwidth=2, latency=3)
-    )
-    sends = [(s.start, s.end) for s in line.spans[0] if s.action.kind is Kind.SEND_ACT]
-    assert sends == [(1, 6), (3, 8)]
-
-
-def test_split_backward_holds_its_activation_until_w() -> None:
-    text = "schedir 1\nname x\nmicrobatches 2\nplacement 0\nrank 0: 0F0 0I0 0F1 0I1 0W0 0W1\n"
-    line = schedir.simulate(schedir.loads(text))
-    assert line.ranks[0].peak_activations == 2
-    assert line.makespan == 6
-
-
-def test_reduce_grad_waits_for_all_replicas() -> None:
-    text = (
-        "schedir 1\nname x\nmicrobatches 3\nplacement 0,1\n"
-        "rank 0: 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP\n"
-        "rank 1: 0F1 0B1 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP\n"
-    )
-    line = schedir.simulate(schedir.loads(text), CostModel(reduce_grad=1, optim_step=1))
-    assert [line.spans[rank][-1].end for rank in (0, 1)] == [8, 8]
+    as_listed = schedir.simulate(CROSSING, costs, receives="listed")
+    assert times(as_listed, 1) == before | {"1F1": (6, 7), "1B1": (7, 9)}
+    assert (as_listed.spans[0][3].start, as_listed.spans[0][3].end) == (5, 6)
 
 
 def test_a_blocking_schedule_is_refused() -> None:
-    text = (
-        "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\n"
-        "rank 0: 0RECV_GRAD0 0F0 0SEND_ACT0 0B0\nrank 1: 1RECV_ACT0 1F0 1B0\n"
-    )
-    with pytest.raises(
-        schedir.ScheduleError, match="S302 unmatched: 0RECV_GRAD0 is never sent"
-    ) as error:
-        schedir.simulate(schedir.loads(text))
-    assert error.value.diagnostics
-
-
-@pytest.mark.parametrize("cost", [-1, float("nan"), float("inf")])
-def test_costs_must_be_durations(cost: float) -> None:
-    with pytest.raises(ValueError, match="finite and >= 0"):
-        CostModel(forward=cost)
-    with pytest.raises(TypeError, match="must be a number"):
-        CostModel(forward="1")  # type: ignore[arg-type]
-
-
-MEASURED = schedir.loads(
-    "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\n"
-    "rank 0: 0F0 0SEND_ACT0 0RECV_GRAD0 0B0\nrank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0\n"
-)
-STARTS = [0.5, 2, 7, 8.5, 2, 3, 4.5, 7]
-ENDS = [2, 2.5, 8, 10, 3, 4.5, 7, 8]
-NAN = float("nan")
+    blocks = listed(1, "0 1", "0RECV_GRAD0 0F0 0SEND_ACT0 0B0", "1RECV_ACT0 1F0 1B0")
+    with pytest.raises(schedir.ScheduleError, match="S302 unmatched: 0RECV_GRAD0 is never sent"):
+        schedir.simulate(blocks)
 
 
 def test_a_timeline_made_by_hand() -> None:
     #   time    0    1    2    3    4    5    6    7    8    9    10
     #   rank 0    0F0-----                                0B0-----
     #   rank 1                1F0-----1B0----------
-    line = Timeline(MEASURED, STARTS, ENDS)
+    line = Timeline(SHORT, STARTS, ENDS)
     assert line.makespan == 10
     assert [(r.busy, r.idle, r.span) for r in line.ranks] == [(3, 7, 9.5), (4, 6, 4)]
     assert [(r.peak_activations, r.weight_versions) for r in line.ranks] == [(1, 1), (1, 1)]
     assert line.bubble_fraction == pytest.approx(1 - 7 / 20)
     assert line.span_bubble_fraction == pytest.approx(1 - 7 / 19)
     assert "bubble 65.0% (63.2% of the longest span)" in timeline_text(line)
-    assert times(line, 1) == [("1F0", 3, 4.5), ("1B0", 4.5, 7)]
+    assert times(line, 1) == {"1F0": (3, 4.5), "1B0": (4.5, 7)}
     assert [s.start for rank in line.spans for s in rank] == STARTS
 
 
 def test_a_timeline_made_by_hand_is_the_simulated_one() -> None:
     for name in NAMES:
         line = schedir.simulate(schedir.build(name))
-        starts = [span.start for rank in line.spans for span in rank]
-        ends = [span.end for rank in line.spans for span in rank]
+        starts, ends = line.starts.tolist(), line.ends.tolist()
         made = Timeline(line.schedule, starts, ends)
         assert made == line
-        assert (made.makespan, made.bubble_fraction, made.ranks) == (
-            line.makespan,
-            line.bubble_fraction,
-            line.ranks,
-        )
+        assert (made.bubble_fraction, made.ranks) == (line.bubble_fraction, line.ranks)
         assert type(made.makespan) is int  # as the times are
         ends[-1] += 1
         assert Timeline(line.schedule, starts, ends) != line
 
 
 def test_what_is_not_known_counts_as_nothing() -> None:
-    line = Timeline(MEASURED, [0.5, NAN, NAN, NAN, *STARTS[4:]], [2, NAN, NAN, 10, *ENDS[4:]])
+    line = Timeline(SHORT, [0.5, NAN, NAN, NAN, *STARTS[4:]], [2, NAN, NAN, 10, *ENDS[4:]])
     assert line.makespan == 10
     assert [(r.busy, r.idle, r.span) for r in line.ranks] == [(1.5, 8.5, 9.5), (4, 6, 4)]
-    assert line == Timeline(MEASURED, line.starts, line.ends)
-    nothing = Timeline(MEASURED, [NAN] * 8, [NAN] * 8)
+    assert line == Timeline(SHORT, line.starts, line.ends)
+    nothing = Timeline(SHORT, [NAN] * 8, [NAN] * 8)
     assert (nothing.makespan, nothing.bubble_fraction) == (0, 0)
     assert [(r.busy, r.idle, r.span) for r in nothing.ranks] == [(0, 0, 0)] * 2
 
 
 def test_a_timeline_is_not_written() -> None:
     starts = np.array(STARTS)
-    line = Timeline(MEASURED, starts, ENDS)
+    line = Timeline(SHORT, starts, ENDS)
     starts[0] = 1
     assert line.starts[0] == 0.5
     with pytest.raises(ValueError, match="read-only"):
@@ -224,16 +130,20 @@ def test_a_timeline_is_not_written() -> None:
 )
 def test_times_must_fit_the_schedule(starts: list[float], ends: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Timeline(MEASURED, starts, ends)
+        Timeline(SHORT, starts, ends)
 
 
-def test_what_a_timeline_is_said_to_be_must_be_known() -> None:
-    with pytest.raises(ValueError, match="unit must be s, ms, us or None, not 'h'"):
-        Timeline(MEASURED, STARTS, ENDS, unit="h")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="sizes"):
-        Timeline(MEASURED, STARTS, ENDS, sizes=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="measured"):
-        Timeline(MEASURED, STARTS, ENDS, measured=3)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"unit": "h"}, "unit must be s, ms, us or None, not 'h'"),
+        ({"sizes": 3}, "sizes"),
+        ({"measured": 3}, "measured"),
+    ],
+)
+def test_what_a_timeline_is_said_to_be_must_be_known(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        Timeline(SHORT, STARTS, ENDS, **wrong)
 
 
 @st.composite
@@ -259,19 +169,20 @@ def stage_lists(draw: st.DrawFn) -> list[Action]:
 
 def alive_by_brute_force(actions: list[Action]) -> int:
     """Walk the list, and at every place ask of every version whether a later action reads it."""
-    newest, reads, of_microbatch = 0, [], {}
+    newest: list[int] = []
+    reads: list[int | None] = []
+    of_microbatch: dict[int | None, int] = {}
     for action in actions:
+        now = newest[-1] if newest else 0
         if action.kind is Kind.FORWARD:
-            of_microbatch[action.microbatch] = newest if action.version is None else action.version
-        newest += action.kind is Kind.OPTIM_STEP
-        reads.append(None if action.kind is Kind.OPTIM_STEP else of_microbatch[action.microbatch])
-    most, newest = 1, 0
-    for index, action in enumerate(actions):
-        newest += action.kind is Kind.OPTIM_STEP
-        most = max(
-            most, len({newest} | {v for v in reads[index + 1 :] if v is not None and v <= newest})
-        )
-    return most
+            of_microbatch[action.microbatch] = now if action.version is None else action.version
+        newest.append(now + (action.kind is Kind.OPTIM_STEP))
+        reads.append(of_microbatch.get(action.microbatch))
+    alive = (
+        {now, *(v for v in reads[at:] if v is not None and v <= now)}
+        for at, now in enumerate(newest, 1)
+    )
+    return max(map(len, alive), default=1)
 
 
 @given(stage_lists())
@@ -290,14 +201,6 @@ def test_a_rank_that_never_waits_is_idle_for_exactly_nothing(
     assert line.ranks[0].busy == line.makespan
 
 
-# Costs by stage and by link, and durations of single entries.
-
-
-def compute_times(line: schedir.Timeline) -> dict[str, tuple[float, float]]:
-    spans = (span for rank in line.spans for span in rank)
-    return {str(s.action): (s.start, s.end) for s in spans if s.action.kind in COMPUTE}
-
-
 def test_costs_are_by_stage_and_by_link() -> None:
     #   time    0         2         4         6         8         10        12
     #   rank 0  0F0 ───                                    ── 0B0-----
@@ -313,7 +216,7 @@ def test_costs_are_by_stage_and_by_link() -> None:
         latency={(0, 1): 1, (1, 2): 0, (2, 1): 1, (1, 0): 2},
     )
     line = schedir.simulate(schedir.build("1f1b", ranks=3, microbatches=1), costs)
-    assert compute_times(line) == {
+    assert times(line) == {
         "0F0": (0, 1),
         "1F0": (3, 5),
         "2F0": (5.5, 6.5),
@@ -340,20 +243,6 @@ def test_whole_costs_have_whole_times() -> None:
     assert schedir.simulate(many, long).makespan == pytest.approx(1e19)
 
 
-def test_an_overlapped_pair_costs_what_the_model_says() -> None:
-    pair = schedir.loads(
-        "schedir 1\nname x\nmicrobatches 3\nplacement 0 1\n"
-        "rank 0: 0F0 0F1 (0B0;0F2) 0B1 0B2\nrank 1: 1F0 1B0 1F1 1B1 1F2 1B2\n"
-    )
-    for overlapped, took in [(None, 3), (2, 2), ((4, 9), 4)]:
-        line = schedir.simulate(pair, CostModel(overlapped=overlapped))
-        (start, end), other = (compute_times(line)[name] for name in ("0F2", "0B0"))
-        assert (start, end) == other
-        assert end - start == took
-    line = schedir.simulate(pair, CostModel(overlapped=2.5), durations={(0, 2): 7})
-    assert compute_times(line)["0B0"] == (4, 11)
-
-
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
@@ -378,53 +267,19 @@ def test_links_must_be_pairs_of_ranks() -> None:
         CostModel(bandwidth={(0, 1): 0})
 
 
-def test_durations_replace_single_costs() -> None:
-    #   time    0         2         4         6         8         10
-    #   rank 0  0F0  0F1------
-    #                ═╴╴╴╴ 0SEND_ACT0 takes 2, one of it on the channel, as the costs say
-    #                          ═ 0SEND_ACT1 is free
-    schedule = schedir.loads(LATE)
-    costs = CostModel(boundary_bytes=1, bandwidth=1, latency=5)
-    line = schedir.simulate(schedule, costs, durations={(0, 1): 2, (0, 2): 2, (1, 4): 0})
-    assert [(s.start, s.end) for s in line.spans[0][:4]] == [(0, 1), (1, 3), (1, 3), (3, 3)]
-    assert compute_times(line)["1F0"] == (3, 4)
-    # Of both ends the longer one counts, and no channel is occupied longer than the transfer lasts.
-    line = schedir.simulate(schedule, costs, durations={(0, 1): 2, (1, 0): 3, (0, 3): 0})
-    assert [(s.start, s.end) for s in line.spans[1][:1]] == [(1, 4)]
-    assert [(s.start, s.end) for s in line.spans[0][3:4]] == [(2, 2)]
-
-
 def test_durations_are_those_of_the_lists_as_given() -> None:
-    compute = schedir.loads(
-        "schedir 1\nname x\nmicrobatches 1\nplacement 0 1\nrank 0: 0F0 0B0\nrank 1: 1F0 1B0\n"
-    )
+    compute = listed(1, "0 1", "0F0 0B0", "1F0 1B0")
     line = schedir.simulate(compute, durations={(0, 1): 10, (1, 0): 4})
-    assert compute_times(line) == {"0F0": (0, 1), "1F0": (1, 5), "1B0": (5, 7), "0B0": (7, 17)}
+    assert times(line) == {"0F0": (0, 1), "1F0": (1, 5), "1B0": (5, 7), "0B0": (7, 17)}
     complete = schedir.insert_communication(compute)
     assert schedir.simulate(complete, durations={(0, 3): 10, (1, 1): 4}) == line
-
-
-def test_a_batch_and_a_sum_have_durations() -> None:
-    batched = schedir.loads(
-        "schedir 1\nname x\nmicrobatches 2\nplacement 0 1\n"
-        "rank 0: 0F0 0F1 (0SEND_ACT0;0SEND_ACT1) 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1\n"
-        "rank 1: (1RECV_ACT0;1RECV_ACT1) 1F0 1F1 1B0 1SEND_GRAD0 1B1 1SEND_GRAD1\n"
-    )
-    line = schedir.simulate(batched, durations={(1, 0): 3})
-    assert [(s.start, s.end) for s in line.spans[0][2:4]] == [(2, 5)] * 2
-    summed = schedir.loads(
-        "schedir 1\nname x\nmicrobatches 2\nplacement 0,1\n"
-        "rank 0: 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP\nrank 1: 0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP\n"
-    )
-    line = schedir.simulate(summed, durations={(0, 2): 3, (1, 2): 2, (1, 3): 5})
-    assert [line.spans[rank][-1].end for rank in (0, 1)] == [6, 11]
 
 
 @pytest.mark.parametrize(
     ("durations", "message"),
     [
-        ({(0, 12): 1}, r"durations\[0, 12\] is of no entry of x: rank 0 has 8"),
-        ({(0, 1): 1, (2, 0): 1}, r"durations\[2, 0\] is of no entry of x: there are 2 ranks"),
+        ({(0, 12): 1}, r"durations\[0, 12\] is of no entry of listed: rank 0 has 8"),
+        ({(0, 1): 1, (2, 0): 1}, r"durations\[2, 0\] is of no entry of listed: there are 2 ranks"),
         ({(0, -1): 1}, r"durations\[0, -1\] is of no entry"),
         ({(2**70, 0): 1}, r"durations\[1180591620717411303424, 0\] is of no entry"),
         ({0: 1}, r"durations must be by \(rank, index\), not by 0"),
@@ -435,16 +290,16 @@ def test_a_batch_and_a_sum_have_durations() -> None:
 )
 def test_durations_must_be_times_of_entries(durations: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        schedir.simulate(schedir.loads(LATE), durations=durations)
+        schedir.simulate(CROSSING, durations=durations)
     with pytest.raises(TypeError, match="must be a number, not '1'"):
-        schedir.simulate(schedir.loads(LATE), durations={(0, 0): "1"})  # type: ignore[dict-item]
+        schedir.simulate(CROSSING, durations={(0, 0): "1"})  # type: ignore[dict-item]
 
 
 def test_other_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match='receives must be "ahead" or "listed", not \'late\''):
-        schedir.simulate(schedir.loads(LATE), receives="late")  # type: ignore[arg-type]
+        schedir.simulate(CROSSING, receives="late")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="costs must be a CostModel, not 3"):
-        schedir.simulate(schedir.loads(LATE), 3)  # type: ignore[arg-type]
+        schedir.simulate(CROSSING, 3)  # type: ignore[arg-type]
 
 
 def test_a_new_kind_of_compute_is_a_row_of_the_table(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import schedir
 from schedir import Action, Kind, ParseError, Schedule
 from schedir.ir import NAMES_VERSION, dumps_torch_csv, loads_torch_csv, parse_action
 from schedir.ir.kinds import STAGE_WIDE
+from tests.joined import joined
 
 NUMBERS = st.integers(0, 999_999_999)
 
@@ -28,24 +29,25 @@ def actions(draw: st.DrawFn) -> Action:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Any well-formed schedule, whether or not it makes sense."""
+    """Any well-formed schedule, whether or not it makes sense; some neighbours run together."""
     ranks = draw(st.integers(1, 5))
     held = st.sets(st.integers(0, ranks - 1), min_size=1).map(tuple)
     name = draw(
         st.text(st.characters(exclude_characters="#", exclude_categories=("C", "Z"))).filter(bool)
     )
-    return Schedule(
+    made = Schedule(
         name + draw(st.sampled_from(["", " v2", "  two blanks"])),
         draw(st.integers(1, 999_999_999)),
         tuple(draw(st.lists(held, min_size=1, max_size=6))),
         tuple(tuple(draw(st.lists(actions(), max_size=8))) for _ in range(ranks)),
     )
+    return joined(made, draw(st.randoms(use_true_random=False)))
 
 
 @given(schedules())
 def test_print_then_parse_is_the_identity(schedule: Schedule) -> None:
     again = schedir.loads(schedir.dumps(schedule))
-    assert again == schedule
+    assert (again, again.actions) == (schedule, schedule.actions)
     assert again.content_hash == schedule.content_hash
     assert hash(again) == hash(schedule)
 
@@ -121,31 +123,6 @@ def test_bad_utf8_is_located() -> None:
     assert (error.value.line, error.value.column) == (2, 7)
 
 
-@given(st.text() | st.binary())
-def test_garbage_is_a_parse_error(text: str | bytes) -> None:
-    for parse in (schedir.loads, loads_torch_csv):
-        try:
-            parse(text)
-        except ParseError as found:
-            error = found
-        else:
-            continue
-        assert error.line >= 1
-        assert error.column >= 1
-
-
-@given(st.data())
-def test_a_mutilated_file_is_a_parse_error_or_a_schedule(data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, len(EXAMPLE)))
-    end = data.draw(st.integers(start, len(EXAMPLE)))
-    text = EXAMPLE[:start] + data.draw(st.text(max_size=3)) + EXAMPLE[end:]
-    try:
-        found = schedir.loads(text)
-    except ParseError:
-        return
-    assert schedir.loads(schedir.dumps(found)) == found
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -166,29 +143,6 @@ def test_a_schedule_that_no_file_could_hold_is_refused(
     sound: dict[str, object] = {"name": "x", "microbatches": 1, "placement": (0,), "actions": ((),)}
     with pytest.raises(ValueError, match=message):
         Schedule(**(sound | fields))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((Kind.FORWARD, -1, 0), "stage"),
-        ((Kind.FORWARD, 0, -1), "microbatch"),
-        ((Kind.FORWARD, 0, 10**9), "microbatch"),
-        ((Kind.FORWARD, 0, True), "microbatch"),
-        ((Kind.FORWARD, 0), "takes a microbatch"),
-        ((Kind.OPTIM_STEP, 0, 1), "takes no microbatch"),
-        ((Kind.BACKWARD, 0, 0, 1), "only FORWARD"),
-        ((Kind.FORWARD, 0, 0, -1), "version"),
-    ],
-)
-def test_actions_that_no_token_could_hold_are_refused(
-    arguments: tuple[object, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        Action(*arguments)  # type: ignore[arg-type]
-
-
-# torch's CSV.
 
 
 def test_torch_csv_round_trip_in_both_dialects() -> None:
@@ -231,10 +185,7 @@ def test_torch_csv_idle_cells_overlaps_and_what_is_not_modelled(
         ("0F0,0F", 1, 5, "needs a microbatch"),
         ("0F0,0REDUCE_GRAD1", 1, 5, "names no microbatch"),
         ("0F0,(0F1;0B0)F", 1, 5, "not a composite action"),
-        ("(0F1;;0B0)OVERLAP_F_B", 1, 6, "an empty part"),
         ("((0F1;0B0)OVERLAP_F_B;0F1)OVERLAP_F_B", 1, 1, "not a composite action"),
-        ("0F0\n2F0", 1, 1, "stage 1 is on no rank"),
-        ("", 1, 1, "no action"),
     ],
 )
 def test_torch_csv_errors(text: str, line: int, column: int, message: str) -> None:

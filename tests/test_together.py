@@ -29,9 +29,6 @@ SEND, RECV = schedir.send_act(0, 1), schedir.recv_grad(0, 1)
 PAIR, BATCH = together(forward(0, 4), backward(7, 3)), together(SEND, RECV)
 
 
-# What can run together.
-
-
 def test_a_pair_and_a_batch_keep_their_order() -> None:
     assert str(PAIR) == "(0F4;7B3)"
     assert str(together(*PAIR.actions[::-1])) == "(7B3;0F4)" != str(PAIR)
@@ -77,30 +74,23 @@ def test_an_entry_is_of_actions_and_of_no_other_entry() -> None:
         Schedule("x", 5, (0,), [[PAIR, "x"]])  # type: ignore[list-item]
 
 
-# The text form.
-
-
 @pytest.mark.parametrize(
     ("token", "column", "message"),
     [
         ("(0F1;7B0", 0, r"'(0F1;7B0' lacks its ')'"),
         ("(0F1; 7B0)", 0, r"'(0F1;' lacks its ')': actions that run together are one word"),
         ("(0F1;7B0)x", 9, "'x' can't follow the ')' of an entry"),
-        ("(0F1;7B0)(0F2;7B1)", 9, "'(0F2;7B1)' can't follow the ')' of an entry"),
         ("(0F1;7B0)OVERLAP_F_B", 9, "'OVERLAP_F_B' can't follow the ')' of an entry"),
         ("()", 1, "an empty part"),
-        ("(0F1;)", 5, "an empty part"),
         ("(;0F1)", 1, "an empty part"),
         ("(0F1)", 0, "two or more actions"),
         ("((0F1;7B0);0F2)", 1, "can't be nested"),
         ("(0F2;(0F1;7B0))", 5, "can't be nested"),
-        ("((0F1;7B0)", 1, "can't be nested"),
         ("((0F1;7B0))x", 1, "can't be nested"),
         ("(0F1;7B0))", 9, "')' can't follow"),
         ("(0F1;7X3)", 5, "unknown action kind 'X'"),
         ("(0F1,7B3)", 1, "'0F1,7B3' is not an action"),
         ("0F1;7B3", 0, "'0F1;7B3' is not an action"),
-        ("0F1)", 0, "'0F1)' is not an action"),
         ("(0F1@;7B3)", 1, "'0F1@' is not an action"),
     ],
 )
@@ -147,15 +137,6 @@ def single() -> st.SearchStrategy[Action]:
 def schedules(entries: st.SearchStrategy[Entry]) -> st.SearchStrategy[Schedule]:
     lists = st.lists(st.lists(entries, max_size=6), min_size=1, max_size=4)
     return lists.map(lambda ranks: Schedule("any", 10, [0] * 10, ranks))
-
-
-@given(schedules(single() | pairs() | batches()))
-def test_print_then_parse_is_the_identity(schedule: Schedule) -> None:
-    again = schedir.loads(schedir.dumps(schedule))
-    assert again == schedule
-    assert again.actions == schedule.actions
-    assert again.content_hash == schedule.content_hash
-    assert hash(again) == hash(schedule)
 
 
 @given(schedules(single() | pairs() | batches()))
@@ -215,9 +196,6 @@ def test_what_is_moved_or_doubled_leaves_its_entry() -> None:
     assert not split.together
 
 
-# torch's CSV.
-
-
 @given(st.lists(st.lists(single() | pairs(), max_size=6), min_size=1, max_size=4))
 def test_torch_csv_holds_pairs_both_ways(lists: list[list[Entry]]) -> None:
     full, weights = (
@@ -244,9 +222,6 @@ def test_torch_csv_takes_batches_apart_and_says_so() -> None:
         "(0SEND_ACT0;0RECV_GRAD1) is taken apart: torch has no batch of sends and receives",
         "0F1@0 loses its weight version: torch has none",
     ]
-
-
-# Generators.
 
 
 @schedir.schedule("paired")
@@ -277,16 +252,8 @@ def test_what_a_generator_puts_together_wrongly_is_its_own_line() -> None:
         load(wrong, ranks=1, microbatches=1)
 
 
-# What passes leave together.
-
-
 def test_a_pair_gets_its_communication_as_one_piece_of_compute() -> None:
-    compute = listed(
-        2,
-        "0 1",
-        "0F0 0F1 0B0 0B1",
-        "1F0 (1B0;1F1) 1B1",
-    )
+    compute = listed(2, "0 1", "0F0 0F1 0B0 0B1", "1F0 (1B0;1F1) 1B1")
     complete = insert_communication(compute)
     assert [" ".join(map(str, entries)) for entries in complete.actions] == [
         "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",

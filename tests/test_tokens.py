@@ -50,9 +50,6 @@ def test_what_is_no_token_is_named_with_its_place(lists: Any, message: str) -> N
         Schedule.of("x", [0], lists, microbatches=1)
 
 
-# append_steps.
-
-
 def tokens(schedule: Schedule) -> list[str]:
     return [" ".join(map(str, entries)) for entries in schedule.actions]
 

@@ -7,7 +7,6 @@ import random
 import pytest
 
 import schedir
-from schedir import Schedule
 from schedir.checker.rules import NEVER_ENDED, USED_AFTER_ITS_END, USED_TOO_EARLY
 from schedir.checker.structure import structure
 from schedir.passes import offload
@@ -99,12 +98,12 @@ def test_every_fault_that_walking_finds_is_an_error(seed: int) -> None:
     assert general > 10
 
 
-@pytest.mark.parametrize("name", NAMES)
+@sweep("name", NAMES, quick=["1f1b", "pipedream"])
 def test_what_has_a_rule_of_its_own_is_never_told_in_general(name: str) -> None:
     chance = random.Random(name)
     base = schedir.build(name, ranks=2, microbatches=3)
     for _ in range(60):
-        mutant: Schedule = base
+        mutant = base
         for _ in range(chance.randint(1, 3)):
             mutant = mutate(mutant, chance)
         assert GENERAL.isdisjoint(code for code, _ in found(mutant))

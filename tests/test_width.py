@@ -9,10 +9,9 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-import schedir
 from schedir import CostModel, Kind, Timeline
 from schedir.render import Page, outputs_of, timeline_text
 from schedir.render.overview import overview_blocks
@@ -20,21 +19,10 @@ from schedir.render.palette import shade
 from schedir.render.terminal_timeline import timeline_blocks
 from schedir.render.text import Piece, plain, write_to_terminal
 from tests.command_line import runner
+from tests.sweeps import examples, sweep
+from tests.timelines import simulated
 
 MOST = 10_000 + len("rank 0  ")
-ONE_LONG = [
-    CostModel(optim_step=1e12),
-    CostModel(latency=1e9),
-    CostModel(latency={(0, 1): 0, (1, 0): 1e15}, forward=1e-9),
-    CostModel(forward=(1e-9, 1e9)),
-    CostModel(forward=0, backward=0, optim_step=1e12),
-    CostModel(forward=1e-300, backward=1e-300, latency=1e15),
-    CostModel(forward=5e-324, backward=5e-324),
-]
-
-
-def line_of(costs: CostModel, name: str = "1f1b") -> Timeline:
-    return schedir.simulate(schedir.build(name, ranks=2, microbatches=3), costs)
 
 
 def widest(text: str) -> int:
@@ -65,25 +53,28 @@ def expect_all_drawn(line: Timeline, against: Timeline | None = None) -> None:
     assert not re.search(r"\b(?:NaN|Infinity)\b", re.sub(r"(?s)<script>.*?</script>", "", whole))
 
 
-@pytest.mark.parametrize("costs", ONE_LONG)
-def test_one_long_action_or_link_does_not_widen_the_drawing(costs: CostModel) -> None:
-    expect_all_drawn(line_of(costs))
-
-
 TIMES = st.sampled_from([0, 5e-324, 1e-300, 1e-9, 1, 3.7, 1e9, 1e15])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
+@example(1, 1, 2, 1e12, 0, False)
+@example(0, 0, 0, 1e12, 0, False)
+@example(1, 1, 2, 0, 1e9, False)
+@example(1e-9, 1e9, 2, 0, 0, False)
+@example(1e-300, 1e-300, 1e-300, 0, 1e15, False)
+@example(5e-324, 5e-324, 5e-324, 0, 0, False)
 @given(*[TIMES] * 5, st.booleans())
 def test_any_ratio_of_times(
     first: float, second: float, backward: float, step: float, latency: float, both: bool
 ) -> None:
     costs = CostModel(forward=(first, second), backward=backward, optim_step=step, latency=latency)
-    expect_all_drawn(line_of(costs), line_of(CostModel(), "fill-drain") if both else None)
+    expect_all_drawn(
+        simulated("1f1b", 2, 3, costs), simulated("fill-drain", 2, 3) if both else None
+    )
 
 
 def test_what_labels_have_room_for_is_drawn_as_ever() -> None:
-    line = line_of(CostModel(latency=30))
+    line = simulated("1f1b", 2, 3, CostModel(latency=30))
     whole = timeline_text(line)
     needed = max(len(row) for row in whole.splitlines() if row.startswith("rank 0"))
     assert "F0" in whole
@@ -109,48 +100,36 @@ def test_width_is_refused_where_nothing_is_drawn(capsys: pytest.CaptureFixture[s
     assert "'39' is not a whole number >= 40" in run("show", "1f1b", "--width", "39")[2]
 
 
-@pytest.mark.parametrize("costs", ONE_LONG[:1])
-def test_a_trace_of_it_has_its_times(costs: CostModel) -> None:
-    line = schedir.simulate(line_of(costs).schedule, CostModel(optim_step=1e12, unit="us"))
+def test_a_trace_of_it_has_its_times() -> None:
+    line = simulated("1f1b", 2, 3, CostModel(optim_step=1e12, unit="us"))
     text = plain(outputs_of("export")["perfetto"].write(line, Page()).blocks)
     events = json.loads(text)["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
     assert math.isclose(max(ends) - min(e["ts"] for e in events if e["ph"] == "X"), line.makespan)
 
 
-@pytest.mark.parametrize("columns", ["80", "120"])
 @pytest.mark.parametrize(
-    "argv",
+    "command",
     [
-        ("show", "1f1b", "--ranks", "16", "--microbatches", "64"),
-        ("show", "1f1b", "--microbatches", "40", "--full"),
-        ("show", "zb-h1", "--why"),
-        (
-            "compare",
-            "1f1b",
-            "interleaved-1f1b",
-            "zbv",
-            "pipedream",
-            "--cost",
-            "activation_bytes=1e9",
-        ),
-        ("list",),
-        ("explain",),
+        "show 1f1b --ranks 16 --microbatches 64",
+        "show 1f1b --microbatches 40 --full",
+        "show zb-h1 --why",
+        "compare 1f1b interleaved-1f1b zbv pipedream --cost activation_bytes=1e9",
+        "list",
+        "explain",
     ],
 )
 def test_a_pipe_is_as_wide_as_columns_says(
-    argv: tuple[str, ...],
-    columns: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = runner(capsys)
+    run, argv = runner(capsys), command.split()
     whole = run(*argv)[1]
-    monkeypatch.setenv("COLUMNS", columns)
-    code, narrow, err = run(*argv)
-    assert (code, err) == (0, "")
-    assert "\x1b" not in narrow
-    assert widest(narrow) <= int(columns)
+    for columns in ("80", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        code, narrow, err = run(*argv)
+        assert (code, err) == (0, "")
+        assert "\x1b" not in narrow
+        assert widest(narrow) <= int(columns)
     for nothing in ("", "0", "wide"):
         monkeypatch.setenv("COLUMNS", nothing)
         assert run(*argv)[1] == whole
@@ -167,9 +146,9 @@ def test_json_in_a_pipe_is_as_ever(
     assert json.loads(run("show", "1f1b", "--json")[1])["makespan"] == 33
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "fill-drain"])
+@sweep("name", ["1f1b", "interleaved-1f1b", "zb-h1", "fill-drain"], quick=["1f1b", "fill-drain"])
 def test_a_column_of_several_kinds_is_marked_as_such(name: str) -> None:
-    line = schedir.simulate(schedir.build(name, ranks=16, microbatches=64))
+    line = simulated(name, 16, 64)
     text = plain(timeline_blocks(line, 80, fit=True))
     rows = re.findall(r"(?m)^rank +\d+  (.*)$", text)
     unit = float(re.findall(r"a column is\s([\d.]+)\sof\stime", text)[0])
@@ -198,7 +177,7 @@ def test_a_column_of_several_kinds_is_marked_as_such(name: str) -> None:
 
 
 def test_the_mark_of_several_kinds_is_shaded_by_their_share() -> None:
-    line = schedir.simulate(schedir.build("1f1b", ranks=16, microbatches=64))
+    line = simulated("1f1b", 16, 64)
     pieces = [piece for piece in timeline_blocks(line, 80, fit=True) if isinstance(piece, Piece)]
     mixed = {piece.style for piece in pieces if piece.text == "+" and piece.style}
     ends = [bytes.fromhex(shade(kind)[-6:]) for kind in (Kind.FORWARD, Kind.BACKWARD)]

@@ -7,14 +7,47 @@ from typing import Any
 
 import attrs
 import numpy as np
+from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Schedule, Timeline
 from schedir.checker import prove
 from schedir.ir import COMPUTE
 from schedir.simulator import Measured
+from tests.built_in import NAMES
 from tests.joined import joined
 from tests.test_random import drawn, scattered
+
+
+def simulated(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    costs: CostModel | None = None,
+    *,
+    given: bool = False,
+    **more: Any,
+) -> Timeline:
+    """The timeline of a schedule that is built by name, which is `given` the costs or not."""
+    more |= {"costs": costs} if given else {}
+    built = schedir.build(name, ranks=ranks, microbatches=microbatches, **more)
+    return schedir.simulate(built, costs)
+
+
+COSTS = st.none() | st.builds(
+    CostModel,
+    forward=st.floats(0.5, 4),
+    backward=st.floats(0.5, 4),
+    latency=st.just(0) | st.floats(0, 2),
+    optim_step=st.just(0) | st.floats(0, 2),
+    unit=st.sampled_from([None, "s", "ms", "us"]),
+)
+
+
+def lines(ranks: int, microbatches: int, costs: Any = COSTS) -> st.SearchStrategy[Timeline]:
+    """Timelines of the core schedules on so many ranks, and of so many microbatches, at most."""
+    numbers = st.integers(1, ranks), st.integers(1, microbatches)
+    return st.builds(simulated, st.sampled_from(NAMES), *numbers, costs)
 
 
 def drawn_costs(chance: random.Random, schedule: Schedule, whole: bool = True) -> CostModel:

@@ -154,9 +154,11 @@ class _Rank:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        # Not reaped: other ranks read in /proc how it has ended, if late on a busy machine.
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended:
+            exited = ended.si_code == os.CLD_EXITED
+            self.returncode = ended.si_status if exited else -ended.si_status
         return self.returncode
 
     def wait(self, timeout: float) -> int | None:

@@ -9,23 +9,16 @@ from itertools import product
 
 import pytest
 
-import schedir
-from schedir import Timeline
+from tests.timelines import simulated
 
 SHAPES = [*product((1, 2, 3, 4, 6, 8), (2, 3, 4, 8))]
 """Ranks and chunks: one wave, one and a half, two, four."""
 
 
-def simulated(ranks: int, microbatches: int, chunks: int) -> Timeline:
-    return schedir.simulate(
-        schedir.build("hanayo", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    )
-
-
 def test_bubble_of_one_group() -> None:
     """(2P - 2) / (3PW + P - 1) with W waves at most, where a backward takes twice a forward."""
     for ranks, chunks in SHAPES:
-        line = simulated(ranks, ranks, chunks)
+        line = simulated("hanayo", ranks, ranks, chunks=chunks)
         waves = chunks / 2
         published = (2 * ranks - 2) / (3 * ranks * waves + ranks - 1)
         assert line.bubble_fraction <= published + 1e-12, (ranks, chunks)
@@ -33,7 +26,7 @@ def test_bubble_of_one_group() -> None:
 
 def test_time_of_whole_groups() -> None:
     for (ranks, chunks), groups in product(SHAPES, (1, 2, 3)):
-        line = simulated(ranks, groups * ranks, chunks)
+        line = simulated("hanayo", ranks, groups * ranks, chunks=chunks)
         work = 3 * chunks * groups * ranks
         assert line.makespan == work + 2 * (ranks - 1) * (groups + 1), (ranks, chunks, groups)
 
@@ -41,7 +34,7 @@ def test_time_of_whole_groups() -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5])
 def test_no_shape_exceeds_the_memory_of_1f1b(chunks: int) -> None:
     for ranks, microbatches in product((1, 2, 3, 4, 7), (1, 2, 3, 5, 8, 13)):
-        line = simulated(ranks, microbatches, chunks)
+        line = simulated("hanayo", ranks, microbatches, chunks=chunks)
         most = max(rank.peak_activations for rank in line.ranks)
         assert most <= chunks * min(ranks, microbatches), (ranks, microbatches)
 
@@ -49,6 +42,5 @@ def test_no_shape_exceeds_the_memory_of_1f1b(chunks: int) -> None:
 def test_one_chunk_is_1f1b() -> None:
     """No wave at all: the order that is left is that of the backwards first."""
     for ranks, microbatches in product((1, 2, 3, 4, 6), (1, 2, 4, 7, 12)):
-        ours = simulated(ranks, microbatches, 1)
-        theirs = schedir.simulate(schedir.build("1f1b", ranks=ranks, microbatches=microbatches))
-        assert ours.makespan == theirs.makespan
+        ours = simulated("hanayo", ranks, microbatches, chunks=1)
+        assert ours.makespan == simulated("1f1b", ranks, microbatches).makespan

@@ -6,15 +6,14 @@ from itertools import product
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining.schedules import (
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-)
+from torch.distributed.pipelining import schedules as torchs
 
 import schedir
 from schedir import Kind, Schedule
 from schedir.passes import strip_communication
 from tests.sweeps import sweep
+from tests.test_schedules import GRID
+from tests.timelines import simulated
 
 
 def compute(schedule: Schedule) -> list[list[str]]:
@@ -30,32 +29,46 @@ def torchs_order(generator: Any, ranks: int) -> list[list[str]]:
     return [[str(action) for action in actions if action is not None] for actions in lists]
 
 
-@sweep("ranks", [1, 2, 3, 4, 8], quick=[1, 2, 3, 4])
-def test_interleaved_zb_is_torchs_order(ranks: int) -> None:
-    accepted = [m for m in range(1, 20) if m % max(1, m // ranks) == 0]
-    for chunks, microbatches in product((1, 2, 3), accepted):
-        torchs = ScheduleInterleavedZeroBubble.__new__(ScheduleInterleavedZeroBubble)
-        torchs.pp_group_size, torchs.n_local_stages = ranks, chunks
-        torchs._n_microbatches = microbatches
-        torchs.microbatches_per_round = microbatches // max(1, microbatches // ranks)
-        ours = schedir.build(
-            "interleaved-zb", ranks=ranks, microbatches=microbatches, chunks=chunks
-        )
-        assert compute(ours) == torchs_order(torchs, ranks)
+@pytest.mark.parametrize(
+    ("name", "generator"),
+    [
+        ("interleaved-1f1b", torchs.ScheduleInterleaved1F1B),
+        ("interleaved-zb", torchs.ScheduleInterleavedZeroBubble),
+    ],
+)
+@sweep("ranks", [1, 2, 3, 4, 6, 8], quick=[1, 2, 3, 4])
+@sweep("chunks", [1, 2, 3, 4], quick=[2, 3])
+def test_interleaved_is_torchs_order(name: str, generator: Any, ranks: int, chunks: int) -> None:
+    """Of its generator, without the stage modules it is bound to."""
+    accepted = [m for m in range(1, 25) if m % max(1, m // ranks) == 0]
+    assert len(accepted) > 5
+    for microbatches in accepted:
+        theirs = generator.__new__(generator)
+        theirs.pp_group_size, theirs.n_local_stages = ranks, chunks
+        theirs._n_microbatches = microbatches
+        theirs.microbatches_per_round = microbatches // max(1, microbatches // ranks)
+        given = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+        assert compute(schedir.build(name, **given)) == torchs_order(theirs, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_looped_bfs_is_torchs_order(ranks: int) -> None:
     for chunks, microbatches in product((1, 2, 3), (1, 2, 3, 8, 13)):
-        torchs: Any = ScheduleLoopedBFS.__new__(ScheduleLoopedBFS)
-        torchs.pp_group_size, torchs._n_microbatches = ranks, microbatches
-        torchs._stages = [None] * chunks
-        ours = schedir.build("looped-bfs", ranks=ranks, microbatches=microbatches, chunks=chunks)
-        assert compute(ours) == torchs_order(torchs, ranks)
-        line = schedir.simulate(ours)
+        theirs: Any = torchs.ScheduleLoopedBFS.__new__(torchs.ScheduleLoopedBFS)
+        theirs.pp_group_size, theirs._n_microbatches = ranks, microbatches
+        theirs._stages = [None] * chunks
+        line = simulated("looped-bfs", ranks, microbatches, chunks=chunks)
+        assert compute(line.schedule) == torchs_order(theirs, ranks)
         assert [of.peak_activations for of in line.ranks] == [chunks * microbatches] * ranks
         if microbatches >= ranks:
             assert line.makespan == 3 * (chunks * microbatches + ranks - 1)
+
+
+def test_interleaved_groups_as_megatrons_docstring_says() -> None:
+    built = schedir.build("interleaved-1f1b", ranks=1, microbatches=5, chunks=2, group_size=3)
+    forwards = [a for a in built.flat[0] if a.kind is Kind.FORWARD]
+    assert [a.microbatch for a in forwards] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+    assert [a.stage for a in forwards] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
 
 
 def megatrons_table(microbatches: int, chunks: int, size: int) -> list[tuple[int, int]]:
@@ -79,7 +92,7 @@ def megatrons_order(ranks: int, rank: int, microbatches: int, chunks: int, size:
     return forwards[:warmup] + pairs + backwards[len(table) - warmup :]
 
 
-@sweep("ranks", [2, 3, 4, 5, 8], quick=[2, 3, 4])
+@sweep("ranks", [2, 3, 4, 5, 8], quick=[2, 4])
 @sweep("chunks", [2, 3, 4], quick=[2, 3])
 def test_interleaved_is_megatrons_order_where_megatron_takes_the_groups(
     ranks: int, chunks: int
@@ -87,24 +100,18 @@ def test_interleaved_is_megatrons_order_where_megatron_takes_the_groups(
     taken = refused = 0
     for microbatches in range(1, 3 * ranks + 2):
         for size in range(ranks, max(ranks, microbatches) + 1, 1 + ranks // 4):
-            built = schedir.build(
-                "interleaved-1f1b",
-                ranks=ranks,
-                microbatches=microbatches,
-                chunks=chunks,
-                group_size=size,
-            )
-            shape = ranks, microbatches, chunks, size
+            given = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+            built = schedir.build("interleaved-1f1b", **given, group_size=size)
             last = microbatches % size
             if size <= microbatches and (last == 0 or last >= ranks):
                 order = [
                     megatrons_order(ranks, r, microbatches, chunks, size) for r in range(ranks)
                 ]
-                assert compute(built) == order, shape
+                assert compute(built) == order, (given, size)
                 taken += last > 0
             else:
                 refused += 1
-            assert schedir.check(built, channel="rank").ok, shape
+            assert schedir.check(built, channel="rank").ok, (given, size)
     assert taken >= ranks
     assert refused >= ranks
 
@@ -129,45 +136,53 @@ GROUPED = {
 }
 
 
-def figures(name: str, ranks: int, microbatches: int, chunks: int, size: int) -> tuple[float, int]:
-    built = schedir.build(
-        name, ranks=ranks, microbatches=microbatches, chunks=chunks, group_size=size
-    )
-    line = schedir.simulate(built)
+def figures(name: str, chunks: int, size: int) -> tuple[float, int]:
+    line = simulated(name, 4, 8, chunks=chunks, group_size=size)
     return line.makespan, max(of.peak_activations for of in line.ranks)
 
 
 @pytest.mark.parametrize(("chunks", "size"), GROUPED)
 def test_grouped_interleaving_is_as_published(chunks: int, size: int) -> None:
     makespan, peak = GROUPED[chunks, size]
-    assert figures("grouped-interleaved-1f1b", 4, 8, chunks, size) == (makespan, peak)
+    assert figures("grouped-interleaved-1f1b", chunks, size) == (makespan, peak)
     if size < 4:  # from there on Megatron's order, whose backwards are whole
-        assert figures("interleaved-1f1b", 4, 8, chunks, size) == (makespan, peak)
-    ours, held = figures("interleaved-zb", 4, 8, chunks, size)
+        assert figures("interleaved-1f1b", chunks, size) == (makespan, peak)
+    ours, held = figures("interleaved-zb", chunks, size)
     assert ours < makespan
     assert held == peak
 
 
 def test_groups_of_one_follow_each_other_without_a_gap() -> None:
     """A chunk waits for two of them, and its slots are moved on, lest two chunks want the same."""
-    assert figures("interleaved-1f1b", 4, 8, 2, 1) == (57, 7)
-    assert figures("interleaved-zb", 4, 8, 2, 1) == (55, 7)
-    assert figures("interleaved-1f1b", 4, 8, 4, 1) == (114, 11)
-    assert figures("interleaved-zb", 4, 8, 4, 1) == (112, 11)
+    assert figures("interleaved-1f1b", 2, 1) == (57, 7)
+    assert figures("interleaved-zb", 2, 1) == (55, 7)
+    assert figures("interleaved-1f1b", 4, 1) == (114, 11)
+    assert figures("interleaved-zb", 4, 1) == (112, 11)
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "grouped-interleaved-1f1b", "interleaved-zb"])
-def test_small_groups_run_and_hold_less(name: str) -> None:
-    for ranks, microbatches, chunks in product((2, 3, 5, 8), (4, 7, 9), (1, 2, 3)):
+@sweep("ranks", [2, 3, 5, 8], quick=[3, 5])
+def test_small_groups_run_and_hold_less(name: str, ranks: int) -> None:
+    for microbatches, chunks in product((4, 7, 9), (1, 2, 3)):
         for size in range(1, min(ranks, microbatches)):
-            built = schedir.build(
-                name, ranks=ranks, microbatches=microbatches, chunks=chunks, group_size=size
-            )
-            assert schedir.check(built).ok, (ranks, microbatches, chunks, size)
+            line = simulated(name, ranks, microbatches, chunks=chunks, group_size=size)
+            assert schedir.check(line.schedule).ok, (microbatches, chunks, size)
             if size >= ranks / 2:
                 most = (chunks - 1) * size + ranks
-                line = schedir.simulate(built)
                 assert max(of.peak_activations for of in line.ranks) <= most
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_bubbles_and_peaks_of_interleaved(chunks: int) -> None:
+    for ranks, microbatches in [*GRID, (4, 9), (5, 11), (6, 15)]:
+        line = simulated("interleaved-1f1b", ranks, microbatches, chunks=chunks)
+        rounds, total = max(1, microbatches // ranks), microbatches * chunks
+        group = ranks if microbatches % rounds else microbatches // rounds
+        if microbatches >= ranks and microbatches % group == 0 and group == ranks:
+            assert line.bubble_fraction == pytest.approx((ranks - 1) / (total + ranks - 1))
+        for r, stats in enumerate(line.ranks):
+            warmup = min(2 * (ranks - r - 1) + (chunks - 1) * group, total)
+            assert stats.peak_activations == min(warmup + 1, total)
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb"])
@@ -180,8 +195,6 @@ def test_no_such_group(name: str, size: Any) -> None:
 def test_interleaved_zb_drains_without_a_bubble_of_its_own() -> None:
     """Where F, I and W cost the same only the fill is idle, as in ZB-H1, `chunks` times smaller."""
     for ranks, rounds, chunks in product((1, 2, 3, 4, 6), (1, 2, 3), (2, 3, 4)):
-        line = schedir.simulate(
-            schedir.build("interleaved-zb", ranks=ranks, microbatches=ranks * rounds, chunks=chunks)
-        )
+        line = simulated("interleaved-zb", ranks, ranks * rounds, chunks=chunks)
         assert [of.idle for of in line.ranks] == [ranks - 1] * ranks
         assert [of.peak_activations for of in line.ranks] == [chunks * ranks] * ranks

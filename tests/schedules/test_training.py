@@ -59,7 +59,7 @@ def assert_trains(schedule: Schedule, rank: int | None) -> None:
                 torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
 
 
-@sweep("ranks", [2, 3, 4], quick=[4])
+@sweep("ranks", [2, 3, 4], quick=[2])
 @pytest.mark.parametrize("name", EVERY)
 def test_in_one_process(name: str, ranks: int) -> None:
     schedule = built(name, ranks)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 
 import schedir
 from schedir import Kind, LoadError, Schedule, Timeline
 from schedir.ir import COMPUTE, loads_torch_csv
+from tests.sweeps import sweep
+from tests.timelines import simulated
 from tests.torch_schedules import dumped
 
 LIMITS: dict[str, Callable[[int], int]] = {
@@ -27,10 +30,6 @@ LIMITS: dict[str, Callable[[int], int]] = {
 whose paper says two thirds, those of the code that came with it."""
 
 SMALL = [*product(range(1, 7), (1, 2, 3, 7, 12))]
-
-
-def simulated(name: str, ranks: int, microbatches: int) -> Timeline:
-    return schedir.simulate(schedir.build(name, ranks=ranks, microbatches=microbatches))
 
 
 def longest_span(line: Timeline) -> float:
@@ -83,8 +82,9 @@ def test_no_longer_than_the_authors(
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_no_shape_exceeds_the_memory(name: str) -> None:
-    for ranks, microbatches in [*SMALL, (8, 12), (9, 20), (11, 15), (12, 25)]:
+@sweep("shapes", [SMALL, [(8, 12), (9, 20), (11, 15), (12, 25)]], quick=[SMALL], ids=len)
+def test_no_shape_exceeds_the_memory(name: str, shapes: list[tuple[int, int]]) -> None:
+    for ranks, microbatches in shapes:
         line = simulated(name, ranks, microbatches)
         assert peak(line) <= 2 * LIMITS[name](ranks), (ranks, microbatches)
 
@@ -109,44 +109,32 @@ def test_zbv_is_never_longer_than_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatches", "forward", "inputs", "weights", "latency", "span", "makespan"),
+    ("shape", "took", "span", "makespan"),
     [
-        (8, 24, 18522, 18086, 9337, 601, 0.0703, 0.0722),
-        (8, 64, 18546, 18097, 9321, 762, 0.0298, 0.0302),
-        (16, 48, 11347, 11248, 8132, 377, None, 0.0714),
+        ((8, 24), (18522, 18086, 9337, 601), 0.0703, 0.0722),
+        ((8, 64), (18546, 18097, 9321, 762), 0.0298, 0.0302),
+        ((16, 48), (11347, 11248, 8132, 377), None, 0.0714),
     ],
 )
 def test_zbv_for_measured_costs(
-    ranks: int,
-    microbatches: int,
-    forward: int,
-    inputs: int,
-    weights: int,
-    latency: int,
-    span: float | None,
-    makespan: float,
+    shape: tuple[int, int], took: tuple[int, int, int, int], span: float | None, makespan: float
 ) -> None:
     """The bubbles that the authors' greedy search for the same costs leaves; within the spans of 16
     ranks it leaves less, 0.0498 to 0.0523."""
-    costs = schedir.CostModel(
-        forward=forward / 2,
-        backward_input=inputs / 2,
-        backward_weight=weights / 2,
-        latency=latency,
-    )
-    built = schedir.build("zbv", ranks=ranks, microbatches=microbatches, costs=costs)
-    line = schedir.simulate(built, costs)
-    work = microbatches * (forward + inputs + weights)
+    names, (ranks, microbatches) = ("forward", "backward_input", "backward_weight"), shape
+    halves: dict[str, Any] = {name: each / 2 for name, each in zip(names, took, strict=False)}
+    costs = schedir.CostModel(**halves, latency=took[-1])
+    line = simulated("zbv", ranks, microbatches, costs, given=True)
+    work = microbatches * sum(took[:3])
     assert round(1 - work / line.makespan, 4) <= makespan
     if span is not None:
         assert round(1 - work / longest_span(line), 4) <= span
-    blind = schedir.build("zbv", ranks=ranks, microbatches=microbatches)
-    assert line.makespan <= schedir.simulate(blind, costs).makespan
+    assert line.makespan <= simulated("zbv", ranks, microbatches, costs).makespan
     assert peak(line) <= 2 * ranks
 
 
 @pytest.mark.parametrize(("name", "share"), [("v-half", 1 / 2), ("v-min", 2 / 3)])
-@pytest.mark.parametrize("ranks", range(2, 13))
+@sweep("ranks", range(2, 13), quick=[2, 3, 4, 8])
 def test_bubble_is_the_published_share_of_1f1bs(name: str, share: float, ranks: int) -> None:
     """Once every rank is full the idle time stays: p / 2 and 2p / 3 microbatches' work."""
     short, long = (simulated(name, ranks, m) for m in (2 * ranks, 3 * ranks))

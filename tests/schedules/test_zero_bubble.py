@@ -15,6 +15,8 @@ import schedir
 from schedir import CostModel, Kind, LoadError, Timeline
 from schedir.graph.alive import HELD_UNTIL, HeldUntil
 from schedir.passes import strip_communication
+from tests.sweeps import sweep
+from tests.timelines import simulated
 
 # 4 ranks, 8 microbatches.
 ZB_H1_OF_RANK_0 = "F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7"
@@ -35,19 +37,11 @@ class Measured:
 
     @property
     def costs(self) -> CostModel:
-        return CostModel(
-            forward=self.forward,
-            backward=self.backward_input + self.backward_weight,
-            backward_input=self.backward_input,
-            backward_weight=self.backward_weight,
-            latency=self.latency,
-        )
+        costs = split(self.forward, self.backward_input, self.backward_weight)
+        return attrs.evolve(costs, latency=self.latency)
 
     def bubble(self, name: str) -> float:
-        built = schedir.build(
-            name, ranks=self.ranks, microbatches=self.microbatches, costs=self.costs
-        )
-        line = schedir.simulate(built, self.costs)
+        line = simulated(name, self.ranks, self.microbatches, self.costs, given=True)
         return line.bubble_fraction if name in ("1f1b", "zb-h1") else line.span_bubble_fraction
 
 
@@ -63,13 +57,6 @@ A100 = [
     ]
 ]
 BY_SHAPE = pytest.mark.parametrize("row", A100, ids=lambda row: f"{row.ranks}x{row.microbatches}")
-
-
-def simulated(name: str, ranks: int, microbatches: int, costs: CostModel | None = None) -> Timeline:
-    costs = CostModel() if costs is None else costs
-    return schedir.simulate(
-        schedir.build(name, ranks=ranks, microbatches=microbatches, costs=costs), costs
-    )
 
 
 def peaks(line: Timeline) -> list[int]:
@@ -112,7 +99,7 @@ COST = st.integers(1, 20)
 def test_closed_form_of_zb_h1(ranks: int, more: int, f: int, i: int, w: int) -> None:
     w = min(f, i, w)  # one that fits beside what it waits for
     microbatches = ranks + more
-    line = simulated("zb-h1", ranks, microbatches, split(f, i, w))
+    line = simulated("zb-h1", ranks, microbatches, split(f, i, w), given=True)
     assert line.makespan == microbatches * (f + i + w) + (ranks - 1) * (f + i - w)
     assert peaks(line) == [ranks] * ranks
 
@@ -121,15 +108,16 @@ def test_closed_form_of_zb_h1(ranks: int, more: int, f: int, i: int, w: int) -> 
 def test_closed_form_of_zb_h2(ranks: int, more: int, f: int, i: int, w: int) -> None:
     w = min(f, w, (f + i) // 2)
     microbatches = 2 * ranks - 1 + more
-    line = simulated("zb-h2", ranks, microbatches, split(f, i, w))
+    line = simulated("zb-h2", ranks, microbatches, split(f, i, w), given=True)
     assert longest_span(line) == microbatches * (f + i + w) + (ranks - 1) * (f + i - 2 * w)
     assert peaks(line) == [2 * ranks - 1] * ranks
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
-def test_few_microbatches(name: str) -> None:
+@sweep("ranks", range(1, 9), quick=[1, 2, 5])
+def test_few_microbatches(name: str, ranks: int) -> None:
     """No rank holds more, and none is slower than 1F1B."""
-    for ranks, microbatches in product(range(1, 9), repeat=2):
+    for microbatches in range(1, 9):
         line = simulated(name, ranks, microbatches)
         most = ranks if name == "zb-h1" else 2 * ranks - 1
         assert max(peaks(line)) <= min(most, microbatches)
@@ -172,15 +160,9 @@ def test_zb_keeps_the_limit(
         tuple(data.draw(st.lists(COST, min_size=ranks, max_size=ranks))) for _ in ("F", "I", "W")
     ]
     costs = CostModel(forward=times[0], backward_input=times[1], backward_weight=times[2])
-    built = schedir.build(
-        "zb",
-        ranks=ranks,
-        microbatches=microbatches,
-        costs=costs,
-        max_activations=limit,
-        held_until=held_until,
-    )
-    assert schedir.check(built, max_activations=limit, held_until=held_until).ok
+    terms: dict[str, Any] = {"max_activations": limit, "held_until": held_until}
+    built = schedir.build("zb", ranks=ranks, microbatches=microbatches, costs=costs, **terms)
+    assert schedir.check(built, **terms).ok
 
 
 @given(LIMITS, st.integers(1, 12), COST, COST, COST, st.integers(0, 3))
@@ -189,34 +171,25 @@ def test_zb_is_no_worse_than_what_fits(
 ) -> None:
     ranks, limit = limits
     costs = attrs.evolve(split(f, i, w), latency=latency)
-    shape = {"ranks": ranks, "microbatches": microbatches}
-    found = schedir.simulate(
-        schedir.build("zb", **shape, costs=costs, max_activations=limit, held_until="W"), costs
-    )
+    limits_of_zb = {"max_activations": limit, "held_until": "W"}
+    found = simulated("zb", ranks, microbatches, costs, given=True, **limits_of_zb)
     for name, most in (("1f1b", ranks), ("zb-h1", ranks), ("zb-h2", 2 * ranks - 1)):
         if limit >= most:
-            other = simulated(name, ranks, microbatches, costs)
+            other = simulated(name, ranks, microbatches, costs, given=True)
             assert longest_span(found) <= longest_span(other)
 
 
 @pytest.mark.parametrize("deferred", [0, 4, 10, None])
 def test_zb_counts_bytes_where_they_are_known(deferred: int | None) -> None:
     """Within as many bytes as 6 activations have; the less a W needs, the shorter the span."""
+    shape: dict[str, Any] = {"ranks": 4, "microbatches": 12, "max_activations": 6}
     costs = attrs.evolve(A100[0].costs, activation_bytes=10, deferred_bytes=deferred)
-    built = schedir.build("zb", ranks=4, microbatches=12, costs=costs, max_activations=6)
-    line = schedir.simulate(built, costs)
+    line = simulated("zb", costs=costs, given=True, **shape)
     assert 50 < max(of.peak_bytes or 0 for of in line.ranks) <= 60
     held_until = {0: "I", 4: None, 10: "W", None: "W"}[deferred]
     if held_until:
-        like = schedir.build(
-            "zb",
-            ranks=4,
-            microbatches=12,
-            costs=A100[0].costs,
-            max_activations=6,
-            held_until=held_until,
-        )
-        assert built == like
+        like = schedir.build("zb", **shape, costs=A100[0].costs, held_until=held_until)
+        assert line.schedule == like
 
 
 @pytest.mark.parametrize(
@@ -237,15 +210,12 @@ def test_zb_refuses(wrong: dict[str, Any], message: str) -> None:
 def test_eager_1f1b_is_alpas_and_jaxpps_order() -> None:
     """2 (ranks - r) - 1 forwards, then backwards and forwards in turn; else as good as 1F1B."""
     for ranks, microbatches in product(range(1, 7), range(1, 13)):
-        built = strip_communication(
-            schedir.build("eager-1f1b", ranks=ranks, microbatches=microbatches)
-        )
-        for rank, actions in enumerate(built.flat):
+        line = simulated("eager-1f1b", ranks, microbatches)
+        for rank, actions in enumerate(strip_communication(line.schedule).flat):
             warmup = min(2 * (ranks - rank) - 1, microbatches)
             turns = "BF" * (microbatches - warmup) + "B" * warmup + "S"
             letters = ["S" if a.kind is Kind.OPTIM_STEP else str(a.kind) for a in actions]
             assert "".join(letters) == "F" * warmup + turns
-        line = schedir.simulate(built)
         assert line.makespan == 3 * (microbatches + ranks - 1)
         assert peaks(line) == [min(2 * (ranks - r) - 1, microbatches) for r in range(ranks)]
 
@@ -253,6 +223,7 @@ def test_eager_1f1b_is_alpas_and_jaxpps_order() -> None:
 def test_eager_1f1b_hides_communication() -> None:
     """What takes as long as half a forward delays 1F1B on its way, eager 1F1B at its ends alone."""
     costs = CostModel(latency=0.5)
-    eager, plain = (simulated(name, 4, 64, costs).makespan for name in ("eager-1f1b", "1f1b"))
+    lines = (simulated(name, 4, 64, costs, given=True) for name in ("eager-1f1b", "1f1b"))
+    eager, plain = (line.makespan for line in lines)
     assert eager == 3 * (64 + 3) + 2 * 3 * 0.5
     assert plain > eager + 10
