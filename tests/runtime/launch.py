@@ -19,6 +19,7 @@ from attrs import frozen
 from tests.warm import commands
 
 ROOT = Path(__file__).resolve().parents[2]
+IMPORTABLE = f"{ROOT}{os.pathsep}{ROOT / 'examples'}"  # as under pytest
 
 
 @frozen
@@ -52,7 +53,7 @@ def torchrun(
         process = subprocess.Popen(
             [*command, "--log-dir", folder, "--nproc-per-node", str(ranks), *arguments],
             cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": IMPORTABLE, **environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
