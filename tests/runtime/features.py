@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,7 @@ def _scaler() -> GradScaler:
     return GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
 
 
+@cache
 def built(target: Any, ranks: int = RANKS, **parameters: Any) -> schedir.Schedule:
     return schedir.build(target, ranks=ranks, microbatches=MICROBATCHES, **parameters)
 

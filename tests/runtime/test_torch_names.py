@@ -91,6 +91,8 @@ def _exists(name: str) -> bool:
             return number == len(parts)
         elif not hasattr(found, part):
             return False
+        elif isinstance(getattr(found, part), property) and number < len(parts):
+            found = getattr(found(), part)  # only an instance has what it names
         else:
             found = getattr(found, part)
     return True
