@@ -93,8 +93,7 @@ def bidirectional_v(ranks: int, microbatches: int) -> schedir.Schedule:
 
 
 @schedir.schedule(
-    "dual-pipe-v",
-    placement=lambda pipe: [*range(pipe.ranks), *reversed(range(pipe.ranks))],
+    "dual-pipe-v", placement=lambda pipe: [*range(pipe.ranks), *reversed(range(pipe.ranks))]
 )
 def _dual_pipe_v(pipe: Pipeline, rank: int) -> Iterator[Action | Together]:
     ranks, number = pipe.ranks, pipe.microbatches

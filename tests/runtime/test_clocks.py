@@ -26,12 +26,7 @@ def rounds_of(
     for there, between, back in lengths:
         arrived, left = true + there, true + there + between
         found.append(
-            Round(
-                shown(true, offset, drift),
-                arrived,
-                left,
-                shown(left + back, offset, drift),
-            )
+            Round(shown(true, offset, drift), arrived, left, shown(left + back, offset, drift))
         )
         true = left + back
     return found
