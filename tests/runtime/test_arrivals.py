@@ -14,7 +14,7 @@ from schedir import Kind
 from schedir.graph.compile import graph_of
 from schedir.runtime import Executor
 from schedir.runtime.program.compiler import arrivals
-from tests.runtime.kit import MSE
+from tests.runtime.kit import MSE, gradients, linear_stages, numbered, random_batch
 from tests.sweeps import examples
 from tests.test_random import drawn, scattered
 
@@ -43,15 +43,12 @@ def test_random_schedules_run_in_one_process(seed: int) -> None:
     replicated = any(len(held) > 1 for held in schedule.placement)
     if replicated or not schedir.check(schedule).ok:
         return
-    torch.manual_seed(seed)
-    stages = {s: nn.Linear(3, 3).double() for s in range(schedule.stages)}
-    rows = 2 * schedule.microbatches
-    x, y = torch.randn((2, rows, 3), dtype=torch.float64)
+    stages = numbered(stage.double() for stage in linear_stages(schedule.stages))
+    x, y = (t.double() for t in random_batch(2 * schedule.microbatches))
     with Executor(schedule, stages, MSE, in_process=True) as executor:
         executor.step(x, target=y)
+    found = gradients(stages.values())
     whole = nn.Sequential(*stages.values())
-    found = [parameter.grad for parameter in whole.parameters()]
     whole.zero_grad()
     MSE(whole(x), y).backward()
-    for grad, parameter in zip(found, whole.parameters(), strict=True):
-        torch.testing.assert_close(grad, parameter.grad)
+    torch.testing.assert_close(found, gradients([whole]))

@@ -49,8 +49,8 @@ def train_and_compare(schedule: schedir.Schedule, seed: int, rank: int | None) -
             pieces = microbatches_of((x, y), schedule.microbatches)
             assert loss == plain_step(twins, MSE, optimizers, pieces, recurrence_of(schedule))
             assert loss == before or not make or schedule.name != "drawn"
-            held = gradients(local.values())
-            assert_equal_gradients(held, gradients(twins[s] for s in local))
+            theirs = gradients(twins[s] for s in local)
+            assert_equal_gradients(gradients(local.values()), theirs)
             for module in (*stages, *twins):
                 module.zero_grad()
     assert_equal_stages(local, twins)
