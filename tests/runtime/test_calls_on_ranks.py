@@ -24,7 +24,7 @@ import schedir
 from schedir.runtime import Executor
 from schedir.training import Checkpoint
 from tests.runtime.kit import MSE, adamw, everyone, linear_stages, message_of, random_batch
-from tests.runtime.on_ranks import on_ranks
+from tests.runtime.on_ranks import name_of, on_ranks
 from tests.sweeps import sweep
 
 LONG = 60.0  # seconds, of which none should be waited
@@ -47,11 +47,6 @@ def evaluate(executor: Executor, rows: int) -> object:
     return executor.evaluate(x, target=y).loss
 
 
-def run(executor: Executor, rows: int) -> None:
-    for result in executor.run([random_batch(rows)] * 2, segment=8):
-        assert result.loss
-
-
 def hand_out(executor: Executor, rows: int) -> object:
     values = [*range(executor.schedule.ranks)]
     return executor.hand_out(None if executor.rank else values)
@@ -64,12 +59,14 @@ def save(executor: Executor, rows: int) -> None:
 
 CALLS: dict[str, Callable[[Executor, int], object]] = {
     "step": step,
-    "step(update=False)": lambda executor, rows: step(executor, rows, update=False),
+    "step(update=False)": partial(step, update=False),
     "evaluate": evaluate,
     "infer": lambda executor, rows: executor.infer(random_batch(rows)[0]),
-    "run": run,
-    "gather": lambda executor, rows: executor.gather(rows),
-    "collect": lambda executor, rows: executor.collect(rows),
+    "run": lambda executor, rows: [
+        result.loss for result in executor.run([random_batch(rows)] * 2, segment=8)
+    ],
+    "gather": Executor.gather,
+    "collect": Executor.collect,
     "hand_out": hand_out,
     "timelines": lambda executor, rows: executor.timelines(),
     "save": save,
@@ -137,30 +134,22 @@ def test_differing_calls_are_named(
 ODD_CALLS = list(permutations(("step", "step(update=False)", "evaluate"), 2))
 
 
-@on_ranks(3)
-@sweep("odd_rank", [0, 1, 2], quick=[1])
-@sweep("names", ODD_CALLS, quick=ODD_CALLS[1:3], ids=" and ".join)
-def test_one_rank_of_three_calls_something_else(
-    rank: int, names: tuple[str, str], odd_rank: int
-) -> None:
-    name, odd = names
-    called = [odd if other == odd_rank else name for other in range(3)]
-    assert_differing_calls_are_named(called, executor_on(rank, 3), rank)
-
-
 OTHERS = [pair for pair in PAIRS if "step" in pair and "step(update=False)" not in pair]
+ODD_ONES = [(3, odd, names) for odd in range(3) for names in ODD_CALLS]
+ODD_ONES += [(4, odd, names) for odd in (0, 2) for names in OTHERS]
+QUICK_ONES = [(3, 1, ODD_CALLS[1]), (3, 1, ODD_CALLS[2])]
+QUICK_ONES += [(4, 2, ("step", "hand_out")), (4, 2, ("gather", "step"))]
 
 
-@on_ranks(4)
-@sweep("odd_rank", [0, 2], quick=[2])
-@sweep("names", OTHERS, quick=[("step", "hand_out"), ("gather", "step")], ids=" and ".join)
-def test_one_rank_of_four_calls_something_else(
-    rank: int, names: tuple[str, str], odd_rank: int
+@on_ranks()
+@sweep("ranks, odd_rank, names", ODD_ONES, quick=QUICK_ONES, ids=name_of)
+def test_one_rank_calls_something_else(
+    rank: int, ranks: int, odd_rank: int, names: tuple[str, str]
 ) -> None:
     name, odd = names
-    called = [odd if other == odd_rank else name for other in range(4)]
-    executor_here = partial(executor_on, rank, 4, "pipedream", trace=True)
-    assert_differing_calls_are_named(called, executor_here(), rank)
+    called = [odd if other == odd_rank else name for other in range(ranks)]
+    options: dict[str, Any] = {"name": "pipedream", "trace": True} if ranks == 4 else {}
+    assert_differing_calls_are_named(called, executor_on(rank, ranks, **options), rank)
 
 
 @on_ranks(2)
