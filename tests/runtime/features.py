@@ -21,15 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
-from schedir import (
-    Action,
-    Kind,
-    Pipeline,
-    backward,
-    forward,
-    optim_step,
-    reduce_grad,
-)
+from schedir import Action, Kind, Pipeline, backward, forward, optim_step, reduce_grad
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE
 from schedir.runtime import Executor

@@ -120,14 +120,9 @@ def _become_rank(ranks: int, folder: Path) -> None:
     """Fork the ranks, and return in each of them; this process looks after them, and ends."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     running: dict[int, int] = {}
     for rank in range(ranks):
         if process := os.fork():

@@ -79,10 +79,7 @@ def split_by_rows(block: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 Change: TypeAlias = Callable[[schedir.Schedule], schedir.Schedule]
-SPLIT: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
-    "tp": split_up,
-    "sp": split_by_rows,
-}
+SPLIT = {"tp": split_up, "sp": split_by_rows}
 
 
 def executor_of(

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 import schedir
-from schedir import (
-    Action,
-    Kind,
-    Together,
-    backward,
-    forward,
-    optim_step,
-    recompute_forward,
-    together,
-)
+from schedir import Action, Kind, Together, backward, forward, optim_step, together
 from schedir.ir import flat
 from schedir.passes import strip_communication
 from tests.literals import listed
@@ -100,7 +91,7 @@ def recomputed_early(schedule: schedir.Schedule, stages: Collection[int]) -> sch
             if starts and action.stage in stages and m is not None and m % 2 == 0:
                 key = Kind.FORWARD, action.stage, m
                 made = [(a.kind, a.stage, a.microbatch) for a in own].index(key)
-                own.insert(max(made + 1, len(own) - 2), recompute_forward(action.stage, m))
+                own.insert(max(made + 1, len(own) - 2), schedir.recompute_forward(action.stage, m))
         lists.append(own)
     name, placement = f"recomputed {schedule.name}", schedule.placement
     return schedir.insert_communication(

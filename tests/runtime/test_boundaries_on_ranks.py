@@ -17,7 +17,6 @@ from tests.runtime.kit import (
     MSE,
     Calls,
     Twins,
-    adamw,
     linear_stages,
     random_batch,
     random_batches,
@@ -138,44 +137,6 @@ def test_positions_are_made_in_the_forward(rank: int) -> None:
     )
     batches = [(torch.randint(0, 11, (8, 5)), torch.randn(8, 5, 4)) for _ in range(2)]
     train_on_rank(rank, [first, linear_stages()[1]], batches)
-
-
-class Memory(nn.Module):
-    """Keeps things from one forward to the next: a mask, a count, a log, a table by length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask: Tensor | None = None
-        self.register_buffer("late", None)
-        self.calls = 0
-        self.log: list[Tensor] = []
-        self.table: dict[int, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mask is None:
-            self.mask = torch.ones(4)
-            self.late = torch.ones(4)
-        self.calls += 1
-        self.log.append(x.abs().max().detach())
-        table = self.table.setdefault(len(x), torch.ones(len(x), 1))
-        return x * self.mask * self.late * table
-
-
-@on_ranks(2)
-def test_finding_shapes_leaves_no_trace(rank: int) -> None:
-    """And hooks see real data alone."""
-    one, other = linear_stages()
-    whole = [nn.Sequential(one, Memory()), nn.Sequential(Memory(), other)]
-    train_on_rank(rank, whole, random_batches(2))
-    memory, seen = Memory(), []
-    stage = nn.Sequential(linear_stages()[rank], memory)
-    stage.register_forward_hook(lambda module, args, out: seen.append(type(out)))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    x, y = random_batch()
-    with Executor(schedule, {rank: stage}, MSE, adamw) as executor:
-        executor.step(x, target=y)
-    assert memory.calls == 2
-    assert seen == [type(entry) for entry in memory.log] == [Tensor, Tensor]
 
 
 def train_on_changing_shapes(

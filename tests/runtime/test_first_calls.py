@@ -5,7 +5,6 @@ Whatever modules they are, it learns what later calls go by.
 
 from __future__ import annotations
 
-import copy
 import gc
 import types
 from collections.abc import Callable
@@ -50,43 +49,68 @@ def blocks(number: int) -> list[nn.Module]:
     ]
 
 
-def train(stages: dict[int, Any], model: nn.Module, **options: Any) -> None:
-    """Three steps, and the same of the whole model."""
+def eager(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """A compiler that leaves the graph as it is."""
+    return graph
+
+
+def by_torchs_splitter(parts: list[nn.Module]) -> list[Any]:
+    model, example = nn.Sequential(*parts), (torch.ones(4, 4),)
+    pipe = pipeline(model, mb_args=example, split_spec={"1": SplitPoint.BEGINNING})
+    return [pipe.get_stage_module(s) for s in range(pipe.num_stages)]
+
+
+def compiled(part: nn.Module) -> Any:
+    return torch.compile(part, backend=eager)
+
+
+def with_compiled_forward(part: nn.Module) -> nn.Module:
+    part.forward = torch.compile(part.forward, backend=eager)
+    return part
+
+
+def compiled_in_place(part: nn.Module) -> nn.Module:
+    part.compile(backend=eager)
+    return part
+
+
+def compiled_inside(part: nn.Module) -> nn.Module:
+    part[0] = compiled(part[0])  # type: ignore[index,operator]
+    return part
+
+
+def exported(part: nn.Module) -> nn.Module:
+    return torch.export.export(part.eval(), (torch.ones(4, 4),)).module()
+
+
+EACH = [fx.symbolic_trace, compiled, with_compiled_forward, compiled_in_place, compiled_inside]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (fx.symbolic_trace, {"recompute": True}),
+        (exported, {}),
+        (by_torchs_splitter, {}),
+        *((make, {}) for make in EACH),
+    ],
+)
+def test_stages_of_any_make_train(make: Callable[[Any], Any], options: dict[str, Any]) -> None:
+    """Three steps, as plain training."""
+    torch._dynamo.reset()
+    parts, model = blocks(2), nn.Sequential(*blocks(2)).train(make is not exported)
+    stages = make(parts) if make is by_torchs_splitter else [*map(make, parts)]
     x, y = random_batch()
     plain = [sgd(model.parameters())]
-    with Executor(TWO, stages, MSE, sgd, in_process=True, **options) as executor:
+    with Executor(TWO, numbered(stages), MSE, sgd, in_process=True, **options) as executor:
         for _ in range(3):
             executor.step(x, target=y)
             plain_step([model], MSE, plain, microbatches_of((x, y), 2))
-    mine = [value for stage in stages.values() for value in stage.state_dict().values()]
+    mine = [value for stage in stages for value in stage.state_dict().values()]
     theirs = [*model.state_dict().values()]
     assert len(mine) == len(theirs)
     assert all(map(torch.equal, mine, theirs))
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_traced_graphs_are_stages(recompute: bool) -> None:
-    parts = blocks(2)
-    model = nn.Sequential(*copy.deepcopy(parts))
-    train(dict(enumerate(map(fx.symbolic_trace, parts))), model, recompute=recompute)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_stages_of_torchs_own_splitter() -> None:
-    model = nn.Sequential(*blocks(2))
-    x = torch.randn(4, 4)
-    pipe = pipeline(copy.deepcopy(model), mb_args=(x,), split_spec={"1": SplitPoint.BEGINNING})
-    train({s: pipe.get_stage_module(s) for s in range(pipe.num_stages)}, model)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_exported_programs_are_stages() -> None:
-    torch.manual_seed(0)
-    parts = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval() for _ in range(2)]
-    model = nn.Sequential(*copy.deepcopy(parts))
-    x = torch.randn(4, 4)
-    stages = {s: torch.export.export(part, (x,)).module() for s, part in enumerate(parts)}
-    train(stages, model)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -100,39 +124,6 @@ def test_torchscript_is_refused_by_name(
     where = r"stage 1 \(0\)" if inner else "stage 1"
     with refused(f"{where} is compiled to TorchScript"):
         Executor(TWO, numbered(stages), MSE, in_process=True)
-
-
-def eager(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """A compiler that leaves the graph as it is."""
-    return graph
-
-
-def wrapped(part: nn.Module) -> Any:
-    return torch.compile(part, backend=eager)
-
-
-def on_forward(part: nn.Module) -> nn.Module:
-    part.forward = torch.compile(part.forward, backend=eager)
-    return part
-
-
-def by_method(part: nn.Module) -> nn.Module:
-    part.compile(backend=eager)
-    return part
-
-
-def inside(part: nn.Module) -> nn.Module:
-    part[0] = torch.compile(part[0], backend=eager)  # type: ignore[index,operator]
-    return part
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("compiled", [wrapped, on_forward, by_method, inside])
-def test_compiled_stages_train(compiled: Callable[[nn.Module], Any]) -> None:
-    torch._dynamo.reset()
-    parts = blocks(2)
-    model = nn.Sequential(*copy.deepcopy(parts))
-    train({s: compiled(part) for s, part in enumerate(parts)}, model)
 
 
 def test_a_forward_that_was_replaced_leaves_no_trace() -> None:
@@ -153,30 +144,6 @@ def test_a_forward_that_was_replaced_leaves_no_trace() -> None:
         executor.step(x, target=x)
     assert norm.calls == int(norm.num_batches_tracked) == 2
     assert kinds == [Tensor, Tensor, Tensor, Tensor]
-
-
-def test_state_is_changed_once_a_microbatch() -> None:
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.plain = torch.zeros(4)
-            self.seen: set[int] = set()
-            self.table: dict[str, list[Tensor]] = {"log": []}
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.plain.add_(1.0)
-            self.seen.add(len(self.seen))
-            self.table["log"].append(x.detach())
-            self.extra = x.detach()
-            return x * self.plain
-
-    keeps, x = Keeps(), torch.randn(8, 4)
-    with Executor(TWO, {0: keeps, 1: nn.Linear(4, 4)}, MSE, in_process=True) as executor:
-        executor.step(x, target=x)
-    assert keeps.plain.tolist() == [2.0] * 4
-    assert keeps.seen == {0, 1}
-    assert [type(entry) for entry in keeps.table["log"]] == [Tensor, Tensor]
-    assert type(keeps.extra) is Tensor
 
 
 def test_many_input_shapes_keep_what_few_do(monkeypatch: pytest.MonkeyPatch) -> None:

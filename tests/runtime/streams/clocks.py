@@ -98,7 +98,6 @@ class FakeDevice(Host):
 
     @contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
-        """Make it the current stream inside."""
         before = self.current
         self.current = stream or before
         try:
@@ -118,7 +117,6 @@ class FakeDevice(Host):
         self._block(tensor).users.add(self.current.number)
 
     def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A copy, for which the host waits when it asks for it."""
         copy, done = tensor.clone(), self.mark()
 
         def fetched() -> Tensor:
@@ -128,7 +126,6 @@ class FakeDevice(Host):
         return fetched
 
     def synchronize(self) -> None:
-        """The host waits for all streams."""
         for stream in self._streams:
             self.settle(stream.clock)
 
@@ -144,7 +141,6 @@ class FakeDevice(Host):
             self.doing = before
 
     def wait_for(self, clock: Clock) -> None:
-        """The current stream waits."""
         own, number = self.current.clock, len(self.waits)
         self.waits.append((self.doing, self.current.number))
         if all(own.get(stream, 0) >= turn for stream, turn in clock.items()):
@@ -173,7 +169,6 @@ class FakeDevice(Host):
         self._added.clear()
 
     def settle(self, clock: Clock) -> None:
-        """The host waits."""
         advance(self._host, clock)
         for stream in self._streams:
             advance(stream.clock, self._host)
