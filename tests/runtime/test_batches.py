@@ -148,10 +148,8 @@ def test_a_container_that_is_not_understood_is_named(name: str) -> None:
     [({1, 2}, "set"), ("text", "str"), (b"text", "bytes"), (3, "int"), (Holder, "type")],
 )
 def test_what_is_no_batch_at_all_is_named(held: Any, name: str) -> None:
-    with (
-        Executor(ONE_OF_FOUR, {0: nn.Linear(3, 3)}, MSE) as executor,
-        refused(f"inputs: expected a tensor.*not {name}$"),
-    ):
+    executor = Executor(ONE_OF_FOUR, {0: nn.Linear(3, 3)}, MSE)
+    with refused(f"inputs: expected a tensor.*not {name}$"):
         executor.step(held, target=torch.randn(8, 3))
 
 
@@ -250,10 +248,8 @@ def test_rows_that_differ_are_named_before_the_loss(arguments: Any, text: str) -
     """A loss may broadcast them, and say nothing."""
     stages: dict[int, nn.Module] = {0: nn.Linear(3, 3), 1: nn.Linear(3, 3)}
     options: Any = {"kwargs_chunk_spec": {"w": 0}, "in_process": True}
-    with (
-        Executor(TWO_OF_FOUR, stages, MSE, **options) as executor,
-        refused(f"rows differ: .*{text}.*ready microbatches"),
-    ):
+    executor = Executor(TWO_OF_FOUR, stages, MSE, **options)
+    with refused(f"rows differ: .*{text}.*ready microbatches"):
         executor.step(torch.ones(8, 3), **{"target": torch.ones(8, 3), **arguments})
 
 

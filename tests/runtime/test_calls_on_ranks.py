@@ -132,8 +132,6 @@ def test_differing_calls_are_named(
 
 
 ODD_CALLS = list(permutations(("step", "step(update=False)", "evaluate"), 2))
-
-
 OTHERS = [pair for pair in PAIRS if "step" in pair and "step(update=False)" not in pair]
 ODD_ONES = [(3, odd, names) for odd in range(3) for names in ODD_CALLS]
 ODD_ONES += [(4, odd, names) for odd in (0, 2) for names in OTHERS]
@@ -150,26 +148,6 @@ def test_one_rank_calls_something_else(
     called = [odd if other == odd_rank else name for other in range(ranks)]
     options: dict[str, Any] = {"name": "pipedream", "trace": True} if ranks == 4 else {}
     assert_differing_calls_are_named(called, executor_on(rank, ranks, **options), rank)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("longer", [0, 1])
-@pytest.mark.parametrize("leaves", LEAVES)
-def test_one_step_more_is_named(rank: int, longer: int, leaves: str) -> None:
-    executor = executor_on(rank)
-    for _ in range(2):
-        step(executor, 8)
-    said = ""
-    if rank == longer:
-        said = message_of(step, executor, 8)
-    elif leaves == ENDS:
-        del executor
-        gc.collect()
-    else:
-        executor.close()
-    text = everyone(said)[longer]
-    assert "call 2" in text
-    assert "after 2 calls" in text or "but call 2 of rank 0 is close" in text
 
 
 @on_ranks(4)

@@ -125,10 +125,8 @@ def test_what_has_no_entry_for_each_row_goes_whole(rows: int) -> None:
 
 def test_by_position_it_is_asked_for_by_keyword() -> None:
     x, y = batch()
-    with (
-        Executor(SCHEDULE, numbered(biased()), MSE, in_process=True) as executor,
-        refused(r"stage_inputs\[1\]: a ten.*by keyword, .\"na"),
-    ):
+    executor = Executor(SCHEDULE, numbered(biased()), MSE, in_process=True)
+    with refused(r"stage_inputs\[1\]: a ten.*by keyword, .\"na"):
         executor.step(x, target=y, stage_inputs={1: torch.randn(ROWS)})
 
 
@@ -188,10 +186,8 @@ def test_inputs_alone_may_have_sequences_first() -> None:
         found = executor.evaluate(x, target=classes).loss
     expected = float(loss_fn(last(stages[0](x)), classes).detach())
     assert found == pytest.approx(expected, rel=1e-6)
-    with (
-        Executor(SCHEDULE, stages, loss_fn, batch_dim=1, in_process=True) as executor,
-        refused(r"target: it is split along dim 1, .* \[8\]"),
-    ):
+    executor = Executor(SCHEDULE, stages, loss_fn, batch_dim=1, in_process=True)
+    with refused(r"target: it is split along dim 1, .* \[8\]"):
         executor.evaluate(x, target=classes)
 
 
@@ -211,10 +207,8 @@ def test_rows_are_counted_in_what_is_cut() -> None:
     expected = last(first(x), offset, labels)
     assert found.samples == 7
     assert found.loss == pytest.approx(float(expected.detach()), rel=1e-6)
-    with (
-        executor_of(labels="replicate", offset="replicate") as executor,
-        refused(r"stage_inputs\[1\]: none of its tensors is cut"),
-    ):
+    executor = executor_of(labels="replicate", offset="replicate")
+    with refused(r"stage_inputs\[1\]: none of its tensors is cut"):
         executor.evaluate(x, stage_inputs=given)
 
 
@@ -227,9 +221,7 @@ WHOLE: Any = [(9, mark, _Replicate()) for mark in ("replicate", _Replicate, _Rep
 
 def drawn(part: tuple[tuple[int, Any, Any], int], rows: int) -> tuple[Tensor, Any, Any]:
     (dim, ours, theirs), other = part
-    shape = [other] * 3
-    if dim != 9:
-        shape[dim] = rows
+    shape = [rows if at in (dim, dim + 3) else other for at in range(3)]
     return torch.randn(shape), ours, theirs
 
 
@@ -250,8 +242,7 @@ def test_microbatches_are_those_of_torch(
 
     def both(which: int) -> Any:
         """Of the positional arguments, and of the others."""
-        chosen = ({key: part[which] for key, part in own.items()} for own in parts)
-        positional, named = chosen
+        positional, named = ({key: part[which] for key, part in own.items()} for own in parts)
         return tuple(positional.values()), named
 
     values, specs = both(0), ChunkSpecs(0, *map(checked, both(1), ("args", "kwargs")))
@@ -292,10 +283,8 @@ def test_nested_specs_are_of_the_outer_structure() -> None:
 )
 def test_a_spec_of_another_structure_is_refused(spec: Any, given: Any) -> None:
     options: dict[str, Any] = {"args_chunk_spec": spec, "in_process": True}
-    with (
-        Executor(SCHEDULE, numbered(biased()), MSE, **options) as executor,
-        refused(r"inputs: its chunk spec .* has another struct"),
-    ):
+    executor = Executor(SCHEDULE, numbered(biased()), MSE, **options)
+    with refused(r"inputs: its chunk spec .* has another struct"):
         executor.step(given, target=torch.ones(8, 3))
 
 

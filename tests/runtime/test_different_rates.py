@@ -149,10 +149,8 @@ def test_there_is_no_norm_of_all_gradients() -> None:
 def test_a_step_without_samples_is_refused() -> None:
     x, y = random_batch(4)
     y[:2], y[2:] = -1, 1
-    with (
-        executor_of((1, 2), 2, count=lambda target: float((target >= 0).sum())) as executor,
-        refused(r"microbatches \[0\] hold no samples at all"),
-    ):
+    executor = executor_of((1, 2), 2, count=lambda target: float((target >= 0).sum()))
+    with refused(r"microbatches \[0\] hold no samples at all"):
         executor.step(x, target=y)
 
 

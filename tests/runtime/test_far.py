@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ from tests.runtime.kit import (
     sgd,
     train_on_rank,
 )
-from tests.runtime.on_ranks import on_ranks
+from tests.runtime.on_ranks import name_of, on_ranks
 from tests.runtime.parity import Case, assert_trains_as_one_process, cases
 from tests.runtime.test_no_host_read import Idle
 from tests.sweeps import sweep
@@ -45,85 +46,55 @@ from tests.sweeps import sweep
 TWO = schedir.build("1f1b", ranks=2, microbatches=2)
 
 
-def name_of(test: Callable[..., None]) -> str:
-    return test.__name__.removeprefix("test_")
-
-
 @sweep("case", cases(3), quick=lambda case: case.microbatches == 7, ids=str)
 def test_all_ranks_train_as_one_process(case: Case, far: FarDevice) -> None:
     assert_trains_as_one_process(case, None)
 
 
-@pytest.mark.parametrize("max_norm", [0.05, 1e6])
-def test_clipping_is_that_of_the_whole_model(max_norm: float, far: FarDevice) -> None:
-    stepping.test_clipping_is_that_of_the_whole_model("interleaved-1f1b", max_norm)
+clipping = stepping.test_clipping_is_that_of_the_whole_model
+ALONE: dict[str, Callable[[], None]] = {
+    "clipping": partial(clipping, "interleaved-1f1b", 0.05),
+    "clipping by much": partial(clipping, "interleaved-1f1b", 1e6),
+    "tied embeddings": partial(stepping.test_tied_embeddings_train_as_one, "1f1b", 0.05),
+    "clipping after a failure": stepping.test_clipping_goes_on_after_a_failure,
+    "a failure": in_process.test_after_a_failure_the_next_step_finds_nothing_of_it,
+    "losses": in_process.test_a_loss_that_is_read_late_is_that_of_its_step,
+    "a profile": in_process.test_a_profile_names_the_actions,
+}
 
 
-def test_tied_embeddings_train_as_one(far: FarDevice) -> None:
-    stepping.test_tied_embeddings_train_as_one("1f1b", 0.05)
+@pytest.mark.parametrize("name", ALONE)
+def test_in_one_process(name: str, far: FarDevice) -> None:
+    ALONE[name]()
 
 
-@pytest.mark.parametrize(
-    "test",
-    [
-        stepping.test_clipping_goes_on_after_a_failure,
-        in_process.test_after_a_failure_the_next_step_finds_nothing_of_it,
-        in_process.test_a_loss_that_is_read_late_is_that_of_its_step,
-        in_process.test_a_profile_names_the_actions,
-    ],
-    ids=name_of,
+without = boundaries.test_ranks_without_stages_take_part
+two_pipelines = partial(
+    replicas.test_two_pipelines_train_as_one_model, name="1f1b", dims=("dp", "pp")
 )
-def test_in_one_process(test: Callable[[], None], far: FarDevice) -> None:
-    test()
+counted = {"count": lambda target: torch.tensor(len(target))}
+ON_RANKS: dict[tuple[int, str], Callable[[int], None]] = {
+    (2, "tied copies"): ties.test_tied_copies_are_clipped_and_trained_as_one_parameter,
+    (2, "clipping"): ties.test_clipping_is_that_of_the_whole_model,
+    (2, "copies that drift"): ties.test_tied_copies_that_drift_apart_are_found,
+    (2, "several tensors"): boundaries.test_several_tensors_cross_a_boundary,
+    (2, "no gradient"): boundaries.test_a_gradient_that_is_none_arrives_as_absent,
+    (3, "no parameters"): ties.test_the_norm_passes_a_stage_without_parameters,
+    (3, "ties that overlap"): ties.test_ties_may_overlap_in_ranks,
+    (3, "replicas"): replicas.test_replicas_of_a_stage_train_as_one_model,
+    (3, "a chain of replicas"): replicas.test_replicas_may_form_a_chain,
+    (3, "no stage on rank 1"): partial(without, placement=(0, 2)),
+    (3, "stages on rank 1"): partial(without, placement=(1,)),
+    (4, "pipelines"): partial(two_pipelines, options={}),
+    (4, "clipped pipelines"): partial(two_pipelines, options={"clip_grad_norm": 0.05}),
+    (4, "counted pipelines"): partial(two_pipelines, options=counted),
+}
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(
-    "test",
-    [
-        ties.test_tied_copies_are_clipped_and_trained_as_one_parameter,
-        ties.test_clipping_is_that_of_the_whole_model,
-        ties.test_tied_copies_that_drift_apart_are_found,
-        boundaries.test_several_tensors_cross_a_boundary,
-        boundaries.test_a_gradient_that_is_none_arrives_as_absent,
-    ],
-    ids=name_of,
-)
-def test_on_two_ranks(rank: int, test: Callable[[int], None], far: FarDevice) -> None:
-    test(rank)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize(
-    "test",
-    [
-        ties.test_the_norm_passes_a_stage_without_parameters,
-        ties.test_ties_may_overlap_in_ranks,
-        replicas.test_replicas_of_a_stage_train_as_one_model,
-        replicas.test_replicas_may_form_a_chain,
-    ],
-    ids=name_of,
-)
-def test_on_three_ranks(rank: int, test: Callable[[int], None], far: FarDevice) -> None:
-    test(rank)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("placement", [(0, 2), (1,)])
-def test_ranks_without_stages_take_part(
-    rank: int, placement: tuple[int, ...], far: FarDevice
-) -> None:
-    boundaries.test_ranks_without_stages_take_part(rank, placement)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}, {"count": Tensor.numel}])
-def test_two_pipelines_train_as_one_model(
-    rank: int, options: dict[str, Any], far: FarDevice
-) -> None:
-    if "count" in options:
-        options = {"count": lambda target: torch.tensor(len(target))}
-    replicas.test_two_pipelines_train_as_one_model(rank, "1f1b", ("dp", "pp"), options)
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "name"), ON_RANKS, ids=name_of)
+def test_on_ranks(rank: int, ranks: int, name: str, far: FarDevice) -> None:
+    ON_RANKS[ranks, name](rank)
 
 
 @on_ranks(2)

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 import schedir
 from schedir.runtime import Executor
 from schedir.runtime.program import program
+from schedir.runtime.program.instruction import Instruction
 from tests.literals import listed
 from tests.runtime.kit import (
     MSE,
@@ -147,23 +148,27 @@ def test_a_forward_that_was_replaced_leaves_no_trace() -> None:
 
 
 def test_many_input_shapes_keep_what_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what was learned nor compiled lists pile up."""
+    """Neither what was learned, nor compiled lists, nor their instructions pile up."""
     monkeypatch.setattr(program, "_MOST", 3)
     stages: dict[int, nn.Module] = {0: nn.Embedding(9, 4), 1: nn.Linear(4, 4)}
+    gc.freeze()  # what there is already is not looked through again and again
     with Executor(TWO, stages, MSE, in_process=True) as executor:
 
-        def step(length: int) -> float:
+        def evaluate(length: int) -> float:
             tokens = torch.arange(4 * length).reshape(4, length) % 9
             return executor.evaluate(tokens, target=torch.ones(4, length, 4)).loss
 
-        first = step(1)
+        first, counts = evaluate(1), []
         for length in range(1, 12):
-            step(length)
+            evaluate(length)
+            gc.collect()
+            counts.append(sum(type(found) is Instruction for found in gc.get_objects()))
+        gc.unfreeze()
+        assert counts[0] < counts[-1] == counts[-2] == counts[-3]
         programs = executor._engine.evaluation
         assert len(programs._known) == len(programs._programs) == len(programs._numbers) == 3
         assert len(programs._lists) <= 4
-        gc.collect()
-        assert step(1) == first  # forgotten, and found anew
+        assert evaluate(1) == first  # forgotten, and found anew
 
 
 # Each would hang where the first call posted its receives late, at their place or at their
