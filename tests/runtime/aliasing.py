@@ -7,12 +7,14 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import schedir
 from schedir import Action
+from schedir.runtime import Executor
 
 ROWS, SIDE, WIDTH = 2, 3, 4  # of one microbatch: [ROWS, SIDE, WIDTH]
 Pair = tuple[Tensor, Tensor]
@@ -258,3 +260,33 @@ def differences(
                 if len(one.log) != len(other.log):
                     found.append(f"stage {s}: {len(one.log)} forwards are logged")
     return found
+
+
+def run(seed: int, ranks: int | None = None, rank: int | None = None) -> tuple[str, list[str]]:
+    """Train what is drawn, on a rank or all in this process: what is said if it is refused, and
+    what differs if it is not."""
+    chance = random.Random(seed)
+    schedule = draw_schedule(chance, ranks or chance.randint(1, 3))
+    whole = draw_stages(chance, schedule.stages)
+    whole[0] = First(whole[0])
+    here = range(schedule.stages) if rank is None else schedule.stages_of(rank)
+    stages = {s: copy.deepcopy(whole[s]) for s in here}
+    recompute = [s for s in range(schedule.stages) if chance.random() < 0.3]
+    ((x, b), target) = batch = draw_batch(chance, schedule.microbatches)
+    before = [t.clone() for t in (x, b, target)]
+    try:
+        expected_loss, expected = plain(whole, batch, schedule.microbatches)
+    except RuntimeError:  # a part changes what another one has saved, or none has a parameter
+        return "plain training fails", []
+    options: dict[str, Any] = {"in_process": rank is None, "recompute": recompute, "timeout": 60}
+    executor = Executor(schedule, stages, loss_fn, **options)
+    try:
+        loss = executor.step((x, b), target=target).loss
+        executor.close()
+    except schedir.ExecutionError as error:
+        return str(error), []
+    found = differences(stages, expected, whole)
+    if abs(loss - expected_loss) > 1e-6:
+        found.append(f"loss {loss} != {expected_loss}")
+    same = map(torch.equal, (x, b, target), before)
+    return "", found + ([] if all(same) else ["the batch was changed"])

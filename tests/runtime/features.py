@@ -26,7 +26,7 @@ from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE
 from schedir.runtime import Executor
 from tests.runtime.kit import MSE, Batch, microbatches_of, momentum
-from tests.runtime.lists import bidirectional_v, megatron, recomputed_early
+from tests.runtime.lists import bidirectional_v, megatron, recomputed_early, stepping
 from tests.runtime.recurrences import delayed, pipedream
 
 MICROBATCHES = 6
@@ -129,18 +129,6 @@ def round_robin(pipe: Pipeline, rank: int) -> Iterator[Action]:
     yield optim_step(stage)
 
 
-def two_rates(pipe: Pipeline, rank: int) -> Iterator[Action]:
-    """1F1B without a flush, whose first stage steps after every third microbatch, the others after
-    every second."""
-    (stage,) = pipe.stages_of(rank)
-    size = 2 if stage else 3
-    for m in range(pipe.microbatches):
-        yield forward(stage, m)
-        yield backward(stage, m)
-        if m % size == size - 1:
-            yield optim_step(stage)
-
-
 def _counted(target: Tensor) -> Tensor:
     """The rows, as the target's device knows them."""
     return target.new_full((), len(target))
@@ -162,9 +150,9 @@ FEATURES: dict[str, Callable[[], Feature]] = {
     "1f1b": lambda: Feature(built("1f1b")),
     "interleaved": lambda: Feature(built("interleaved-1f1b", chunks=2)),
     "weight versions": lambda: Feature(built("pipedream"), recurrence=_PIPEDREAM),
-    "different rates": lambda: Feature(built(two_rates), recurrence=_TWO_RATES),
+    "different rates": lambda: Feature(stepping((3, 2), MICROBATCHES), recurrence=_TWO_RATES),
     "different rates, counted": lambda: Feature(
-        built(two_rates), {"count": _counted}, recurrence=_TWO_RATES
+        stepping((3, 2), MICROBATCHES), {"count": _counted}, recurrence=_TWO_RATES
     ),
     "split backward": lambda: Feature(built(zero_bubble)),
     "recompute": lambda: Feature(recomputed_early(built("1f1b"), {0}), {"recompute": [1]}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import schedir
 from schedir import Action, Kind, Together, backward, forward, optim_step, together
@@ -72,6 +72,19 @@ def _megatron(rank: int, ranks: int, number: int) -> Iterator[Action | Together]
         yield backward(rank, m)
         yield from post((Kind.SEND_GRAD, m))
     yield optim_step(rank)
+
+
+def stepping(sizes: Sequence[int], microbatches: int) -> schedir.Schedule:
+    """One microbatch after the other; stage s on rank s steps after each `sizes[s]`, and last."""
+
+    def listed(pipe: schedir.Pipeline, rank: int) -> Iterator[Action]:
+        for m in range(pipe.microbatches):
+            yield forward(rank, m)
+            yield backward(rank, m)
+            if (m + 1) % sizes[rank] == 0 or m + 1 == pipe.microbatches:
+                yield optim_step(rank)
+
+    return schedir.build(listed, ranks=len(sizes), microbatches=microbatches)
 
 
 def bidirectional_v(ranks: int, microbatches: int) -> schedir.Schedule:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -21,38 +20,10 @@ from tests.runtime.kit import MSE, Calls, Twins, microbatches_of, numbered, refu
 from tests.sweeps import examples
 
 
-def run(seed: int) -> tuple[str, list[str]]:
-    """What is said if it is refused, and what differs if it is not."""
-    chance = random.Random(seed)
-    schedule = aliasing.draw_schedule(chance, chance.randint(1, 3))
-    whole = aliasing.draw_stages(chance, schedule.stages)
-    whole[0] = aliasing.First(whole[0])
-    stages = {s: copy.deepcopy(stage) for s, stage in enumerate(whole)}
-    recompute = [s for s in stages if chance.random() < 0.3]
-    ((x, b), target) = batch = aliasing.draw_batch(chance, schedule.microbatches)
-    before = [t.clone() for t in (x, b, target)]
-    try:
-        expected_loss, expected = aliasing.plain(whole, batch, schedule.microbatches)
-    except RuntimeError:  # a part changes what another one has saved, or none has a parameter
-        return "plain training fails", []
-    with Executor(
-        schedule, stages, aliasing.loss_fn, in_process=True, recompute=recompute
-    ) as executor:
-        try:
-            loss = executor.step((x, b), target=target).loss
-        except schedir.ExecutionError as error:
-            return str(error), []
-    found = aliasing.differences(stages, expected, whole)
-    if abs(loss - expected_loss) > 1e-6:
-        found.append(f"loss {loss} != {expected_loss}")
-    same = map(torch.equal, (x, b, target), before)
-    return "", found + ([] if all(same) else ["the batch was changed"])
-
-
 @examples(150)
 @given(st.integers(0, 1 << 32))
 def test_stages_that_share_memory_train_as_in_one_piece(seed: int) -> None:
-    refused, differs = run(seed)
+    refused, differs = aliasing.run(seed)
     assert not differs, f"seed {seed}: {differs}"
     # What a module changes after it has returned it, a backward may ask for: torch says so.
     allowed = (

@@ -88,18 +88,6 @@ def test_every_container_of_rows_is_cut(name: str, beside: bool) -> None:
     assert torch.equal(grad, expected)
 
 
-@dataclasses.dataclass
-class Data:
-    a: Tensor
-    b: Tensor
-
-
-@attrs.define
-class Record:
-    a: Tensor
-    b: Tensor
-
-
 class Holder:
     def __init__(self, a: Tensor, b: Tensor) -> None:
         self.a, self.b = a, b
@@ -112,8 +100,8 @@ def cached(a: Tensor, b: Tensor) -> DynamicCache:
 
 
 NOT_UNDERSTOOD: dict[str, Make] = {
-    "Data": Data,
-    "Record": Record,
+    "Data": dataclasses.make_dataclass("Data", ["a", "b"]),
+    "Record": attrs.make_class("Record", ["a", "b"]),
     "Holder": Holder,
     "SimpleNamespace": lambda a, b: types.SimpleNamespace(a=a, b=b),
     "set": lambda a, b: {a, b},

@@ -162,30 +162,23 @@ class CountedEvent:
 
     def __init__(self, enable_timing: bool, blocking: bool) -> None:
         assert blocking
-        self.timed, self.recorded = enable_timing, 0
+        self.timed, self.at = enable_timing, 0
         CountedEvent.made += enable_timing
 
     def synchronize(self) -> None:
         """It is there."""
 
     def elapsed_time(self, end: CountedEvent) -> float:
-        assert self.timed
-        assert end.timed
-        return end.recorded - self.recorded
+        assert (self.timed, end.timed) == (True, True)
+        return end.at - self.at
 
 
-class CountedDevice(Accelerator):
+def counted_device() -> Accelerator:
     """CUDA as far as events go."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cuda", 0))
-        recorded = count(1)
-
-        def record_event(event: CountedEvent) -> None:
-            event.recorded = next(recorded)
-
-        stream = SimpleNamespace(record_event=record_event)
-        self._module = SimpleNamespace(Event=CountedEvent, current_stream=lambda _: stream)
+    found, recorded = Accelerator(torch.device("cuda", 0)), count(1)
+    stream = SimpleNamespace(record_event=lambda event: setattr(event, "at", next(recorded)))
+    found._module = SimpleNamespace(Event=CountedEvent, current_stream=lambda _: stream)
+    return found
 
 
 @pytest.mark.parametrize("clock", [QueuedClock, QueuedRecorder])
@@ -194,7 +187,7 @@ def test_events_that_keep_time_are_used_again(
 ) -> None:
     """As many are made as are in use at once; two steps' times never share one."""
     monkeypatch.setattr(CountedEvent, "made", 0)
-    watch, actions = clock(CountedDevice()), 5
+    watch, actions = clock(counted_device()), 5
     runs = [
         watch(Instruction(0, n, n, schedir.forward(0, n), lambda: None, computes=True)).run
         for n in range(actions)

@@ -6,7 +6,7 @@ applies in a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
-from schedir import Action, backward, forward, optim_step
 from schedir.runtime import Executor
 from schedir.runtime.gradients.scaling import steps_apart
 from tests.runtime.far import FarDevice
@@ -32,24 +31,12 @@ from tests.runtime.kit import (
     refused,
     sgd,
 )
+from tests.runtime.lists import stepping
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.recurrences import delayed
 from tests.sweeps import sweep
 
 SIZES = [(2, 1), (3, 1), (1, 2), (3, 2), (2, 3), (7, 2), (1, 7), (2, 1, 3), (1, 3, 3), (2, 4)]
-
-
-def stepping(sizes: Sequence[int], microbatches: int) -> schedir.Schedule:
-    """One microbatch after the other; stage s on rank s steps after each `sizes[s]`, and last."""
-
-    def listed(pipe: schedir.Pipeline, rank: int) -> Iterator[Action]:
-        for m in range(pipe.microbatches):
-            yield forward(rank, m)
-            yield backward(rank, m)
-            if (m + 1) % sizes[rank] == 0 or m + 1 == pipe.microbatches:
-                yield optim_step(rank)
-
-    return schedir.build(listed, ranks=len(sizes), microbatches=microbatches)
 
 
 def doubled(number: int) -> list[nn.Module]:
