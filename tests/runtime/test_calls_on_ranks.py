@@ -76,9 +76,10 @@ ENDS = "ends"  # without a close
 LEAVES = "close", ENDS
 
 
-def names_both(text: str, own: str, other: str) -> bool:
+def names_both(text: str, own: str, other: str, number: int) -> bool:
     """Whether an error has the calls of two ranks. Within a save there are only gathers."""
-    theirs = "has closed its executor, or ended, after" if other in LEAVES else other
+    ended = f"has closed its executor, or ended, after {number} calls"
+    theirs = ended if other in LEAVES else other
     within = {"save": "is gather", "close": "is close"}
     mine = own in text or within.get(own, own) in text
     return mine and (theirs in text or within.get(other, theirs) in text)
@@ -105,11 +106,10 @@ def assert_differing_calls_are_named(
         said = message_of(CALLS[name], executor, 8)  # who only sends is told in the next call
     assert time.monotonic() - started < LONG / 4
     texts = everyone(said)
-    others = {*names}
+    others, number = {*names}, 2 * warm
     for own, text in zip(names, texts, strict=True):
         if own not in LEAVES:
-            assert any(names_both(text, own, other) for other in others - {own}), texts
-    number = 2 * warm
+            assert any(names_both(text, own, other, number) for other in others - {own}), texts
     assert any(f"call {number}" in text or f"after {number} calls" in text for text in texts)
     if name != ENDS:
         again = "is closed" if name == "close" else "is broken"
