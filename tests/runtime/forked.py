@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -52,16 +53,10 @@ class Stem:
         os.close(orders)
         os.close(done)
 
-    def launch(
-        self,
-        ranks: int,
-        tests: Sequence[str],
-        folder: str,
-        environment: Mapping[str, str],
-        timeout: float,
-    ) -> Launched:
-        """Run the tests on so many ranks, for `timeout` seconds at most."""
-        order = {"ranks": ranks, "tests": tests, "folder": folder, "environment": {**environment}}
+    def launch(self, ranks: int, order: Mapping[str, Any], timeout: float) -> Launched:
+        """Run the tests of an order on so many ranks, for `timeout` seconds at most: they print to
+        files in its folder, and have its environment."""
+        folder, order = order["folder"], {**order, "ranks": ranks}
         count(ranks)
         os.write(self._orders, json.dumps(order).encode() + b"\n")
         ready, _, _ = select.select([self._done], [], [], timeout)

@@ -192,7 +192,8 @@ def _launch(ranks: int, tests: Sequence[str], session: pytest.Session) -> _Launc
     with tempfile.TemporaryDirectory() as folder:
         own = {_REPORTS: folder, "PYTEST_ADDOPTS": ""}
         if session.config.getoption("quick"):
-            result = _stem_of(session).launch(ranks, tests, folder, own, LAUNCH_LIMIT)
+            order = {"tests": tests, "folder": folder, "environment": own}
+            result = _stem_of(session).launch(ranks, order, LAUNCH_LIMIT)
         else:
             command = ["-m", "pytest", *_OPTIONS, *tests]
             root = session.config.rootpath

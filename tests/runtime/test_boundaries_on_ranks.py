@@ -123,12 +123,9 @@ def test_a_model_may_begin_with_a_layer_in_place(rank: int, declared: bool) -> N
     twins.assert_equal()
 
 
-def train_on_changing_shapes(
-    rank: int, schedule: schedir.Schedule, stages: Callable[[int], list[nn.Module]] = linear_stages
-) -> None:
+def train_on_changing_shapes(twins: Twins) -> None:
     """On batches in any order: what is posted for one that does not come does no harm."""
     chance = torch.Generator().manual_seed(4)
-    twins = Twins(stages(schedule.stages), schedule, rank)
     with twins.executor() as executor:
         for rows in (8, 8, 9, 8, 8, 10, 10, 4, 9, 9, 8):
             x, y = (torch.randn(rows, 4, generator=chance) for _ in range(2))
@@ -141,18 +138,16 @@ def train_on_changing_shapes(
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_shapes_change_at_any_step(rank: int, ranks: int, name: str) -> None:
-    train_on_changing_shapes(rank, schedir.build(name, ranks=ranks, microbatches=4))
+    schedule = schedir.build(name, ranks=ranks, microbatches=4)
+    train_on_changing_shapes(Twins(linear_stages(schedule.stages), schedule, rank))
 
 
 @on_ranks(3)
 def test_shapes_change_beside_a_large_boundary(rank: int) -> None:
     """Of 0.7 MiB, so that the last two ranks post fewer receives ahead than the first one would."""
-
-    def stages(_: int) -> list[nn.Module]:
-        torch.manual_seed(5)
-        return [nn.Linear(4, 4), nn.Linear(4, 90_000), nn.Linear(90_000, 4)]
-
-    train_on_changing_shapes(rank, schedir.build("1f1b", ranks=3, microbatches=4), stages)
+    stages = [nn.Linear(4, 4), nn.Linear(4, 90_000), nn.Linear(90_000, 4)]
+    schedule = schedir.build("1f1b", ranks=3, microbatches=4)
+    train_on_changing_shapes(Twins(stages, schedule, rank))
 
 
 @on_ranks(2)

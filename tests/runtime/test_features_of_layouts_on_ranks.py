@@ -40,8 +40,7 @@ def test_gradients_add_up_over_calls(rank: int, layout: str) -> None:
 def test_a_step_that_is_not_finite_is_left_out_everywhere(rank: int, layout: str) -> None:
     """Only the second pipeline's batch has the NaN, where there are two."""
     pair = pair_of(layout, nonfinite="skip")
-    executor = pair.executor
-    with executor:
+    with pair.executor as executor:
         pair.step(0)
         x, y = random_batch(8, seed=1)
         x[-1, 0] = torch.nan
@@ -56,8 +55,7 @@ def test_a_step_that_is_not_finite_is_left_out_everywhere(rank: int, layout: str
 @sweep("layout", ALL, quick=[SHARDED])
 def test_inference_and_outputs(rank: int, layout: str) -> None:
     pair = pair_of(layout)
-    executor = pair.executor
-    with executor:
+    with pair.executor as executor:
         pair.step(0)
         x, _ = random_batch(8, seed=1)
         mine, theirs = executor.infer(part_of(executor, layout, x)), pair.alone.infer(x)
@@ -72,8 +70,7 @@ def test_inference_and_outputs(rank: int, layout: str) -> None:
 def test_sizes_are_measured_whole(rank: int, layout: str) -> None:
     """Of a sharded stage a rank has a part of the weights, and a simulation needs the whole."""
     pair = pair_of(layout, trace=True)
-    executor = pair.executor
-    with executor:
+    with pair.executor as executor:
         for step in range(2):
             pair.step(step)
         measured = executor.timelines()

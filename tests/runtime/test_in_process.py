@@ -81,35 +81,47 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], text: str) -> None
         Executor(**right | arguments)
 
 
-def test_wrong_batches_are_named() -> None:
+def test_wrong_batches_are_named_and_leave_nothing_behind() -> None:
     x = torch.zeros(4, 2)
     with Executor(ONE, {0: nn.Linear(2, 2)}, MSE) as executor:
+        before = executor.evaluate(x, target=x).loss
         with refused("stage 0, which runs here, needs target"):
             executor.step(x)
         with refused(r"expected a tensor.*not ndarray"):
             executor.step(x.numpy(), target=x)
         with refused('use reduction="mean"'):
             executor.step(x, target=x, loss_kwargs={"reduction": "sum"})
-        executor.step(x, target=x)
+        with refused("rows differ: inputs 4, target 1"):
+            executor.evaluate(x, target=x[:1], stage_inputs={0: torch.ones(4, 1)})
+        with refused("dict of keyword arguments"):
+            executor.evaluate(x, target=x, loss_kwargs=[{"reduction": "mean"}, 3])
+        assert executor.evaluate(x, target=x).loss == executor.step(x, target=x).loss == before
     for late in (executor.step, executor.evaluate):
         with refused("this executor is closed"):
             late(x, target=x)
 
 
+SCALAR = "0F0: loss_fn must return a real scalar tensor, the microbatch's mean, not"
+
+
 @pytest.mark.parametrize(
-    ("counted", "text"),
+    ("options", "text"),
     [
-        (torch.ones(2), r"a number, or a tensor of one, not torch\.float32\[2\]"),
-        (None, "a number, or a tensor of one, not NoneType"),
-        (float("nan"), "count returns nan for a microbatch; it must be finite"),
-        (float("inf"), "count returns inf for a microbatch; it must be finite"),
-        (0, r"microbatches \[0, 1\] hold no samples at all"),
+        ({"count": lambda _: torch.ones(2)}, r"a number, or .* of one, not torch\.float32\[2\]"),
+        ({"count": lambda _: None}, "a number, or a tensor of one, not NoneType"),
+        ({"count": lambda _: float("nan")}, "count returns nan for a microbatch; .* be finite"),
+        ({"count": lambda _: float("inf")}, "count returns inf for a microbatch; .* be finite"),
+        ({"count": lambda _: 0}, r"microbatches \[0, 1\] hold no samples at all"),
+        ({"loss_fn": lambda y, _: y.mean() * 1j}, rf"{SCALAR} torch.complex64 of shape \[\]"),
+        ({"loss_fn": lambda y, _: y}, rf"{SCALAR} torch.float32 of shape \[2, 2\]"),
+        ({"loss_fn": lambda y, _: y.mean().item()}, f"{SCALAR} float"),
+        ({"loss_fn": lambda y, _: None}, f"{SCALAR} NoneType"),
     ],
 )
-def test_a_wrong_count_is_named(counted: Any, text: str) -> None:
+def test_a_wrong_count_or_loss_is_named(options: dict[str, Any], text: str) -> None:
     x = torch.zeros(4, 2)
-    options: Any = {"count": lambda target: counted}
-    with Executor(ONE, {0: nn.Linear(2, 2)}, MSE, **options) as executor, refused(text):
+    given: dict[str, Any] = {"loss_fn": MSE, **options}
+    with Executor(ONE, {0: nn.Linear(2, 2)}, **given) as executor, refused(text):
         executor.step(x, target=x)
 
 
@@ -183,18 +195,6 @@ def test_evaluation_is_plain_and_leaves_no_trace(name: str) -> None:
     assert_equal_stages(stages, [*twins.values()])
 
 
-def test_a_refused_batch_leaves_nothing_behind() -> None:
-    adds = Calls(lambda layer, x, more=0.0: layer(x) + more, nn.Linear(3, 3))
-    x = torch.randn(4, 3)
-    with Executor(TWO, {0: nn.Linear(3, 3), 1: adds}, MSE, in_process=True) as executor:
-        before = executor.evaluate(x, target=x).loss
-        with refused(r"rows differ: inputs 4, target 1"):
-            executor.evaluate(x, target=x[:1], stage_inputs={1: torch.ones(4, 1)})
-        with refused("dict of keyword arguments"):
-            executor.evaluate(x, target=x, loss_kwargs=[{"reduction": "mean"}, 3])
-        assert executor.evaluate(x, target=x).loss == before
-
-
 def test_a_loss_that_is_read_late_is_that_of_its_step() -> None:
     class Bias(nn.Module):
         def __init__(self) -> None:
@@ -214,22 +214,6 @@ def test_a_loss_that_is_read_late_is_that_of_its_step() -> None:
     with Executor(ONE, {0: nn.Identity()}, lambda _, y: buffer.copy_(y.mean())) as executor:
         results = [executor.evaluate(x, target=x + value) for value in (1.0, 2.0)]
     assert [result.loss for result in results] == [1.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "got"),
-    [
-        (lambda y, _: y.mean() * 1j, r"torch.complex64 of shape \[\]"),
-        (lambda y, _: y, r"torch.float32 of shape \[2, 3\]"),
-        (lambda y, _: y.mean().item(), "float"),
-        (lambda y, _: None, "NoneType"),
-    ],
-)
-def test_a_loss_that_is_none_is_refused(loss_fn: Any, got: str) -> None:
-    x = torch.zeros(4, 3)
-    text = f"0F0: loss_fn must return a real scalar tensor, the microbatch's mean, not {got}"
-    with Executor(ONE, {0: nn.Linear(3, 3)}, loss_fn) as executor, refused(text):
-        executor.step(x, target=x)
 
 
 def test_evaluation_tells_modules_of_their_mode() -> None:
