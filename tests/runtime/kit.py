@@ -204,11 +204,9 @@ def train_on_rank(
 
     `order` is that of the microbatches' backwards; `options` are the executor's.
     """
-    schedule = (
-        target
-        if isinstance(target, schedir.Schedule)
-        else schedir.build(target, ranks=2, microbatches=microbatches)
-    )
+    schedule = target
+    if not isinstance(target, schedir.Schedule):
+        schedule = schedir.build(target, ranks=2, microbatches=microbatches)
     twins = Twins(whole, schedule, rank)
     recurrence = accumulation(len(whole), order or range(schedule.microbatches))
     with twins.executor(loss_fn, **options) as executor:

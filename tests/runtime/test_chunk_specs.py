@@ -103,8 +103,7 @@ def test_a_spec_says_which_is_meant(where: str, spec: Any) -> None:
     expected = weighed(whole, y, **arguments.get("loss_kwargs", {}))
     expected.backward()
     assert loss == evaluated == pytest.approx(float(expected.detach()), rel=1e-6)
-    assert outputs is not None
-    torch.testing.assert_close(torch.cat(outputs), whole.detach())
+    torch.testing.assert_close(torch.cat(outputs or []), whole.detach())
     torch.testing.assert_close(gradients(twins.local.values()), gradients(twins.whole))
 
 
@@ -147,8 +146,7 @@ def test_sequences_may_come_first(rows: int) -> None:
         found = executor.evaluate(x, target=y)
         assert found.samples == rows
         assert found.loss == pytest.approx(float(expected.detach()), rel=1e-6)
-        outputs = executor.infer(x)
-        assert outputs is not None
+        outputs = executor.infer(x) or []
         assert len(outputs) == min(rows, 4)
         torch.testing.assert_close(torch.cat(outputs, 1), model(x).detach())
         if rows < 4:

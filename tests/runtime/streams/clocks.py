@@ -89,8 +89,6 @@ class FakeDevice(Host):
         self._added: list[Stream] = []
         self.current = self.stream()
 
-    # As the runtime sees it.
-
     def stream(self) -> Stream:
         """A new stream, behind nothing but what the host has waited for."""
         self._streams.append(Stream(len(self._streams), dict(self._host)))
@@ -128,8 +126,6 @@ class FakeDevice(Host):
     def synchronize(self) -> None:
         for stream in self._streams:
             self.settle(stream.clock)
-
-    # What comes of it.
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
