@@ -7,20 +7,23 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import schedir
 from schedir import Action
+from schedir.runtime import Executor
 
 ROWS, SIDE, WIDTH = 2, 3, 4  # of one microbatch: [ROWS, SIDE, WIDTH]
 Pair = tuple[Tensor, Tensor]
 
 
 class Part(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
+        self.run = run
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.pos = nn.Parameter(torch.randn(ROWS, SIDE, WIDTH))
         self.also = nn.Parameter(torch.randn(ROWS, SIDE, WIDTH))
@@ -30,110 +33,92 @@ class Part(nn.Module):
         self.kept: Tensor | None = None
         self.log: list[Tensor] = []
 
+    def forward(self, x: Tensor, b: Tensor) -> Pair:
+        return self.run(self, x, b)
+
+
+Run = Callable[[Part, Tensor, Tensor], Pair]
+
 
 def small(x: Tensor) -> Tensor:
     return x.detach().mean((0, 2))
 
 
-class Sum(Part):
+def summed(part: Part, x: Tensor, b: Tensor) -> Pair:
     """Autograd gives the input and a parameter views of one gradient."""
-
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        return (x.flatten(0, 1) + self.pos.flatten(0, 1)).view_as(x), b
+    return (x.flatten(0, 1) + part.pos.flatten(0, 1)).view_as(x), b
 
 
-class SumOfTwo(Part):
+def sum_of_two(part: Part, x: Tensor, b: Tensor) -> Pair:
     """And two parameters, too."""
-
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        flat = x.flatten(0, 1) + self.pos.flatten(0, 1)
-        return self.linear(flat + self.also.flatten(0, 1)).view_as(x), b
+    flat = x.flatten(0, 1) + part.pos.flatten(0, 1)
+    return part.linear(flat + part.also.flatten(0, 1)).view_as(x), b
 
 
-class Tied(Part):
+def tied(part: Part, x: Tensor, b: Tensor) -> Pair:
     """A parameter used twice, and summed with the input."""
-
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        y = (x.flatten(0, 1) + self.pos.flatten(0, 1)).view_as(x)
-        return self.linear(torch.tanh(self.linear(y))) + self.pos, b
+    y = (x.flatten(0, 1) + part.pos.flatten(0, 1)).view_as(x)
+    return part.linear(torch.tanh(part.linear(y))) + part.pos, b
 
 
-class View(Part):
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        return self.linear(x).transpose(0, 1).contiguous().transpose(0, 1), b
+def view(part: Part, x: Tensor, b: Tensor) -> Pair:
+    return part.linear(x).transpose(0, 1).contiguous().transpose(0, 1), b
 
 
-class Passes(Part):
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        return x, b
+def passes(part: Part, x: Tensor, b: Tensor) -> Pair:
+    return x, b
 
 
-class Buffer(Part):
+def buffer(part: Part, x: Tensor, b: Tensor) -> Pair:
     """Returns a buffer that its next forward changes."""
-
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        self.mean.mul_(0.5).add_(small(x))
-        return torch.tanh(self.linear(x) + self.mean[:, None]), self.mean
+    part.mean.mul_(0.5).add_(small(x))
+    return torch.tanh(part.linear(x) + part.mean[:, None]), part.mean
 
 
-class Hidden(Part):
+def hidden(part: Part, x: Tensor, b: Tensor) -> Pair:
     """State that is no buffer: bound anew at each forward."""
-
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        self.hidden = self.hidden * 0.5 + small(x)
-        self.log.append(self.hidden)
-        return torch.tanh(self.linear(x) * self.hidden[:, None]), sum(self.log[-2:]) + b
+    part.hidden = part.hidden * 0.5 + small(x)
+    part.log.append(part.hidden)
+    return torch.tanh(part.linear(x) * part.hidden[:, None]), sum(part.log[-2:]) + b
 
 
-class HiddenInPlace(Part):
+def hidden_in_place(part: Part, x: Tensor, b: Tensor) -> Pair:
     """The same, changed in place, and returned as a view."""
-
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        self.hidden.mul_(0.5).add_(small(x) + b)
-        return torch.tanh(self.linear(x) * self.hidden[:, None]), self.hidden.view(-1)
+    part.hidden.mul_(0.5).add_(small(x) + b)
+    return torch.tanh(part.linear(x) * part.hidden[:, None]), part.hidden.view(-1)
 
 
-class Keeps(Part):
+def keeps(part: Part, x: Tensor, b: Tensor) -> Pair:
     """Changes what it has returned before."""
-
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        if self.kept is not None:
-            with torch.no_grad():
-                self.kept.mul_(0.5)
-        y = self.linear(x)
-        self.kept = y.detach()
-        return y, b + small(y)
+    if part.kept is not None:
+        with torch.no_grad():
+            part.kept.mul_(0.5)
+    y = part.linear(x)
+    part.kept = y.detach()
+    return y, b + small(y)
 
 
-class InPlace(Part):
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        return self.linear(x.mul_(2.0).relu_()), b
+def in_place(part: Part, x: Tensor, b: Tensor) -> Pair:
+    return part.linear(x.mul_(2.0).relu_()), b
 
 
-class SideInPlace(Part):
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        return self.linear(x) + b.add_(1.0)[:, None], b
+def side_in_place(part: Part, x: Tensor, b: Tensor) -> Pair:
+    return part.linear(x) + b.add_(1.0)[:, None], b
 
 
-class Both(Part):
+def both(part: Part, x: Tensor, b: Tensor) -> Pair:
     """Two tensors of one memory."""
-
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        y = self.linear(x)
-        return y, y.detach()[0, :, 0]
+    y = part.linear(x)
+    return y, y.detach()[0, :, 0]
 
 
-class Weight(Part):
+def weight(part: Part, x: Tensor, b: Tensor) -> Pair:
     """A view of a parameter, and the parameter's very gradient."""
-
-    def forward(self, x: Tensor, b: Tensor) -> Pair:
-        return x * 0.1 + self.pos, self.linear.weight.detach()[:SIDE, 0]
+    return x * 0.1 + part.pos, part.linear.weight.detach()[:SIDE, 0]
 
 
-PARTS: tuple[type[Part], ...] = (
-    Sum, SumOfTwo, Tied, View, Passes, Buffer, Hidden, HiddenInPlace, Keeps, InPlace, SideInPlace,
-    Both, Weight,
-)  # fmt: skip
+RUNS: list[Run] = [summed, sum_of_two, tied, view, passes, buffer, hidden, hidden_in_place, keeps]
+RUNS += [in_place, side_in_place, both, weight]
 
 
 class Several(nn.Module):
@@ -165,7 +150,7 @@ class Positions(nn.Module):
 def draw_stages(chance: random.Random, number: int) -> list[nn.Module]:
     torch.manual_seed(chance.randrange(1 << 30))
     return [
-        Several([chance.choice(PARTS)() for _ in range(chance.choice([1, 1, 2]))])
+        Several([Part(chance.choice(RUNS)) for _ in range(chance.choice([1, 1, 2]))])
         for _ in range(number)
     ]
 
@@ -177,22 +162,13 @@ def draw_schedule(chance: random.Random, ranks: int) -> schedir.Schedule:
     splits = {s: chance.random() < 0.4 for s in range(stages)}
     lists: list[list[Action]] = [[] for _ in range(ranks)]
     done: set[Action] = set()
-    todo = [
-        action
-        for s in range(stages)
-        for m in range(microbatches)
-        for action in (
-            [schedir.forward(s, m)]
-            + (
-                [schedir.backward_input(s, m), schedir.backward_weight(s, m)]
-                if splits[s]
-                else [schedir.backward(s, m)]
-            )
-        )
-    ]
+    every = [(s, m) for s in range(stages) for m in range(microbatches)]
 
     def backwards(s: int, m: int) -> Action:
         return schedir.backward_input(s, m) if splits[s] else schedir.backward(s, m)
+
+    todo = [make(s, m) for s, m in every for make in (schedir.forward, backwards)]
+    todo += [schedir.backward_weight(s, m) for s, m in every if splits[s]]
 
     def ready(action: Action) -> bool:
         s, m = action.stage, action.microbatch or 0
@@ -244,8 +220,8 @@ def plain(
 ) -> tuple[float, list[list[Tensor]]]:
     """The loss and each stage's gradients, in one piece; no gradient ever shares memory here."""
     (x, b), target = copy.deepcopy(batch)
-    parameters = [list(stage.parameters()) for stage in stages]
-    sums: list[list[Tensor | None]] = [[None] * len(own) for own in parameters]
+    parameters = [p for stage in stages for p in stage.parameters()]
+    sums: list[Tensor | None] = [None] * len(parameters)
     losses = 0.0
     pieces = zip(*(t.tensor_split(microbatches) for t in (x, b, target)), strict=True)
     for piece, side, y in pieces:
@@ -254,22 +230,14 @@ def plain(
             pair = stage(*pair)
         loss = loss_fn(pair, y)
         losses += float(loss.detach())
-        found = torch.autograd.grad(
-            loss, [p for own in parameters for p in own], [torch.full_like(loss, 1 / microbatches)],
-            allow_unused=True,
-        )  # fmt: skip
-        grads = iter(found)
-        for own in sums:
-            for number, so_far in enumerate(own):
-                grad = next(grads)
-                if grad is not None:
-                    own[number] = grad.clone() if so_far is None else so_far + grad
-    return losses / microbatches, [
-        [torch.zeros(()) if grad is None else grad for grad in own] for own in sums
-    ]
-
-
-Differ = Callable[[], list[str]]
+        share = [torch.full_like(loss, 1 / microbatches)]
+        found = torch.autograd.grad(loss, parameters, share, allow_unused=True)
+        sums = [
+            so_far if grad is None else grad.clone() if so_far is None else so_far + grad
+            for so_far, grad in zip(sums, found, strict=True)
+        ]
+    grads = iter([torch.zeros(()) if grad is None else grad for grad in sums])
+    return losses / microbatches, [[next(grads) for _ in stage.parameters()] for stage in stages]
 
 
 def differences(
@@ -282,10 +250,8 @@ def differences(
             mine = torch.zeros(()) if p.grad is None else p.grad
             # A gradient that crosses ranks may be laid out anew, and rounds differently then.
             if not torch.allclose(mine, grad, rtol=1e-5, atol=1e-6):
-                off = float((mine - grad).abs().max())
-                found.append(
-                    f"stage {s} {name}: off by {off:.3g}, scale {float(grad.abs().max()):.3g}"
-                )
+                off, scale = (float(t.abs().max()) for t in (mine - grad, grad))
+                found.append(f"stage {s} {name}: off by {off:.3g}, scale {scale:.3g}")
         for one, other in zip(stage.modules(), whole[s].modules(), strict=True):
             if isinstance(one, Part) and isinstance(other, Part):
                 for name in ("mean", "hidden"):
@@ -294,3 +260,33 @@ def differences(
                 if len(one.log) != len(other.log):
                     found.append(f"stage {s}: {len(one.log)} forwards are logged")
     return found
+
+
+def run(seed: int, ranks: int | None = None, rank: int | None = None) -> tuple[str, list[str]]:
+    """Train what is drawn, on a rank or all in this process: what is said if it is refused, and
+    what differs if it is not."""
+    chance = random.Random(seed)
+    schedule = draw_schedule(chance, ranks or chance.randint(1, 3))
+    whole = draw_stages(chance, schedule.stages)
+    whole[0] = First(whole[0])
+    here = range(schedule.stages) if rank is None else schedule.stages_of(rank)
+    stages = {s: copy.deepcopy(whole[s]) for s in here}
+    recompute = [s for s in range(schedule.stages) if chance.random() < 0.3]
+    ((x, b), target) = batch = draw_batch(chance, schedule.microbatches)
+    before = [t.clone() for t in (x, b, target)]
+    try:
+        expected_loss, expected = plain(whole, batch, schedule.microbatches)
+    except RuntimeError:  # a part changes what another one has saved, or none has a parameter
+        return "plain training fails", []
+    options: dict[str, Any] = {"in_process": rank is None, "recompute": recompute, "timeout": 60}
+    executor = Executor(schedule, stages, loss_fn, **options)
+    try:
+        loss = executor.step((x, b), target=target).loss
+        executor.close()
+    except schedir.ExecutionError as error:
+        return str(error), []
+    found = differences(stages, expected, whole)
+    if abs(loss - expected_loss) > 1e-6:
+        found.append(f"loss {loss} != {expected_loss}")
+    same = map(torch.equal, (x, b, target), before)
+    return "", found + ([] if all(same) else ["the batch was changed"])

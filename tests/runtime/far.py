@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.runtime import StepResult, arguments, plan
-from schedir.runtime.accelerator import Accelerator, Mark, Reach
+from schedir.runtime.accelerator import Host, Mark, Reach
 from schedir.runtime.boundaries import described
 from schedir.runtime.engine import Engine
 from schedir.runtime.gradients import shared_parameters
@@ -28,11 +28,10 @@ from schedir.runtime.transports.transport import Work
 META = torch.device("meta")
 
 
-class FarDevice(Accelerator):
+class FarDevice(Host):
     """With the CPU's tensors, or on meta, whose tensors have no values to read at all."""
 
-    name = ""
-    processors = 1
+    queues = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -70,9 +69,6 @@ class FarDevice(Accelerator):
                 assert self.is_past(point), "the host waits for the device within a step"
             self._condition.wait_for(lambda: self.is_past(point))
 
-    def chosen(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def stream(self) -> Any:
         return object()
 
@@ -108,9 +104,6 @@ class FarDevice(Accelerator):
 
     def synchronize(self) -> None:
         self.wait_for(self.now())
-
-    def generators(self) -> tuple[torch.Generator, ...]:
-        return ()
 
 
 class _Mark:

@@ -22,22 +22,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
-from schedir import (
-    Action,
-    Kind,
-    Pipeline,
-    backward,
-    backward_input,
-    backward_weight,
-    forward,
-    optim_step,
-    reduce_grad,
-)
+from schedir import Action, Kind, Pipeline, backward, forward, optim_step, reduce_grad
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE
 from schedir.runtime import Executor
-from tests.runtime.kit import MSE, microbatches_of, momentum
-from tests.runtime.lists import bidirectional_v, megatron, recomputed_early
+from tests.runtime.kit import MSE, Batch, microbatches_of, momentum
+from tests.runtime.lists import bidirectional_v, megatron, recomputed_early, stepping
 from tests.runtime.recurrences import delayed, pipedream
 
 MICROBATCHES = 6
@@ -121,21 +111,7 @@ class Feature:
         return self.pipelines * self.schedule.ranks
 
 
-@schedir.schedule("split")
-def zero_bubble(pipe: Pipeline, rank: int) -> Iterator[Action]:
-    """1F1B, each W after the following I."""
-    (stage,) = pipe.stages_of(rank)
-    warmup = min(pipe.ranks - rank - 1, pipe.microbatches)
-    for m in range(warmup):
-        yield forward(stage, m)
-    for m in range(pipe.microbatches):
-        if m + warmup < pipe.microbatches:
-            yield forward(stage, m + warmup)
-        yield backward_input(stage, m)
-        if m:
-            yield backward_weight(stage, m - 1)
-    yield backward_weight(stage, pipe.microbatches - 1)
-    yield optim_step(stage)
+zero_bubble = "zb-h1"
 
 
 @schedir.schedule("round-robin", placement=lambda pipe: [(0, 1), 2])
@@ -152,18 +128,6 @@ def round_robin(pipe: Pipeline, rank: int) -> Iterator[Action]:
             yield backward(stage, m)
         yield reduce_grad(stage)
     yield optim_step(stage)
-
-
-def two_rates(pipe: Pipeline, rank: int) -> Iterator[Action]:
-    """1F1B without a flush, whose first stage steps after every third microbatch, the others after
-    every second."""
-    (stage,) = pipe.stages_of(rank)
-    size = 2 if stage else 3
-    for m in range(pipe.microbatches):
-        yield forward(stage, m)
-        yield backward(stage, m)
-        if m % size == size - 1:
-            yield optim_step(stage)
 
 
 def _counted(target: Tensor) -> Tensor:
@@ -188,9 +152,9 @@ FEATURES: dict[str, Callable[[], Feature]] = {
     "1f1b": lambda: Feature(built("1f1b")),
     "interleaved": lambda: Feature(built("interleaved-1f1b", chunks=2)),
     "weight versions": lambda: Feature(built("pipedream"), recurrence=_PIPEDREAM),
-    "different rates": lambda: Feature(built(two_rates), recurrence=_TWO_RATES),
+    "different rates": lambda: Feature(stepping((3, 2), MICROBATCHES), recurrence=_TWO_RATES),
     "different rates, counted": lambda: Feature(
-        built(two_rates), {"count": _counted}, recurrence=_TWO_RATES
+        stepping((3, 2), MICROBATCHES), {"count": _counted}, recurrence=_TWO_RATES
     ),
     "split backward": lambda: Feature(built(zero_bubble)),
     "recompute": lambda: Feature(recomputed_early(built("1f1b"), {0}), {"recompute": [1]}),
@@ -221,20 +185,9 @@ def _traced(name: str) -> Callable[[], Feature]:
     return feature
 
 
-FEATURES |= {
-    f"{name}, traced": _traced(name)
-    for name in (
-        "interleaved",
-        "weight versions",
-        "split backward",
-        "recompute",
-        "ties and clipping",
-        "ties of replicas",
-        "two pipelines",
-        "batches",
-        "overlapped pairs",
-    )
-}
+_TRACED = ["interleaved", "weight versions", "split backward", "recompute", "ties and clipping"]
+_TRACED += ["ties of replicas", "two pipelines", "batches", "overlapped pairs"]
+FEATURES |= {f"{name}, traced": _traced(name) for name in _TRACED}
 
 
 def check(name: str, setting: Setting) -> None:
@@ -293,38 +246,31 @@ def compare(feature: Feature, setting: Setting) -> None:
 @contextmanager
 def _no_host_read() -> Iterator[None]:
     """Inside, it is an error to have the host wait for a GPU."""
-    try:
-        _set_sync_debug_mode("error")
-        yield
-    finally:
-        _set_sync_debug_mode("default")
-
-
-def _set_sync_debug_mode(mode: str) -> None:
-    """Set it; torch warns, once it is set, that it does not see all waits."""
     with warnings.catch_warnings():
+        # Torch warns, once it is set, that it does not see all waits.
         warnings.filterwarnings("ignore", ".*Synchronization debug mode")
-        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def _stages(feature: Feature, setting: Setting) -> list[nn.Module]:
     torch.manual_seed(7)
     stages = feature.workload.stages(feature.schedule.stages, setting.width)
     for stage in feature.tied[1:]:
-        stages[stage].load_state_dict(
-            {"0.weight": stages[feature.tied[0]].state_dict()["0.weight"]}, strict=False
-        )
+        tied = {"0.weight": stages[feature.tied[0]].state_dict()["0.weight"]}
+        stages[stage].load_state_dict(tied, strict=False)
     return [stage.to(setting.device) for stage in stages]
 
 
 def _batches(feature: Feature, setting: Setting) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """For each step the batch of every pipeline; the same on all ranks."""
     generator = torch.Generator().manual_seed(11)
-    rows = setting.rows * MICROBATCHES
+    shape = setting.rows * MICROBATCHES, setting.width
     for _ in range(setting.steps):
-        yield [
-            feature.workload.batch(rows, setting.width, generator) for _ in range(feature.pipelines)
-        ]
+        yield [feature.workload.batch(*shape, generator) for _ in range(feature.pipelines)]
 
 
 def _clip(feature: Feature, whole: Sequence[nn.Module], norm: float | None) -> None:
@@ -340,14 +286,9 @@ def _clip(feature: Feature, whole: Sequence[nn.Module], norm: float | None) -> N
 
 
 @torch.no_grad()
-def _evaluated(
-    feature: Feature, whole: Sequence[nn.Module], batches: Sequence[tuple[Tensor, Tensor]]
-) -> float:
-    losses = []
-    for x, y in batches:
-        output = run_stages([stage.eval() for stage in whole], x)
-        losses.append(float(feature.workload.loss_fn(output, y)))
-    return sum(losses) / len(losses)
+def _evaluated(feature: Feature, whole: Sequence[nn.Module], batches: Sequence[Batch]) -> float:
+    stages, loss_fn = [stage.eval() for stage in whole], feature.workload.loss_fn
+    return sum(float(loss_fn(run_stages(stages, x), y)) for x, y in batches) / len(batches)
 
 
 def _check_timelines(executor: Executor, setting: Setting, line: int, busy: float) -> None:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -52,16 +53,10 @@ class Stem:
         os.close(orders)
         os.close(done)
 
-    def launch(
-        self,
-        ranks: int,
-        tests: Sequence[str],
-        folder: str,
-        environment: Mapping[str, str],
-        timeout: float,
-    ) -> Launched:
-        """Run the tests on so many ranks, for `timeout` seconds at most."""
-        order = {"ranks": ranks, "tests": tests, "folder": folder, "environment": {**environment}}
+    def launch(self, ranks: int, order: Mapping[str, Any], timeout: float) -> Launched:
+        """Run the tests of an order on so many ranks, for `timeout` seconds at most: they print to
+        files in its folder, and have its environment."""
+        folder, order = order["folder"], {**order, "ranks": ranks}
         count(ranks)
         os.write(self._orders, json.dumps(order).encode() + b"\n")
         ready, _, _ = select.select([self._done], [], [], timeout)
@@ -120,14 +115,9 @@ def _become_rank(ranks: int, folder: Path) -> None:
     """Fork the ranks, and return in each of them; this process looks after them, and ends."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     running: dict[int, int] = {}
     for rank in range(ranks):
         if process := os.fork():

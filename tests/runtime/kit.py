@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import pytest
 import torch
 import torch.distributed as dist
 from reference import Loss, Optimizer, accumulation, plain_step
@@ -56,6 +57,17 @@ class ScaledLoss(nn.Module):
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         return MSE(output * self.scale, target)
+
+
+class Calls(nn.Module):
+    """A stage that calls a function with its layers, and with what it is given."""
+
+    def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.function(*self.layers, *given, **named)
 
 
 def linear_stages(number: int = 2, width: int = 4) -> list[nn.Module]:
@@ -170,6 +182,11 @@ class Twins:
         """The stages here have become what those of the whole model have, bit for bit."""
         assert_equal_stages(self.local, self.whole)
 
+    def assert_equal_gradients(self) -> None:
+        """And their gradients those that the whole model has."""
+        theirs = gradients(self.whole[s] for s in self.local)
+        assert_equal_gradients(gradients(self.local.values()), theirs)
+
 
 def train_on_rank(
     rank: int,
@@ -187,11 +204,9 @@ def train_on_rank(
 
     `order` is that of the microbatches' backwards; `options` are the executor's.
     """
-    schedule = (
-        target
-        if isinstance(target, schedir.Schedule)
-        else schedir.build(target, ranks=2, microbatches=microbatches)
-    )
+    schedule = target
+    if not isinstance(target, schedir.Schedule):
+        schedule = schedir.build(target, ranks=2, microbatches=microbatches)
     twins = Twins(whole, schedule, rank)
     recurrence = accumulation(len(whole), order or range(schedule.microbatches))
     with twins.executor(loss_fn, **options) as executor:
@@ -207,6 +222,11 @@ def everyone(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
+
+
+def refused(match: str) -> pytest.RaisesExc[schedir.ExecutionError]:
+    """Expect an ExecutionError that says so."""
+    return pytest.raises(schedir.ExecutionError, match=match)
 
 
 def message_of(call: Callable[..., object], *arguments: Any, **options: Any) -> str:

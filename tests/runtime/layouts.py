@@ -3,8 +3,8 @@ process; on any device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -78,25 +78,17 @@ def split_by_rows(block: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return found
 
 
-Change: TypeAlias = Callable[[schedir.Schedule], schedir.Schedule]
-SPLIT: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
-    "tp": split_up,
-    "sp": split_by_rows,
-}
+SPLIT = {"tp": split_up, "sp": split_by_rows}
 
 
 def executor_of(
-    layout: str,
-    layers: list[nn.Module],
-    name: str = "1f1b",
-    change: Change = lambda schedule: schedule,
-    **options: Any,
+    layout: str, layers: list[nn.Module], schedule: schedir.Schedule | None = None, **options: Any
 ) -> Executor:
-    """An executor on this process; `change` changes the list before it is sharded."""
+    """An executor on this process; the list is sharded if the layout is."""
     dims = LAYOUTS[layout]
     (device,) = {p.device.type for layer in layers for p in layer.parameters()}
     mesh = init_device_mesh(device, (2, 2), mesh_dim_names=dims)
-    schedule = change(schedir.build(name, ranks=2 if "pp" in dims else 1, microbatches=4))
+    schedule = schedule or schedir.build("1f1b", ranks=2 if "pp" in dims else 1, microbatches=4)
     for dim, split in SPLIT.items():
         if dim in dims:
             layers = [split(layer, mesh[dim]) for layer in layers]
@@ -145,52 +137,39 @@ class Pair:
             assert torch.allclose(value, theirs[name], rtol=1e-5, atol=1e-5), name
 
 
-def pair_of(
-    layout: str,
-    name: str = "1f1b",
-    change: Change = lambda schedule: schedule,
-    tied: bool = False,
-    compiled: bool = False,
-    device: str = "cpu",
-    **options: Any,
-) -> Pair:
-    ranks = 2 if "pp" in layout else 1
-    schedule = change(schedir.build(name, ranks=ranks, microbatches=4))
+def pair_of(layout: str, feature: str = "plain", device: str = "cpu", **options: Any) -> Pair:
+    options |= OPTIONS.get(feature, {})
+    name = SCHEDULES.get(feature, "1f1b")
+    schedule = schedir.build(name, ranks=2 if "pp" in layout else 1, microbatches=4)
+    if feature == "offload":
+        schedule = schedir.offload(schedule, stages=range(schedule.stages))
 
     def layers() -> list[nn.Module]:
         made = blocks()
-        if tied:
+        if "ties" in options:
             made[1].load_state_dict(made[0].state_dict())
         return [layer.to(device) for layer in made]
 
-    def scaled() -> dict[str, Any]:
+    def own() -> dict[str, Any]:
         scaler = GradScaler(torch.device(device).type, init_scale=16.0)
-        return {"scaler": scaler} if "scaler" in options else {}
+        return {**options, **({"scaler": scaler} if feature == "scaler" else {})}
 
     alone = partition(layers(), schedule.stages)
-    there = Executor(schedule, alone, MSE, adamw, in_process=True, **{**options, **scaled()})
-    own = layers()
-    for layer in own if compiled else ():
+    there = Executor(schedule, alone, MSE, adamw, in_process=True, **own())
+    here = layers()
+    for layer in here if feature == "compiled" else ():
         layer.compile(backend="aot_eager")  # the tracing, without a compiler of C++
-    here = executor_of(layout, own, name, change, **{**options, **scaled()})
-    return Pair(layout, device, here, there)
-
-
-def _offloaded(schedule: schedir.Schedule) -> schedir.Schedule:
-    return schedir.offload(schedule, stages=range(schedule.stages))
+    return Pair(layout, device, executor_of(layout, here, schedule, **own()), there)
 
 
 _TIES = [[(0, f"0.{name}"), (1, f"1.{name}")] for name in ("norm.weight", "up.weight")]
-FEATURES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "zb-h1": {"name": "zb-h1"},
+FEATURES = ["plain", "zb-h1", "clipping", "scaler", "recompute", "offload", "compiled", "ties"]
+FEATURES += ["replicas"]
+SCHEDULES = {"zb-h1": "zb-h1", "replicas": "chimera"}
+OPTIONS: dict[str, dict[str, Any]] = {
     "clipping": {"clip_grad_norm": 0.05},
-    "scaler": {"scaler": True},
     "recompute": {"recompute": True},
-    "offload": {"change": _offloaded},
-    "compiled": {"compiled": True},
-    "ties": {"tied": True, "ties": _TIES},
-    "replicas": {"name": "chimera"},
+    "ties": {"ties": _TIES},
 }
 
 
@@ -206,7 +185,7 @@ def fitting(layouts: Iterable[str]) -> Iterator[tuple[str, str]]:
 def compare(feature: str, layout: str, device: str = "cpu", **options: Any) -> None:
     """Train with a feature on a layout and in one process; raises AssertionError where they
     differ."""
-    pair = pair_of(layout, device=device, **FEATURES[feature], **options)
+    pair = pair_of(layout, feature, device, **options)
     with pair.executor:
         for step in range(3):
             pair.step(step)

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import schedir
-from schedir import (
-    Action,
-    Kind,
-    Pipeline,
-    Together,
-    backward,
-    backward_input,
-    backward_weight,
-    forward,
-    optim_step,
-    recompute_forward,
-    together,
-)
+from schedir import Action, Kind, Together, backward, forward, optim_step, together
 from schedir.ir import flat
 from schedir.passes import strip_communication
 from tests.literals import listed
@@ -86,59 +74,23 @@ def _megatron(rank: int, ranks: int, number: int) -> Iterator[Action | Together]
     yield optim_step(rank)
 
 
+def stepping(sizes: Sequence[int], microbatches: int) -> schedir.Schedule:
+    """One microbatch after the other; stage s on rank s steps after each `sizes[s]`, and last."""
+
+    def listed(pipe: schedir.Pipeline, rank: int) -> Iterator[Action]:
+        for m in range(pipe.microbatches):
+            yield forward(rank, m)
+            yield backward(rank, m)
+            if (m + 1) % sizes[rank] == 0 or m + 1 == pipe.microbatches:
+                yield optim_step(rank)
+
+    return schedir.build(listed, ranks=len(sizes), microbatches=microbatches)
+
+
 def bidirectional_v(ranks: int, microbatches: int) -> schedir.Schedule:
     """DualPipeV: each rank has a stage of the way down and one of the way up, and overlaps the
     forward of one with the backward of the other. Takes 2 microbatches a rank at least."""
-    return schedir.build(_dual_pipe_v, ranks=ranks, microbatches=microbatches)
-
-
-@schedir.schedule(
-    "dual-pipe-v",
-    placement=lambda pipe: [*range(pipe.ranks), *reversed(range(pipe.ranks))],
-)
-def _dual_pipe_v(pipe: Pipeline, rank: int) -> Iterator[Action | Together]:
-    ranks, number = pipe.ranks, pipe.microbatches
-    stages = (rank, 2 * ranks - 1 - rank)
-    next_f, next_b = [0, 0], [0, 0]
-    weights: list[Action] = []  # whose inputs' gradients have been computed
-
-    def f(chunk: int) -> Action:
-        next_f[chunk] += 1
-        return forward(stages[chunk], next_f[chunk] - 1)
-
-    def b(chunk: int, split: bool = False) -> Action:
-        next_b[chunk] += 1
-        m = next_b[chunk] - 1
-        if split:
-            weights.append(backward_weight(stages[chunk], m))
-            return backward_input(stages[chunk], m)
-        return backward(stages[chunk], m)
-
-    for _ in range(2 * (ranks - rank - 1)):
-        yield f(0)
-    for _ in range(rank + 1):
-        yield f(0)
-        yield f(1)
-    for _ in range(ranks - rank - 1):
-        yield b(1, split=True)
-        yield weights.pop(0)
-        yield f(1)
-    for _ in range(number - 2 * ranks + rank + 1):
-        yield together(f(0), b(1))
-        yield together(f(1), b(0))
-    for _ in range(ranks - rank - 1):
-        yield b(1)
-        yield together(f(1), b(0))
-    for turn in range(rank + 1):
-        yield b(1, split=2 * turn >= rank + 1)
-        yield b(0, split=2 * turn + 1 >= rank + 1)
-    for _ in range(ranks - rank - 1):
-        yield weights.pop(0)
-        yield b(0, split=True)
-    while weights:
-        yield weights.pop(0)
-    for stage in sorted(stages):
-        yield optim_step(stage)
+    return schedir.build("dualpipev", ranks=ranks, microbatches=microbatches)
 
 
 def recomputed_early(schedule: schedir.Schedule, stages: Collection[int]) -> schedir.Schedule:
@@ -148,16 +100,13 @@ def recomputed_early(schedule: schedir.Schedule, stages: Collection[int]) -> sch
         own: list[Action] = []
         for action in flat(entries):
             own.append(action)
-            starts = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-            if not starts or action.stage not in stages or action.microbatch is None:
-                continue
-            m = action.microbatch
-            if m % 2 == 0:
+            m, starts = action.microbatch, action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+            if starts and action.stage in stages and m is not None and m % 2 == 0:
                 key = Kind.FORWARD, action.stage, m
                 made = [(a.kind, a.stage, a.microbatch) for a in own].index(key)
-                own.insert(max(made + 1, len(own) - 2), recompute_forward(action.stage, m))
+                own.insert(max(made + 1, len(own) - 2), schedir.recompute_forward(action.stage, m))
         lists.append(own)
-    name = f"recomputed {schedule.name}"
+    name, placement = f"recomputed {schedule.name}", schedule.placement
     return schedir.insert_communication(
-        schedir.Schedule(name, schedule.microbatches, schedule.placement, lists)
+        schedir.Schedule(name, schedule.microbatches, placement, lists)
     )

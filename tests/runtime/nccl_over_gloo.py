@@ -165,19 +165,17 @@ class NcclOverGloo:
         self._taken, self._name_taken = taken, name
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work | None:
-        (tensor,) = map(_taken, tensors)
-        return self._transfer(End(tensor, rank, sends=True))
+        return self._transfer(End(_taken(tensors), rank, sends=True))
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work | None:
-        (tensor,) = map(_taken, tensors)
-        return self._transfer(End(tensor, rank, sends=False))
+        return self._transfer(End(_taken(tensors), rank, sends=False))
 
     def allreduce(self, tensors: list[Tensor]) -> Work | None:
-        (tensor,) = map(_taken, tensors)
+        end = End(_taken(tensors))
         if self._as_one is not None:
-            self._as_one.append(End(tensor))
+            self._as_one.append(end)
             return None
-        return self._whole().run([End(tensor)])
+        return self._whole().run([end])
 
     def _start_coalescing(self) -> None:
         self._as_one = []
@@ -218,7 +216,8 @@ class NcclOverGloo:
         self._end("shutdown")
 
 
-def _taken(tensor: Tensor) -> Tensor:
+def _taken(tensors: list[Tensor]) -> Tensor:
+    (tensor,) = tensors
     if tensor.dtype in REFUSED:
         raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor}")
     if not tensor.is_contiguous():

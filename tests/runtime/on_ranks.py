@@ -179,10 +179,8 @@ class _Launch:
                 found.append(f"rank {rank} of {len(self.reports)}: {failure}")
         if not all(test in reports for reports in self.reports):
             found.append(self.result.summary[self.result.summary.find("Root Cause") :])
-        seconds = max(
-            (reports[test].seconds for reports in self.reports if test in reports), default=0.0
-        )
-        return _Ended("\n".join(found), seconds)
+        took = [reports[test].seconds for reports in self.reports if test in reports]
+        return _Ended("\n".join(found), max(took, default=0.0))
 
 
 _OPTIONS = ["-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
@@ -194,7 +192,8 @@ def _launch(ranks: int, tests: Sequence[str], session: pytest.Session) -> _Launc
     with tempfile.TemporaryDirectory() as folder:
         own = {_REPORTS: folder, "PYTEST_ADDOPTS": ""}
         if session.config.getoption("quick"):
-            result = _stem_of(session).launch(ranks, tests, folder, own, LAUNCH_LIMIT)
+            order = {"tests": tests, "folder": folder, "environment": own}
+            result = _stem_of(session).launch(ranks, order, LAUNCH_LIMIT)
         else:
             command = ["-m", "pytest", *_OPTIONS, *tests]
             root = session.config.rootpath
@@ -223,14 +222,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if folder := os.environ.get(_REPORTS):
         sections = [f"{title}\n{text}" for title, text in report.sections]
         failure = "\n".join((report.longreprtext, *sections)) if report.failed else ""
-        line = {
-            "test": report.nodeid,
-            "phase": report.when,
-            "failure": failure,
-            "seconds": report.duration,
-        }
+        line = {"test": report.nodeid, "phase": report.when, "seconds": report.duration}
         with Path(folder, os.environ["RANK"]).open("a") as file:
-            print(json.dumps(line), file=file)
+            print(json.dumps({**line, "failure": failure}), file=file)
 
 
 def _read(file: Path) -> dict[str, _Ended]:

@@ -12,15 +12,11 @@ from torch import Tensor, nn
 import schedir
 from schedir import Kind
 from tests.built_in import NAMES, SYNCHRONOUS, variants
-from tests.runtime.kit import Twins, momentum, random_batches
+from tests.runtime.kit import Twins, adamw, momentum, random_batches
 from tests.runtime.recurrences import pipedream
 
 STEPS = 5
 WIDTH = 6
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:

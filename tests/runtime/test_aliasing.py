@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,44 +16,14 @@ import schedir
 from schedir.runtime import Executor
 from tests.literals import listed
 from tests.runtime import aliasing
-from tests.runtime.kit import MSE, assert_equal_gradients, gradients
+from tests.runtime.kit import MSE, Calls, Twins, microbatches_of, numbered, refused
 from tests.sweeps import examples
-
-
-def run(seed: int) -> tuple[str, list[str]]:
-    """What is said if it is refused, and what differs if it is not."""
-    chance = random.Random(seed)
-    schedule = aliasing.draw_schedule(chance, chance.randint(1, 3))
-    whole = aliasing.draw_stages(chance, schedule.stages)
-    whole[0] = aliasing.First(whole[0])
-    stages = {s: copy.deepcopy(stage) for s, stage in enumerate(whole)}
-    recompute = [s for s in stages if chance.random() < 0.3]
-    (inputs, target) = batch = aliasing.draw_batch(chance, schedule.microbatches)
-    before = copy.deepcopy(batch)
-    try:
-        expected_loss, expected = aliasing.plain(whole, batch, schedule.microbatches)
-    except RuntimeError:  # a part changes what another one has saved, or none has a parameter
-        return "plain training fails", []
-    with Executor(
-        schedule, stages, aliasing.loss_fn, in_process=True, recompute=recompute
-    ) as executor:
-        try:
-            loss = executor.step(inputs, target=target).loss
-        except schedir.ExecutionError as error:
-            return str(error), []
-    found = aliasing.differences(stages, expected, whole)
-    if abs(loss - expected_loss) > 1e-6:
-        found.append(f"loss {loss} != {expected_loss}")
-    same = (
-        torch.equal(a, b) for a, b in zip((*inputs, target), (*before[0], before[1]), strict=True)
-    )
-    return "", found + ([] if all(same) else ["the batch was changed"])
 
 
 @examples(150)
 @given(st.integers(0, 1 << 32))
 def test_stages_that_share_memory_train_as_in_one_piece(seed: int) -> None:
-    refused, differs = run(seed)
+    refused, differs = aliasing.run(seed)
     assert not differs, f"seed {seed}: {differs}"
     # What a module changes after it has returned it, a backward may ask for: torch says so.
     allowed = (
@@ -67,34 +36,21 @@ def test_stages_that_share_memory_train_as_in_one_piece(seed: int) -> None:
 
 
 V_SHAPED = listed(2, "0 0 0", "0F0 1F0 2F0 0F1 1F1 2F1 2B0 2B1 1B0 1B1 0B0 0B1")
+INTERLEAVED = schedir.build("interleaved-1f1b", ranks=1, chunks=2, microbatches=4, group_size=4)
+TWO = schedir.build("1f1b", ranks=2, microbatches=2)
 
 
-@pytest.mark.parametrize("target", ["interleaved", "v"])
-def test_positions_that_are_added_to_the_input(target: str) -> None:
+@pytest.mark.parametrize("schedule", [INTERLEAVED, V_SHAPED], ids=lambda schedule: schedule.name)
+def test_positions_that_are_added_to_the_input(schedule: schedir.Schedule) -> None:
     """Autograd gives the input's gradient and the position's one buffer, which is added to."""
-    schedule = (
-        schedir.build("interleaved-1f1b", ranks=1, chunks=2, microbatches=4, group_size=4)
-        if target == "interleaved"
-        else V_SHAPED
-    )
     torch.manual_seed(0)
-    stages: dict[int, nn.Module] = {0: nn.Sequential(nn.Linear(4, 4), nn.Tanh())}
-    stages |= {s: aliasing.Positions() for s in range(1, schedule.stages)}
-    number = schedule.microbatches
-    x, y = torch.randn(2, 2 * number, 3, 4)
-    model = nn.Sequential(*copy.deepcopy(list(stages.values())))
-    with Executor(schedule, stages, MSE, in_process=True) as executor:
-        found = executor.schedule
-        assert found.ranks == 1
-        if any(action.kind is schedir.Kind.OPTIM_STEP for action in found.flat[0]):
-            executor.step(x, target=y, update=False)
-        else:
-            executor.step(x, target=y)
-    for a, b in zip(x.chunk(number), y.chunk(number), strict=True):
-        (MSE(model(a), b) / number).backward()
-    mine = gradients(stages.values())
-    assert None not in mine
-    assert_equal_gradients(mine, gradients([model]))
+    positions = [aliasing.Positions() for _ in range(1, schedule.stages)]
+    twins = Twins([nn.Sequential(nn.Linear(4, 4), nn.Tanh()), *positions], schedule)
+    x, y = torch.randn(2, 2 * schedule.microbatches, 3, 4)
+    with twins.executor(optimizer=None) as executor:
+        executor.step(x, target=y)
+    twins.accumulate((x, y))
+    twins.assert_equal_gradients()
 
 
 class Running(nn.Module):
@@ -110,77 +66,50 @@ class Running(nn.Module):
         return x, self.mean
 
 
-class Shifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
-        y: Tensor = self.linear(x) + shift
-        return y
+def shifted(layer: nn.Module, x: Tensor, shift: Tensor) -> Any:
+    return layer(x) + shift
 
 
-def test_a_buffer_that_is_returned_is_what_it_was_then() -> None:
-    schedule = schedir.build("interleaved-1f1b", ranks=1, chunks=2, microbatches=4, group_size=4)
-    torch.manual_seed(0)
-    stages: dict[int, nn.Module] = {0: Running(), 1: Shifted()}
+@pytest.mark.parametrize(
+    "schedule", [INTERLEAVED, schedir.build("fill-drain", ranks=2, microbatches=4)]
+)
+def test_a_buffer_that_is_returned_is_what_it_was_then(schedule: schedir.Schedule) -> None:
+    stages: dict[int, nn.Module] = {0: Running(), 1: Calls(shifted, nn.Linear(4, 4))}
     x, y = torch.randn(2, 8, 4)
-    first, second = copy.deepcopy(list(stages.values()))
+    first, second = copy.deepcopy([*stages.values()])
     with Executor(schedule, stages, MSE, torch.optim.SGD, in_process=True) as executor:
         found = executor.step(x, target=y).loss
-    pieces = zip(x.chunk(4), y.chunk(4), strict=True)
-    second.requires_grad_(False)
-    assert found == pytest.approx(sum(float(MSE(second(*first(a)), b)) for a, b in pieces) / 4)
-
-
-class Changes(nn.Module):
-    """Changes what it is given beside its input in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        y: Tensor = self.linear(x * scale.mul_(2.0))
-        return y
+    with torch.no_grad():
+        losses = [float(MSE(second(*first(a)), b)) for a, b in microbatches_of((x, y), 4)]
+    assert found == pytest.approx(sum(losses) / 4)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_a_stage_is_given_may_be_changed_in_place(recompute: bool) -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    torch.manual_seed(0)
-    stages: dict[int, nn.Module] = {0: nn.Linear(4, 4), 1: Changes()}
-    x, y = torch.randn(2, 4, 4)
-    scale = torch.rand(4, 4)
-    before = scale.clone()
+    changes = Calls(lambda layer, x, scale: layer(x * scale.mul_(2.0)), nn.Linear(4, 4))
+    twins = Twins([nn.Linear(4, 4), changes], TWO)
+    (x, y), scale, weight = torch.randn(2, 4, 4), torch.rand(4, 4), torch.rand(4)
 
     def loss_fn(output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         return MSE(output, target.add_(1.0)) * weight.mul_(3.0).mean()
 
-    weight = torch.rand(4)
-    given: dict[str, Any] = {
-        "target": y,
-        "stage_inputs": {1: {"scale": scale}},
-        "loss_kwargs": {"weight": weight},
-    }
-    kept = (y.clone(), weight.clone())
-    model = copy.deepcopy(stages)
-    options: dict[str, Any] = {"recompute": recompute, "in_process": True}
-    specs = {"scale": 0, "weight": 0}
-    with Executor(schedule, stages, loss_fn, kwargs_chunk_spec=specs, **options) as executor:
-        loss = executor.step(x, **given).loss
-    assert torch.equal(scale, before)
-    assert torch.equal(y, kept[0])
-    assert torch.equal(weight, kept[1])
+    given: dict[str, Any] = {"stage_inputs": {1: {"scale": scale}}}
+    given["loss_kwargs"] = {"weight": weight}
+    before = [t.clone() for t in (scale, y, weight)]
+    options: dict[str, Any] = {"kwargs_chunk_spec": {"scale": 0, "weight": 0}, "optimizer": None}
+    with twins.executor(loss_fn, recompute=recompute, **options) as executor:
+        executor.infer(x, stage_inputs=given["stage_inputs"])
+        losses = [executor.evaluate(x, target=y, **given).loss for _ in range(2)]
+        losses.append(executor.step(x, target=y, **given).loss)
+    assert all(map(torch.equal, (scale, y, weight), before))
     expected = 0.0
-    for a, b, s, w in zip(*(t.chunk(2) for t in (x, y.clone(), before, weight)), strict=True):
-        one = loss_fn(model[1](model[0](a), s.clone()), b, w.clone())
+    first, last = twins.whole
+    for a, b, s, w in zip(*(t.chunk(2) for t in (x, y, scale, weight)), strict=True):
+        one = loss_fn(last(first(a), s.clone()), b.clone(), w.clone())
         (one / 2).backward()
         expected += float(one.detach()) / 2
-    assert loss == pytest.approx(expected)
-    mine = gradients(stages.values())
-    assert None not in mine
-    assert_equal_gradients(mine, gradients(model.values()))
+    assert losses == pytest.approx([expected] * 3)
+    twins.assert_equal_gradients()
 
 
 class Recurrent(nn.Module):
@@ -199,70 +128,42 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("name", ["fill-drain", "1f1b"])
 def test_a_hidden_state_under_recomputation(name: str) -> None:
-    schedule = schedir.build(name, ranks=2, microbatches=4)
-    torch.manual_seed(0)
-    stages: dict[int, nn.Module] = {0: Recurrent(), 1: Recurrent()}
-    model = nn.Sequential(*copy.deepcopy(list(stages.values())))
+    twins = Twins([Recurrent(), Recurrent()], schedir.build(name, ranks=2, microbatches=4))
     x, y = torch.randn(2, 8, 4)
-    with Executor(schedule, stages, MSE, in_process=True, recompute=True) as executor:
-        executor.step(x, target=y)
-        executor.step(x, target=y)
-    for _ in range(2):
-        for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
-            (MSE(model(a), b) / 4).backward()
-    mine = gradients(stages.values())
-    assert None not in mine
-    assert_equal_gradients(mine, gradients([model]))
+    with twins.executor(optimizer=None, recompute=True) as executor:
+        for _ in range(2):
+            executor.step(x, target=y)
+            twins.accumulate((x, y))
+    twins.assert_equal_gradients()
 
 
 def test_aliases_that_the_next_stage_changes_are_refused() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = self.linear(x)
-            return y, y.detach()[0]
-
-    class Adds(nn.Module):
-        def forward(self, x: Tensor, side: Tensor) -> Tensor:
-            side.add_(1.0)
-            return x + side
-
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    twice = Calls(lambda layer, x: ((y := layer(x)), y.detach()[0]), nn.Linear(4, 4))
+    adds = Calls(lambda x, side: x + side.add_(1.0))
     x = torch.randn(4, 4)
-    with (
-        Executor(schedule, {0: Twice(), 1: Adds()}, MSE, in_process=True) as executor,
-        pytest.raises(
-            schedir.ExecutionError, match=r"changes tensor 1 .* with tensor 0 in the stag"
-        ),
-    ):
+    executor = Executor(TWO, {0: twice, 1: adds}, MSE, in_process=True)
+    with refused(r"changes tensor 1 .* with tensor 0 in the stag"):
         executor.step(x, target=x)
-    with (
-        Executor(schedule, {0: Running(), 1: Adds()}, MSE, in_process=True) as executor,
-        pytest.raises(schedir.ExecutionError, match=r"tensor 1 .* a stage before keeps for itself"),
-    ):
+    executor = Executor(TWO, {0: Running(), 1: adds}, MSE, in_process=True)
+    with refused(r"tensor 1 .* a stage before keeps for itself"):
         executor.evaluate(x, target=x)
 
 
 def test_a_batch_that_holds_a_tensor_twice() -> None:
-    class Doubles(nn.Module):
-        def forward(self, x: Tensor, same: Tensor) -> Tensor:
-            x.mul_(2.0)
-            return x + same
-
-    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    doubles = Calls(lambda x, same: x.mul_(2.0) + same)
     x = torch.randn(4, 4)
     before = x.clone()
-    with Executor(schedule, {0: Doubles()}, MSE, in_process=True) as executor:
+    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
+    with Executor(schedule, {0: doubles}, MSE, in_process=True) as executor:
         found = executor.infer((x, x))
-    assert found is not None
-    assert torch.equal(torch.cat(found), before * 4)
+    assert torch.equal(torch.cat(found or []), before * 4)
     assert torch.equal(x, before)
 
 
-def test_a_parameter_that_a_forward_changes_is_not_changed_twice() -> None:
+@pytest.mark.parametrize(("name", "recompute"), [("1f1b", True), ("pipedream", False)])
+def test_a_parameter_that_a_forward_changes_is_not_changed_twice(
+    name: str, recompute: bool
+) -> None:
     class Decays(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
@@ -270,16 +171,12 @@ def test_a_parameter_that_a_forward_changes_is_not_changed_twice() -> None:
             return super().forward(x)
 
     x = torch.randn(4, 4)
-    for name, recompute in (("1f1b", True), ("pipedream", False)):
-        schedule = schedir.build(name, ranks=2, microbatches=2)
-        stages: dict[int, nn.Module] = {0: Decays(4, 4), 1: nn.Linear(4, 4)}
-        with (
-            Executor(
-                schedule, stages, MSE, torch.optim.SGD, in_process=True, recompute=recompute
-            ) as executor,
-            pytest.raises(schedir.ExecutionError, match="stage 0 changes one of its parameters"),
-        ):
-            executor.step(x, target=x)
+    schedule = schedir.build(name, ranks=2, microbatches=2)
+    options: dict[str, Any] = {"in_process": True, "recompute": recompute}
+    stages = numbered([Decays(4, 4), nn.Linear(4, 4)])
+    executor = Executor(schedule, stages, MSE, torch.optim.SGD, **options)
+    with refused("stage 0 changes one of its parameters"):
+        executor.step(x, target=x)
 
 
 class Returns(nn.Module):
@@ -311,23 +208,20 @@ def test_a_stage_may_return_a_view(
 ) -> None:
     """Without a graph, too, one of a parameter says that it requires grad."""
     schedule = V_SHAPED if target == "v" else schedir.build("1f1b", ranks=3, microbatches=2)
-    torch.manual_seed(0)
-    whole = nn.Sequential(Returns(made), Returns(made), nn.Linear(4, 4))
-    stages = dict(enumerate(copy.deepcopy(whole)))
-    x = torch.randn(4, 4)
+    twins = Twins([Returns(made), Returns(made), nn.Linear(4, 4)], schedule)
+    whole, x = nn.Sequential(*twins.whole), torch.randn(4, 4)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return (output.mean(0) - target.mean(0)).square().mean()
 
     pieces = x.chunk(2)
-    with Executor(schedule, stages, loss_fn, in_process=True, recompute=recompute) as executor:
+    with twins.executor(loss_fn, optimizer=None, recompute=recompute) as executor:
         with torch.no_grad():
-            inferred = executor.infer(x)
-            assert inferred is not None
-            assert all(torch.equal(a, whole(b)) for a, b in zip(inferred, pieces, strict=True))
+            inferred = zip(executor.infer(x) or (), pieces, strict=True)
+            assert all(torch.equal(output, whole(piece)) for output, piece in inferred)
             plain = [float(loss_fn(whole(piece), piece)) for piece in pieces]
         assert executor.evaluate(x, target=x).losses == tuple(plain)
         assert executor.step(x, target=x).losses == tuple(plain)
     for piece in pieces:
         (loss_fn(whole(piece), piece) / 2).backward()
-    assert_equal_gradients(gradients(stages.values()), gradients([whole]))
+    twins.assert_equal_gradients()

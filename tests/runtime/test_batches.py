@@ -22,21 +22,16 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import schedir
 from schedir.runtime import Executor
-from tests.runtime.kit import MSE
+from tests.runtime.kit import MSE, Calls, refused, split
+
+ONE, ONE_OF_FOUR = (schedir.build("1f1b", ranks=1, microbatches=m) for m in (2, 4))
+TWO_OF_FOUR = schedir.build("1f1b", ranks=2, microbatches=4)
 
 
-class Takes(nn.Module):
-    """Any container of `a` and `b`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, *given: Any, **named: Any) -> Tensor:
-        a, b = (x for x in tree_leaves((given, named)) if isinstance(x, Tensor))
-        y: Tensor = self.linear(a + b)
-        return y
+def summed(layer: nn.Module, *given: Any, **named: Any) -> Any:
+    """Of any container of `a` and `b`."""
+    a, b = (x for x in tree_leaves((given, named)) if isinstance(x, Tensor))
+    return layer(a + b)
 
 
 class Named(collections.namedtuple("Named", "a b")):
@@ -63,30 +58,25 @@ WHOLE: dict[str, Make] = {
 }
 
 
-def trained(make: Callable[[Tensor, Tensor], Any], beside: bool) -> tuple[float, Tensor]:
+def trained(make: Make, beside: bool) -> tuple[float, Tensor]:
     """The loss and the gradient with a batch made so: as input, or as a stage's own input."""
     a, b, y = torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3)
+    schedule, specs, held = ONE_OF_FOUR, {}, make(a, b)
+    stages: dict[int, nn.Module] = {0: Calls(summed, layer)}
+    call: dict[str, Any] = {"inputs": held}
     if beside:
-        schedule = schedir.build("1f1b", ranks=2, microbatches=4)
-        stages: dict[int, nn.Module] = {0: nn.Identity(), 1: TakesBeside()}
-        held = make(a, b)
+        schedule = TWO_OF_FOUR
+        last = Calls(lambda layer, x, *given, **named: summed(layer, *given, **named), layer)
+        stages = {0: nn.Identity(), 1: last}
         named = held if isinstance(held, Mapping) else {"held": held}
         specs = dict.fromkeys(named, 0)
         call = {"inputs": a, "stage_inputs": {1: named}}
-    else:
-        schedule = schedir.build("1f1b", ranks=1, microbatches=4)
-        stages, specs = {0: Takes()}, {}
-        call = {"inputs": make(a, b)}
     with Executor(schedule, stages, MSE, kwargs_chunk_spec=specs, in_process=True) as executor:
         loss = executor.step(**call, target=y).loss
-    grad = next(iter(stages[len(stages) - 1].parameters())).grad
-    assert grad is not None
-    return loss, grad
-
-
-class TakesBeside(Takes):
-    def forward(self, x: Tensor, *given: Any, **named: Any) -> Tensor:
-        return super().forward(*given, **named)
+    assert layer.weight.grad is not None
+    return loss, layer.weight.grad
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -96,18 +86,6 @@ def test_every_container_of_rows_is_cut(name: str, beside: bool) -> None:
     expected_loss, expected = trained(WHOLE["tuple"], beside)
     assert loss == expected_loss
     assert torch.equal(grad, expected)
-
-
-@dataclasses.dataclass
-class Data:
-    a: Tensor
-    b: Tensor
-
-
-@attrs.define
-class Record:
-    a: Tensor
-    b: Tensor
 
 
 class Holder:
@@ -122,8 +100,8 @@ def cached(a: Tensor, b: Tensor) -> DynamicCache:
 
 
 NOT_UNDERSTOOD: dict[str, Make] = {
-    "Data": Data,
-    "Record": Record,
+    "Data": dataclasses.make_dataclass("Data", ["a", "b"]),
+    "Record": attrs.make_class("Record", ["a", "b"]),
     "Holder": Holder,
     "SimpleNamespace": lambda a, b: types.SimpleNamespace(a=a, b=b),
     "set": lambda a, b: {a, b},
@@ -143,29 +121,14 @@ NOT_UNDERSTOOD: dict[str, Make] = {
 @pytest.mark.parametrize("name", NOT_UNDERSTOOD)
 def test_a_container_that_is_not_understood_is_named(name: str) -> None:
     """Within a batch it would go whole to every microbatch."""
-    schedule = schedir.build("1f1b", ranks=1, microbatches=4)
     a, b, y = torch.randn(3, 8, 3)
     held = NOT_UNDERSTOOD[name](a, b)
-    with Executor(schedule, {0: Takes()}, MSE) as executor:
+    with Executor(ONE_OF_FOUR, {0: nn.Linear(3, 3)}, MSE) as executor:
         for inputs in ((a, held), {"a": a, "b": {"inner": held}}, [(a, held)] * 4):
-            with pytest.raises(schedir.ExecutionError, match=f"inputs: {name} is no container"):
+            with refused(f"inputs: {name} is no container"):
                 executor.step(inputs, target=y)
-        with pytest.raises(schedir.ExecutionError, match=f"stage_inputs.0.: {name} is no"):
+        with refused(f"stage_inputs.0.: {name} is no"):
             executor.step(a, target=y, stage_inputs={0: (b, held)})
-
-
-@pytest.mark.parametrize(
-    ("held", "name"),
-    [({1, 2}, "set"), ("text", "str"), (b"text", "bytes"), (3, "int"), (Holder, "type")],
-)
-def test_what_is_no_batch_at_all_is_named(held: Any, name: str) -> None:
-    schedule = schedir.build("1f1b", ranks=1, microbatches=4)
-    y = torch.randn(8, 3)
-    with (
-        Executor(schedule, {0: nn.Linear(3, 3)}, MSE) as executor,
-        pytest.raises(schedir.ExecutionError, match=f"inputs: expected a tensor.*not {name}$"),
-    ):
-        executor.step(held, target=y)
 
 
 class Colour(enum.Enum):
@@ -185,126 +148,99 @@ class Setting:
 def test_constants_go_to_every_microbatch(constant: Any) -> None:
     seen = []
 
-    class Sees(nn.Linear):
-        def forward(self, x: Tensor, constant: Any = None) -> Tensor:
-            seen.append(constant)
-            return super().forward(x)
+    def sees(layer: nn.Module, x: Tensor, given: Any = None) -> Any:
+        seen.append(given)
+        return layer(x)
 
-    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
     x = torch.randn(4, 3)
-    with Executor(schedule, {0: Sees(3, 3)}, MSE) as executor:
+    with Executor(ONE, {0: Calls(sees, nn.Linear(3, 3))}, MSE) as executor:
         executor.step(x, target=x, stage_inputs={0: (constant,)})
     assert all(entry is constant or entry == constant for entry in seen)
 
 
-@pytest.mark.parametrize("kind", ["sparse_coo", "nested"])
-def test_tensors_that_can_not_be_cut_are_named(kind: str) -> None:
-    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
-    x = torch.randn(4, 3)
-    odd = (
-        x.to_sparse()
-        if kind == "sparse_coo"
-        else torch.nested.as_nested_tensor([x, x, x, x], layout=torch.jagged)
-    )
-    with (
-        Executor(schedule, {0: nn.Linear(3, 3)}, MSE) as executor,
-        pytest.raises(schedir.ExecutionError, match=f"inputs: a {kind} tensor can't be split"),
-    ):
-        executor.step(odd, target=x)
+def loader(x: Tensor) -> Any:
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=2)
+
+
+NO_BATCH: dict[str, Callable[[Tensor], Any]] = {
+    "inputs: a sparse_coo tensor can't be split": Tensor.to_sparse,
+    "inputs: a nested tensor can't be split": lambda x: torch.nested.as_nested_tensor(
+        [*x], layout=torch.jagged
+    ),
+    # It would give its first batches at every step.
+    r"more than 2 microbatches .* iter\(...\)": loader,
+    "0 rows": lambda x: x[:0],
+    "inputs: expected a tensor.*not set$": lambda x: {1, 2},
+    "inputs: expected a tensor.*not str$": lambda x: "text",
+    "inputs: expected a tensor.*not bytes$": lambda x: b"text",
+    "inputs: expected a tensor.*not int$": lambda x: 3,
+    "inputs: expected a tensor.*not type$": lambda x: Holder,
+}
+
+
+@pytest.mark.parametrize("text", NO_BATCH)
+def test_what_can_not_be_cut_is_named(text: str) -> None:
+    x = torch.randn(8, 3)
+    with Executor(ONE, {0: nn.Linear(3, 3)}, MSE) as executor, refused(text):
+        executor.step(NO_BATCH[text](x), target=x)
 
 
 def test_an_iterator_gives_as_many_as_are_needed() -> None:
     """So that one goes on from step to step."""
-    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
     module = nn.Linear(3, 3)
     x = torch.randn(10, 3)
     inputs, targets = iter(x.split(1)), iter(x.split(1))
-    with Executor(schedule, {0: module}, MSE) as executor:
+    with Executor(ONE, {0: module}, MSE) as executor:
         found = [executor.step(inputs, target=targets).loss for _ in range(5)]
-        with pytest.raises(schedir.ExecutionError, match="inputs: 0 microbatches given"):
+        with refused("inputs: 0 microbatches given"):
             executor.step(inputs, target=targets)
     with torch.no_grad():
         expected = [float(MSE(module(part), part)) for part in x.split(2)]
     assert found == pytest.approx(expected)
 
 
-def test_a_loader_itself_is_refused_with_the_word_that_mends_it() -> None:
-    """It would give its first batches at every step."""
-    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
-    x = torch.randn(8, 3)
-    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=2)
-    with (
-        Executor(schedule, {0: nn.Linear(3, 3)}, MSE) as executor,
-        pytest.raises(
-            schedir.ExecutionError,
-            match=r"more than 2 microbatches .* iter\(...\)",
-        ),
-    ):
-        executor.step(loader, target=x)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7])
 def test_a_short_tail_is_evaluated(rows: int) -> None:
     """With fewer rows than there are microbatches."""
-    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
     torch.manual_seed(0)
     stages: dict[int, nn.Module] = {0: nn.Linear(3, 3), 1: nn.BatchNorm1d(3)}
-    model = nn.Sequential(*copy.deepcopy(list(stages.values()))).eval()
+    model = nn.Sequential(*copy.deepcopy([*stages.values()])).eval()
     x, y = torch.randn(2, rows, 3)
-    with Executor(schedule, stages, MSE, in_process=True) as executor, torch.no_grad():
-        assert executor.evaluate(x, target=y).loss == pytest.approx(float(MSE(model(x), y)))
-        outputs = executor.infer(x)
-        assert outputs is not None
-        assert len(outputs) == min(rows, 4)
-        torch.testing.assert_close(torch.cat(outputs), model(x))
-        kept = executor.evaluate(x, target=y, outputs=True).outputs
-        assert kept is not None
-        torch.testing.assert_close(torch.cat(kept), model(x))
-    with Executor(schedule, stages, MSE, in_process=True) as executor:
+    with Executor(TWO_OF_FOUR, stages, MSE, in_process=True) as executor, torch.no_grad():
+        found = executor.evaluate(x, target=y, outputs=True)
+        assert found.loss == pytest.approx(float(MSE(model(x), y)))
+        for outputs in found.outputs, executor.infer(x):
+            assert outputs is not None
+            assert len(outputs) == min(rows, 4)
+            torch.testing.assert_close(torch.cat(outputs), model(x))
         if rows < 4:
-            with pytest.raises(schedir.ExecutionError, match=f"{rows} rows can't be.*drop_last"):
+            with refused(f"{rows} rows can't be.*drop_last"):
                 executor.step(x, target=y)
-
-
-def test_an_empty_batch_is_refused() -> None:
-    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
-    x = torch.randn(0, 3)
-    with (
-        Executor(schedule, {0: nn.Linear(3, 3)}, MSE) as executor,
-        pytest.raises(schedir.ExecutionError, match="0 rows"),
-    ):
-        executor.evaluate(x, target=x)
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"target": torch.ones(6, 3)}, "inputs 8, target 6"),
-        (
-            {"target": torch.ones(8, 3), "stage_inputs": {1: {"w": torch.ones(4)}}},
-            r"stage_inputs\[1\] 4",
-        ),
-        ({"target": torch.ones(8, 3), "loss_kwargs": {"w": torch.ones(4)}}, "loss_kwargs 4"),
+        ({"stage_inputs": {1: {"w": torch.ones(4)}}}, r"stage_inputs\[1\] 4"),
+        ({"loss_kwargs": {"w": torch.ones(4)}}, "loss_kwargs 4"),
     ],
 )
 def test_rows_that_differ_are_named_before_the_loss(arguments: Any, text: str) -> None:
     """A loss may broadcast them, and say nothing."""
-    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
     stages: dict[int, nn.Module] = {0: nn.Linear(3, 3), 1: nn.Linear(3, 3)}
-    with (
-        Executor(schedule, stages, MSE, kwargs_chunk_spec={"w": 0}, in_process=True) as executor,
-        pytest.raises(schedir.ExecutionError, match=f"rows differ: .*{text}.*ready microbatches"),
-    ):
-        executor.step(torch.ones(8, 3), **arguments)
+    options: Any = {"kwargs_chunk_spec": {"w": 0}, "in_process": True}
+    executor = Executor(TWO_OF_FOUR, stages, MSE, **options)
+    with refused(f"rows differ: .*{text}.*ready microbatches"):
+        executor.step(torch.ones(8, 3), **{"target": torch.ones(8, 3), **arguments})
 
 
 def test_other_rows_come_ready_made() -> None:
     """Targets that are flat, say: of each microbatch 6 rows for 2."""
-    schedule = schedir.build("1f1b", ranks=1, microbatches=4)
     x = torch.randn(8, 3)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return MSE(output.flatten(), target)
 
-    with Executor(schedule, {0: nn.Linear(3, 3)}, loss_fn) as executor:
-        executor.step(x, target=list(x.flatten().chunk(4)))
+    with Executor(ONE_OF_FOUR, {0: nn.Linear(3, 3)}, loss_fn) as executor:
+        executor.step(x, target=split(x.flatten(), 4))

@@ -2,163 +2,87 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
+from reference import Loss
 from torch import Tensor, nn
 
 import schedir
-from schedir.runtime import Executor
 from schedir.runtime.boundaries.boundary import meta_of, payload
 from tests.literals import listed
-from tests.runtime.kit import MSE
+from tests.runtime.kit import MSE, Calls, Twins, linear_stages, microbatches_of
 
 SPLIT = listed(2, "0 1", "0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1F1 1I0 1I1 1W0 1W1", name="split")
 WHOLE = listed(2, "0 1", "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", name="whole")
 
 
+TWO = schedir.build("1f1b", ranks=2, microbatches=2)
+
+
 def train(
-    schedule: schedir.Schedule, stages: dict[int, nn.Module], x: Tensor, y: Tensor, **options: Any
+    schedule: schedir.Schedule, stages: list[nn.Module], x: Tensor, y: Tensor, loss_fn: Loss = MSE
 ) -> None:
     """One step, and its gradients beside those of the whole model."""
-    model = nn.Sequential(*copy.deepcopy(list(stages.values())))
-    number = schedule.microbatches
-    with Executor(schedule, stages, MSE, in_process=True, **options) as executor:
-        executor.step(x, target=y, update=False)
+    twins = Twins(stages, schedule)
+    with twins.executor(loss_fn, optimizer=None) as executor:
+        executor.step(x, target=y)
         executor.evaluate(x, target=y)
-    for a, b in zip(x.tensor_split(number), y.tensor_split(number), strict=True):
-        (MSE(model(a), b) * (len(a) / len(x))).backward()
-    mine = [p.grad for stage in stages.values() for p in stage.parameters()]
-    for grad, p in zip(mine, model.parameters(), strict=True):
-        assert (grad is None) == (p.grad is None)
-        if grad is not None and p.grad is not None:
-            torch.testing.assert_close(grad, p.grad)
-
-
-class Einsum(nn.Module):
-    def __init__(self, equation: str, *shape: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.equation = equation
-        self.weight = nn.Parameter(torch.randn(shape))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum(self.equation, x, self.weight)
+    model = nn.Sequential(*twins.whole)
+    for a, b in microbatches_of((x, y), schedule.microbatches):
+        (loss_fn(model(a), b) * (len(a) / len(x))).backward()
+    for s, stage in twins.local.items():
+        mine, theirs = ([p.grad for p in one.parameters()] for one in (stage, twins.whole[s]))
+        torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4])
 @pytest.mark.parametrize("equation", ["bij,jk->bik", "bij,jk->ikb", "bij,jk->kbi"])
 def test_one_row_a_microbatch_after_an_einsum(equation: str, rows: int) -> None:
     """The strides of dimensions of one element differ, and say nothing."""
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    first = Einsum(equation, 3, 4)
-    stages: dict[int, nn.Module] = {0: first, 1: nn.Tanh()}
-    model = nn.Sequential(copy.deepcopy(first), nn.Tanh())
-    x = torch.randn(rows, 2, 3)
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return output.square().mean()
-
-    with Executor(schedule, stages, loss_fn, in_process=True) as executor:
-        executor.step(x, target=x, update=False)
-    for part in x.tensor_split(2):
-        (loss_fn(model(part), part) * (len(part) / rows)).backward()
-    assert first.weight.grad is not None
-    torch.testing.assert_close(first.weight.grad, next(model.parameters()).grad)
+    x, layer = torch.randn(rows, 2, 3), nn.Linear(4, 3, bias=False)
+    first = Calls(lambda layer, x: torch.einsum(equation, x, layer.weight), layer)
+    train(TWO, [first, nn.Tanh()], x, x, lambda output, target: output.square().mean())
 
 
 @pytest.mark.parametrize("after", [nn.Identity(), nn.ReLU(), nn.MaxPool2d(1)])
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("shape", [(4, 4), (1, 4), (1, 1)])
 def test_images_in_channels_last(channels: int, shape: tuple[int, int], after: nn.Module) -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     torch.manual_seed(0)
-    stages: dict[int, nn.Module] = {
-        0: nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), after),
-        1: nn.Conv2d(channels, 2, 1),
-    }
+    first = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), after)
     x = torch.randn(4, 3, *shape).to(memory_format=torch.channels_last)
-    train(schedule, stages, x, torch.randn(4, 2, *shape))
-
-
-class Turns(nn.Module):
-    """The gradient of its input lies otherwise in memory than the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.t().contiguous() * self.bias
+    train(TWO, [first, nn.Conv2d(channels, 2, 1)], x, torch.randn(4, 2, *shape))
 
 
 @pytest.mark.parametrize("schedule", [SPLIT, WHOLE], ids=lambda s: s.name)
 def test_a_gradient_laid_out_otherwise(schedule: schedir.Schedule) -> None:
+    """In memory, than the input that it is the gradient of."""
     torch.manual_seed(0)
-    stages: dict[int, nn.Module] = {0: nn.Linear(4, 4), 1: Turns()}
-    x = torch.randn(8, 4)
-    train(schedule, stages, x, torch.randn(8, 4))
+    turns = Calls(lambda layer, x: layer(x.t().contiguous()), nn.Linear(4, 4))
+    train(schedule, [nn.Linear(4, 4), turns], torch.randn(8, 4), torch.randn(8, 4))
 
 
-class Mixed(nn.Module):
+def mixed(layer: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
     """A float without gradient, a complex number with one, and integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = self.linear(x)
-        if float(y.detach().sum()) > 1e9:  # which no fake run can tell
-            raise RuntimeError
-        return x.detach() * 0.5, torch.complex(y, y), (x > 0).long()
-
-
-class Unmixes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, plain: Tensor, number: Tensor, mask: Tensor) -> Tensor:
-        y: Tensor = self.linear(plain + (number * (1 - 1j)).real) * mask
-        return y
-
-
-class Tuple(nn.Module):
-    """The whole model in one piece."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(*self.first(x))
-        return y
+    y = layer(x)
+    if float(y.detach().sum()) > 1e9:  # which no fake run can tell
+        raise RuntimeError
+    return x.detach() * 0.5, torch.complex(y, y), (x > 0).long()
 
 
 @pytest.mark.parametrize("schedule", [SPLIT, WHOLE], ids=lambda s: s.name)
 def test_a_declared_boundary_of_several_kinds(schedule: schedir.Schedule) -> None:
-    stages: dict[int, nn.Module] = {0: Mixed(), 1: Unmixes()}
-    model = Tuple(*copy.deepcopy(list(stages.values())))
-    example = (
-        torch.empty(2, 4, device="meta"),
-        torch.empty(2, 4, dtype=torch.complex64, device="meta"),
-        torch.empty(2, 4, dtype=torch.long, device="meta"),
-    )
+    one, other = linear_stages()
+    unmixes = Calls(lambda layer, a, b, mask: layer(a + (b * (1 - 1j)).real) * mask, other)
+    twins = Twins([Calls(mixed, one), unmixes], schedule)
+    kinds = torch.float32, torch.complex64, torch.long
+    example = tuple(torch.empty(2, 4, dtype=kind, device="meta") for kind in kinds)
     x, y = torch.randn(2, 4, 4)
-    with Executor(schedule, stages, MSE, in_process=True, boundaries={0: example}) as executor:
+    with twins.executor(optimizer=None, boundaries={0: example}) as executor:
         executor.step(x, target=y)
         executor.evaluate(x, target=y)
-    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
-        (MSE(model(a), b) / 2).backward()
-    mine = [p.grad for stage in stages.values() for p in stage.parameters()]
-    for grad, p in zip(mine, model.parameters(), strict=True):
-        assert grad is not None
-        assert p.grad is not None
-        assert torch.equal(grad, p.grad)
+    twins.accumulate((x, y))
+    twins.assert_equal_gradients()
 
 
 def test_what_two_boundaries_differ_in_is_printed() -> None:

@@ -15,8 +15,9 @@ from tests.built_in import SYNCHRONOUS
 from tests.literals import listed
 from tests.runtime.kit import (
     MSE,
+    Batch,
+    Calls,
     Twins,
-    adamw,
     linear_stages,
     random_batch,
     random_batches,
@@ -26,96 +27,69 @@ from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import long
 
 
-class TwoOutputs(nn.Module):
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def sends_three(unused: nn.Module) -> Calls:
     """Two tensors to the next stage, one of them integers; a third that nobody uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first = nn.Linear(4, 4)
-        self.unused = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.first(x), (x > 0).long().sum(1), self.unused(x)
-
-
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.embedding = nn.Embedding(5, 4)
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, ids: Tensor, unused: Tensor) -> Tensor:
-        y: Tensor = self.last(x + self.embedding(ids))
-        return y
+    return Calls(lambda one, other, x: (one(x), (x > 0).long().sum(1), other(x)), linear(), unused)
 
 
 @on_ranks(2)
 def test_several_tensors_cross_a_boundary(rank: int) -> None:
     """Integers cross, and AdamW leaves alone what got no gradient (it would decay on zeros)."""
-    before = TwoOutputs().unused.weight.clone()
-    first = TwoOutputs()
-    train_on_rank(rank, [first, TwoInputs()], random_batches(3))
-    assert torch.equal(before, first.unused.weight)  # of the reference
-
-
-class Odd(nn.Module):
-    """Outputs that are not contiguous, empty, bool, and the very input."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x.t(), x[:0], x > 0, x
-
-
-class Even(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, empty: Tensor, mask: Tensor, same: Tensor) -> Tensor:
-        y: Tensor = self.last(x.t() * mask + same) + empty.sum()
-        return y
-
-
-@on_ranks(2)
-def test_tensors_of_any_layout_and_type_cross(rank: int) -> None:
-    train_on_rank(rank, [nn.Sequential(linear_stages()[0], Odd()), Even()], random_batches(2))
-
-
-@on_ranks(2)
-def test_a_stage_without_parameters_trains_the_others(rank: int) -> None:
-    train_on_rank(rank, [nn.Tanh(), linear_stages()[1]], random_batches(2))
-
-
-class Detached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(x.detach())
-        return y
+    unused = linear()  # of the reference
+    before = unused.weight.clone()
+    last = Calls(
+        lambda ids, last, x, number, _: last(x + ids(number)), nn.Embedding(5, 4), linear()
+    )
+    train_on_rank(rank, [sends_three(unused), last], random_batches(3))
+    assert torch.equal(before, unused.weight)
 
 
 @on_ranks(2)
 def test_a_gradient_that_is_none_arrives_as_absent(rank: int) -> None:
-    train_on_rank(rank, [linear_stages()[0], Detached()], random_batches(3))
+    detached = Calls(lambda last, x: last(x.detach()), linear())
+    train_on_rank(rank, [linear(), detached], random_batches(3))
+
+
+def sends_odd(first: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    """What is not contiguous, empty, bool, and the very input of a layer."""
+    y = torch.tanh(first(x))
+    return y.t(), y[:0], y > 0, y
+
+
+def takes_odd(last: nn.Module, x: Tensor, empty: Tensor, mask: Tensor, same: Tensor) -> Any:
+    return last(x.t() * mask + same) + empty.sum()
+
+
+def peeks(last: nn.Module, x: Tensor, *unused: Tensor) -> Any:
+    """Looks at its data, so no fake run can follow it, and uses one of its inputs."""
+    return last(x) * (2.0 if x.sum().item() > 0 else 1.0)
+
+
+STAGES: dict[str, Callable[[], list[nn.Module]]] = {
+    "any layout and type": lambda: [Calls(sends_odd, linear()), Calls(takes_odd, linear())],
+    "a first stage without parameters": lambda: [nn.Tanh(), linear()],
+    "a frozen first stage": lambda: [linear().requires_grad_(False), linear()],
+    "a last stage in place": lambda: [linear(), nn.Sequential(nn.ReLU(inplace=True), linear())],
+    # Absent gradients, too.
+    "where no fake run can follow": lambda: [sends_three(linear()), Calls(peeks, linear())],
+}
 
 
 @on_ranks(2)
-def test_a_frozen_first_stage_needs_no_gradient(rank: int) -> None:
-    whole = linear_stages()
-    whole[0].requires_grad_(False)
-    train_on_rank(rank, whole, random_batches(2))
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_of_any_kind_train(rank: int, name: str) -> None:
+    train_on_rank(rank, STAGES[name](), random_batches(3))
 
 
 @on_ranks(2)
 def test_the_backward_of_frozen_stages_may_be_split(rank: int) -> None:
     whole = linear_stages(4)
-    whole[0].requires_grad_(False)
-    whole[1].requires_grad_(False)
+    for stage in whole[:2]:
+        stage.requires_grad_(False)
     frozen = listed(
         1,
         "0 0 1 1",
@@ -125,189 +99,33 @@ def test_the_backward_of_frozen_stages_may_be_split(rank: int) -> None:
     train_on_rank(rank, whole, random_batches(2), target=frozen)
 
 
-@on_ranks(2)
-def test_a_stage_may_begin_with_a_layer_in_place(rank: int) -> None:
-    torch.manual_seed(5)
-    whole: list[nn.Module] = [
-        nn.Linear(4, 4),
-        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
-    ]
-    train_on_rank(rank, whole, random_batches(3))
-
-
-@on_ranks(2)
-def test_a_model_may_begin_with_a_layer_in_place(rank: int) -> None:
-    """The pieces of a split batch share a version counter; and the batch stays as it was."""
-    torch.manual_seed(5)
-    whole: list[nn.Module] = [
-        nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
-        linear_stages()[1],
-    ]
-    (x, y), *_ = random_batches(1)
-    before = x.clone()
-    twins = Twins(whole, schedir.build("fill-drain", ranks=2, microbatches=4), rank)
-    with twins.executor() as executor:
-        executor.step(x, target=y)
-    assert torch.equal(x, before)
-    twins.step((x.clone(), y))
-    twins.assert_equal()
-
-
-class Positions(nn.Module):
-    """Integer input, and positions made in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(6)
-        self.words = nn.Embedding(11, 4)
-        self.places = nn.Embedding(7, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        y: Tensor = self.words(ids) + self.places(torch.arange(ids.shape[1]))
-        return y
-
-
-@on_ranks(2)
-def test_positions_are_made_in_the_forward(rank: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    batches = [
-        (
-            torch.randint(0, 11, (8, 5), generator=generator),
-            torch.randn(8, 5, 4, generator=generator),
-        )
-        for _ in range(2)
-    ]
-    train_on_rank(rank, [Positions(), linear_stages()[1]], batches)
-
-
-class Peeking(nn.Module):
-    """Looks at its data, so no fake run can follow it, and uses one of its two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, ids: Tensor, unused: Tensor) -> Tensor:
-        scale = 2.0 if x.sum().item() > 0 else 1.0
-        y: Tensor = self.last(x) * scale
-        return y
-
-
-@on_ranks(2)
-def test_gradients_may_be_absent_after_a_stage_that_no_fake_run_can_follow(rank: int) -> None:
-    train_on_rank(rank, [TwoOutputs(), Peeking()], random_batches(3))
-
-
-class Growing(nn.Module):
+def grows(layer: nn.Module, x: Tensor) -> Any:
     """An output whose shape depends on data: no fake tensor can tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = int((x.sum() * 0 + 2).item())
-        y: Tensor = self.layer(x)[:rows]
-        return y
+    return layer(x)[: int((x.sum() * 0 + 2).item())]
 
 
 @on_ranks(2)
-def test_shapes_that_depend_on_data_are_declared(rank: int) -> None:
-    declared = {0: torch.empty(2, 4, device="meta")}
-    train_on_rank(rank, [Growing(), linear_stages()[1]], random_batches(2), boundaries=declared)
-
-
-class InPlaceAndGrowing(nn.Module):
-    """Works in place on the batch, and no fake run can follow it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.growing = Growing()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.growing(torch.relu_(x))
-        return y
-
-
-@on_ranks(2)
-def test_a_declared_first_stage_in_place_leaves_the_batch_alone(rank: int) -> None:
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_model_may_begin_with_a_layer_in_place(rank: int, declared: bool) -> None:
+    """The pieces of a split batch share a version counter; and the batch stays as it was, also
+    where no fake run can follow."""
+    first = Calls(grows, linear()) if declared else linear()
+    boundaries = {0: torch.empty(2, 4, device="meta")} if declared else None
     x, y = random_batch()
     before = x.clone()
     schedule = schedir.build("fill-drain", ranks=2, microbatches=4)
-    stage = InPlaceAndGrowing() if rank == 0 else linear_stages()[1]
-    example = {0: torch.empty(2, 4, device="meta")}
-    with Executor(schedule, {rank: stage}, MSE, adamw, boundaries=example) as executor:
+    whole = [nn.Sequential(nn.ReLU(inplace=True), first), linear_stages()[1]]
+    twins = Twins(whole, schedule, rank)
+    with twins.executor(boundaries=boundaries) as executor:
         executor.step(x, target=y)
     assert torch.equal(x, before)
+    twins.step((x, y))
+    twins.assert_equal()
 
 
-class Memory(nn.Module):
-    """Keeps things from one forward to the next: a mask, a count, a log, a table by length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask: Tensor | None = None
-        self.register_buffer("late", None)
-        self.calls = 0
-        self.log: list[Tensor] = []
-        self.table: dict[int, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mask is None:
-            self.mask = torch.ones(4)
-            self.late = torch.ones(4)
-        self.calls += 1
-        self.log.append(x.abs().max().detach())
-        table = self.table.setdefault(len(x), torch.ones(len(x), 1))
-        return x * self.mask * self.late * table
-
-
-@on_ranks(2)
-def test_finding_shapes_leaves_no_trace(rank: int) -> None:
-    stages = linear_stages()
-    whole: list[nn.Module] = [
-        nn.Sequential(stages[0], Memory()),
-        nn.Sequential(Memory(), stages[1]),
-    ]
-    train_on_rank(rank, whole, random_batches(2))
-    memory = Memory()
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    x, y = random_batch()
-    local = {rank: nn.Sequential(linear_stages()[rank], memory)}
-    with Executor(schedule, local, MSE, adamw) as executor:
-        executor.step(x, target=y)
-    assert memory.calls == 2
-    assert [type(entry) for entry in memory.log] == [Tensor, Tensor]
-
-
-@on_ranks(2)
-def test_hooks_see_real_data_alone(rank: int) -> None:
-    seen: list[type] = []
-    stage = linear_stages()[rank]
-    stage.register_forward_hook(lambda module, args, out: seen.append(type(out)))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    x, y = random_batch()
-    with Executor(schedule, {rank: stage}, MSE, adamw) as executor:
-        executor.step(x, target=y)
-    assert seen == [Tensor, Tensor]
-
-
-@on_ranks(2)
-def test_shapes_change_and_microbatches_are_uneven(rank: int) -> None:
-    batches = [random_batches(1, rows)[0] for rows in (8, 9, 6, 8, 4)]
-    train_on_rank(rank, linear_stages(), batches)
-
-
-def train_on_changing_shapes(
-    rank: int,
-    schedule: schedir.Schedule,
-    stages: Callable[[int], list[nn.Module]] = linear_stages,
-) -> None:
+def train_on_changing_shapes(twins: Twins) -> None:
     """On batches in any order: what is posted for one that does not come does no harm."""
     chance = torch.Generator().manual_seed(4)
-    twins = Twins(stages(schedule.stages), schedule, rank)
     with twins.executor() as executor:
         for rows in (8, 8, 9, 8, 8, 10, 10, 4, 9, 9, 8):
             x, y = (torch.randn(rows, 4, generator=chance) for _ in range(2))
@@ -320,18 +138,16 @@ def train_on_changing_shapes(
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_shapes_change_at_any_step(rank: int, ranks: int, name: str) -> None:
-    train_on_changing_shapes(rank, schedir.build(name, ranks=ranks, microbatches=4))
+    schedule = schedir.build(name, ranks=ranks, microbatches=4)
+    train_on_changing_shapes(Twins(linear_stages(schedule.stages), schedule, rank))
 
 
 @on_ranks(3)
 def test_shapes_change_beside_a_large_boundary(rank: int) -> None:
     """Of 0.7 MiB, so that the last two ranks post fewer receives ahead than the first one would."""
-
-    def stages(_: int) -> list[nn.Module]:
-        torch.manual_seed(5)
-        return [nn.Linear(4, 4), nn.Linear(4, 90_000), nn.Linear(90_000, 4)]
-
-    train_on_changing_shapes(rank, schedir.build("1f1b", ranks=3, microbatches=4), stages)
+    stages = [nn.Linear(4, 4), nn.Linear(4, 90_000), nn.Linear(90_000, 4)]
+    schedule = schedir.build("1f1b", ranks=3, microbatches=4)
+    train_on_changing_shapes(Twins(stages, schedule, rank))
 
 
 @on_ranks(2)
@@ -362,30 +178,15 @@ def test_a_weight_gradient_waits_for_no_send(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_ready_made_microbatches_come_in_a_list_or_an_iterator(rank: int) -> None:
-    twins = Twins(linear_stages(), schedir.build("1f1b", ranks=2, microbatches=3), rank)
-    x, y = random_batch(rows=7)
-    with twins.executor() as executor:
-        xs, ys = x.tensor_split(3), y.tensor_split(3)
-        assert executor.step(list(xs), target=list(ys)).loss == twins.step((x, y))
-        assert executor.step(iter(xs), target=iter(ys)).loss == twins.step((x, y))
-    twins.assert_equal()
-
-
-@on_ranks(2)
-def test_inputs_are_a_tuple(rank: int) -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(4)
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, z: Tensor) -> Tensor:
-            y: Tensor = self.layer(x) + z
-            return y
-
-    batches = [((x, y), x) for x, y in random_batches(2)]
-    train_on_rank(rank, [Sum(), linear_stages()[1]], batches)
+def test_inputs_are_a_tuple_or_integers(rank: int) -> None:
+    """With positions made in the forward."""
+    summed = Calls(lambda layer, x, z: layer(x) + z, linear())
+    batches: list[Batch] = [((x, y), x) for x, y in random_batches(2)]
+    train_on_rank(rank, [summed, linear()], batches)
+    words, places = nn.Embedding(11, 4), nn.Embedding(7, 4)
+    embed = Calls(lambda one, other, ids: one(ids) + other(torch.arange(5)), words, places)
+    batches = [(torch.randint(0, 11, (8, 5)), torch.randn(8, 5, 4)) for _ in range(2)]
+    train_on_rank(rank, [embed, linear()], batches)
 
 
 @on_ranks(3)

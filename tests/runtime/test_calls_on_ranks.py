@@ -24,7 +24,7 @@ import schedir
 from schedir.runtime import Executor
 from schedir.training import Checkpoint
 from tests.runtime.kit import MSE, adamw, everyone, linear_stages, message_of, random_batch
-from tests.runtime.on_ranks import on_ranks
+from tests.runtime.on_ranks import name_of, on_ranks
 from tests.sweeps import sweep
 
 LONG = 60.0  # seconds, of which none should be waited
@@ -47,11 +47,6 @@ def evaluate(executor: Executor, rows: int) -> object:
     return executor.evaluate(x, target=y).loss
 
 
-def run(executor: Executor, rows: int) -> None:
-    for result in executor.run([random_batch(rows)] * 2, segment=8):
-        assert result.loss
-
-
 def hand_out(executor: Executor, rows: int) -> object:
     values = [*range(executor.schedule.ranks)]
     return executor.hand_out(None if executor.rank else values)
@@ -64,12 +59,14 @@ def save(executor: Executor, rows: int) -> None:
 
 CALLS: dict[str, Callable[[Executor, int], object]] = {
     "step": step,
-    "step(update=False)": lambda executor, rows: step(executor, rows, update=False),
+    "step(update=False)": partial(step, update=False),
     "evaluate": evaluate,
     "infer": lambda executor, rows: executor.infer(random_batch(rows)[0]),
-    "run": run,
-    "gather": lambda executor, rows: executor.gather(rows),
-    "collect": lambda executor, rows: executor.collect(rows),
+    "run": lambda executor, rows: [
+        result.loss for result in executor.run([random_batch(rows)] * 2, segment=8)
+    ],
+    "gather": Executor.gather,
+    "collect": Executor.collect,
     "hand_out": hand_out,
     "timelines": lambda executor, rows: executor.timelines(),
     "save": save,
@@ -79,9 +76,10 @@ ENDS = "ends"  # without a close
 LEAVES = "close", ENDS
 
 
-def names_both(text: str, own: str, other: str) -> bool:
+def names_both(text: str, own: str, other: str, number: int) -> bool:
     """Whether an error has the calls of two ranks. Within a save there are only gathers."""
-    theirs = "has closed its executor, or ended, after" if other in LEAVES else other
+    ended = f"has closed its executor, or ended, after {number} calls"
+    theirs = ended if other in LEAVES else other
     within = {"save": "is gather", "close": "is close"}
     mine = own in text or within.get(own, own) in text
     return mine and (theirs in text or within.get(other, theirs) in text)
@@ -108,11 +106,10 @@ def assert_differing_calls_are_named(
         said = message_of(CALLS[name], executor, 8)  # who only sends is told in the next call
     assert time.monotonic() - started < LONG / 4
     texts = everyone(said)
-    others = {*names}
+    others, number = {*names}, 2 * warm
     for own, text in zip(names, texts, strict=True):
         if own not in LEAVES:
-            assert any(names_both(text, own, other) for other in others - {own}), texts
-    number = 2 * warm
+            assert any(names_both(text, own, other, number) for other in others - {own}), texts
     assert any(f"call {number}" in text or f"after {number} calls" in text for text in texts)
     if name != ENDS:
         again = "is closed" if name == "close" else "is broken"
@@ -135,52 +132,22 @@ def test_differing_calls_are_named(
 
 
 ODD_CALLS = list(permutations(("step", "step(update=False)", "evaluate"), 2))
-
-
-@on_ranks(3)
-@sweep("odd_rank", [0, 1, 2], quick=[1])
-@sweep("names", ODD_CALLS, quick=ODD_CALLS[1:3], ids=" and ".join)
-def test_one_rank_of_three_calls_something_else(
-    rank: int, names: tuple[str, str], odd_rank: int
-) -> None:
-    name, odd = names
-    called = [odd if other == odd_rank else name for other in range(3)]
-    assert_differing_calls_are_named(called, executor_on(rank, 3), rank)
-
-
 OTHERS = [pair for pair in PAIRS if "step" in pair and "step(update=False)" not in pair]
+ODD_ONES = [(3, odd, names) for odd in range(3) for names in ODD_CALLS]
+ODD_ONES += [(4, odd, names) for odd in (0, 2) for names in OTHERS]
+QUICK_ONES = [(3, 1, ODD_CALLS[1]), (3, 1, ODD_CALLS[2])]
+QUICK_ONES += [(4, 2, ("step", "hand_out")), (4, 2, ("gather", "step"))]
 
 
-@on_ranks(4)
-@sweep("odd_rank", [0, 2], quick=[2])
-@sweep("names", OTHERS, quick=[("step", "hand_out"), ("gather", "step")], ids=" and ".join)
-def test_one_rank_of_four_calls_something_else(
-    rank: int, names: tuple[str, str], odd_rank: int
+@on_ranks()
+@sweep("ranks, odd_rank, names", ODD_ONES, quick=QUICK_ONES, ids=name_of)
+def test_one_rank_calls_something_else(
+    rank: int, ranks: int, odd_rank: int, names: tuple[str, str]
 ) -> None:
     name, odd = names
-    called = [odd if other == odd_rank else name for other in range(4)]
-    executor_here = partial(executor_on, rank, 4, "pipedream", trace=True)
-    assert_differing_calls_are_named(called, executor_here(), rank)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("longer", [0, 1])
-@pytest.mark.parametrize("leaves", LEAVES)
-def test_one_step_more_is_named(rank: int, longer: int, leaves: str) -> None:
-    executor = executor_on(rank)
-    for _ in range(2):
-        step(executor, 8)
-    said = ""
-    if rank == longer:
-        said = message_of(step, executor, 8)
-    elif leaves == ENDS:
-        del executor
-        gc.collect()
-    else:
-        executor.close()
-    text = everyone(said)[longer]
-    assert "call 2" in text
-    assert "after 2 calls" in text or "but call 2 of rank 0 is close" in text
+    called = [odd if other == odd_rank else name for other in range(ranks)]
+    options: dict[str, Any] = {"name": "pipedream", "trace": True} if ranks == 4 else {}
+    assert_differing_calls_are_named(called, executor_on(rank, ranks, **options), rank)
 
 
 @on_ranks(4)

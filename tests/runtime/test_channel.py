@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import schedir
-from schedir import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, RECEIVES, TRANSPORTS, flat
 from schedir.runtime import Executor, plan
@@ -25,12 +24,16 @@ from schedir.runtime.transports.in_process import Endpoint
 from schedir.runtime.transports.nccl import NcclTransport
 from schedir.runtime.transports.transport import Work
 from tests.built_in import NAMES
+from tests.literals import listed
 from tests.runtime.kit import (
     CROSSING,
     MSE,
     linear_stages,
     message_of,
+    numbered,
+    random_batch,
     random_batches,
+    refused,
     sgd,
     train_on_rank,
 )
@@ -40,17 +43,17 @@ from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
 
 
-@pytest.mark.parametrize("channel", schedir.CHANNELS)
-def test_gloo_and_one_process_take_every_model(channel: str) -> None:
+def test_gloo_and_one_process_take_every_model() -> None:
     for transport in (GlooTransport, Endpoint):
-        assert channel_for(transport, channel, warns=True) == channel
+        taken = [channel_for(transport, channel, warns=True) for channel in schedir.CHANNELS]
+        assert taken == [*schedir.CHANNELS]
 
 
 def test_a_transport_stands_for_its_model() -> None:
     for transport, name in ((NcclTransport, "nccl"), (GlooTransport, "gloo")):
         assert channel_for(transport, name, warns=True) == transport.channel == TRANSPORTS[name]
     assert channel_for(GlooTransport, "mpi", warns=True) == "host"
-    with pytest.raises(ExecutionError, match="the least strict model there is 'edge'"):
+    with refused("the least strict model there is 'edge'"):
         channel_for(NcclTransport, "gloo", warns=True)
 
 
@@ -69,13 +72,12 @@ def test_nccl_takes_what_it_can_do_and_warns_of_what_it_may_not(
         for needed in ("CUDA_DEVICE_MAX_CONNECTIONS=32", "CUDA_MODULE_LOADING=EAGER", "warm up"):
             assert needed in record.getMessage()
         caplog.clear()
-    with pytest.raises(schedir.ExecutionError, match="a posted receive is a kernel"):
+    with refused("a posted receive is a kernel"):
         channel_for(NcclTransport, "async", warns=True)
 
 
 def executor_of(schedule: schedir.Schedule, **options: Any) -> Executor:
-    torch.manual_seed(0)
-    stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(schedule.stages)}
+    stages = numbered(linear_stages(schedule.stages))
     return Executor(schedule, stages, MSE, sgd, in_process=True, **options)
 
 
@@ -88,46 +90,46 @@ def test_the_list_is_proved_under_the_model_that_is_wanted() -> None:
         assert "unknown channel model" in message_of(executor_of, CROSSING, channel=unknown)
 
 
-def test_nccl_refuses_a_list_before_any_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says how to have it run all the same; there is no process group in this process."""
+@pytest.fixture
+def as_over_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on rank 0 of two; no process group is made in this process."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(plan, "transport_for", lambda *_: NcclTransport)
-    with pytest.raises(schedir.ScheduleError, match="S301") as refused:
-        Executor(CROSSING, {0: nn.Linear(3, 3)}, MSE, sgd)
-    assert 'Executor(channel="edge")' in str(refused.value)
-    (found,) = refused.value.diagnostics
-    assert len(found.locations) == 4
+    yield
     assert not torch.distributed.is_initialized()
 
 
+def test_nccl_refuses_a_list_before_any_group_is_made(as_over_nccl: None) -> None:
+    """And says how to have it run all the same."""
+    with pytest.raises(schedir.ScheduleError, match="S301") as found:
+        Executor(CROSSING, {0: nn.Linear(3, 3)}, MSE, sgd)
+    assert 'Executor(channel="edge")' in str(found.value)
+    (diagnostic,) = found.value.diagnostics
+    assert len(diagnostic.locations) == 4
+
+
 # Rank 1 hands one activation on while it takes the next.
-ONWARD = schedir.Schedule.of(
-    "onward",
-    [0, 1, 2],
-    [
-        "0F0 0SEND_ACT0 0F1 0SEND_ACT1",
-        "1RECV_ACT0 1F0 (1SEND_ACT0;1RECV_ACT1) 1F1 1SEND_ACT1",
-        "2RECV_ACT0 2F0 2RECV_ACT1 2F1",
-    ],
+ONWARD = listed(
+    2,
+    "0 1 2",
+    "0F0 0SEND_ACT0 0F1 0SEND_ACT1",
+    "1RECV_ACT0 1F0 (1SEND_ACT0;1RECV_ACT1) 1F1 1SEND_ACT1",
+    "2RECV_ACT0 2F0 2RECV_ACT1 2F1",
 )
 
 
 def test_batches_that_couple_streams_are_refused_where_the_model_takes_them_apart(
-    monkeypatch: pytest.MonkeyPatch,
+    as_over_nccl: None,
 ) -> None:
     """Channels that share a communicator share its stream, so the proof would not hold."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(plan, "transport_for", lambda *_: NcclTransport)
     stages = {0: nn.Linear(3, 3)}
     message = message_of(Executor, megatron(2, 4), stages, MSE, sgd, channel="edge")
     assert "'edge'" in message
     assert "the batches of megatron have the channels 0→1 1→0 share a stream" in message
-    assert not torch.distributed.is_initialized()
     check_streams(megatron(2, 4), NcclTransport, "pair")  # it has one for both directions
     check_streams(megatron(3, 4), NcclTransport, "pair")
-    with pytest.raises(schedir.ExecutionError, match="0→1 1→2 share a stream"):
+    with refused("0→1 1→2 share a stream"):
         check_streams(ONWARD, NcclTransport, "pair")
     for allowed in ("host", "rank"):
         check_streams(ONWARD, NcclTransport, allowed)
@@ -138,14 +140,7 @@ def test_batches_that_couple_streams_are_refused_where_the_model_takes_them_apar
 @on_ranks(2)
 def test_nccl_runs_it_where_the_user_says_so(rank: int, caplog: pytest.LogCaptureFixture) -> None:
     with nccl_over_gloo():
-        train_on_rank(
-            rank,
-            linear_stages(),
-            random_batches(2),
-            target=CROSSING,
-            microbatches=2,
-            channel="edge",
-        )
+        train_on_rank(rank, linear_stages(), random_batches(2), target=CROSSING, channel="edge")
     assert len(caplog.records) == (rank == 0)
 
 
@@ -162,6 +157,7 @@ class Recorder:
     """What transports are told to post, by rank, with the entry that is carried out by then."""
 
     entry: schedir.Action | None = None
+    rank: int = 0
     posted: dict[int, list[tuple[schedir.Action | None, bool, int]]] = attrs.field(factory=dict)
 
     def watch(self, monkeypatch: pytest.MonkeyPatch, transport: type[Any]) -> None:
@@ -178,16 +174,19 @@ class Recorder:
 
         return attrs.evolve(instruction, run=run)
 
-    rank: int = 0
-
-    def recording(self, post: Any, sends: bool) -> Any:
+    def recording(self, post: Any, sends: bool) -> Callable[..., Work]:
         def recorded(transport: Any, tensor: Tensor, peer: int) -> Work:
-            posted = self.posted.setdefault(self.rank, [])
-            posted.append((self.entry, sends, peer))
+            self.posted.setdefault(self.rank, []).append((self.entry, sends, peer))
             work: Work = post(transport, tensor, peer)
             return work
 
         return recorded
+
+    def step(self, executor: Executor) -> None:
+        """Record what a step posts."""
+        self.posted.clear()
+        x, y = random_batch()
+        executor.step(x, target=y)
 
 
 def communication(
@@ -211,20 +210,15 @@ def test_the_schedule_is_what_the_transport_posted(
     recorder = Recorder()
     recorder.watch(monkeypatch, Endpoint)
     with executor_of(schedule, channel=channel) as executor:
-        executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
+        recorder.step(executor)
         assert not recorder.posted  # the first call learns what is posted from then on
         for _ in range(2):
-            recorder.posted.clear()
-            executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
+            recorder.step(executor)
             carried_out = executor.schedule
             for rank in range(3):
                 assert recorder.posted[rank] == communication(carried_out, rank)
             assert channel in schedir.check(carried_out).clean_channels
             assert carried_out == schedir.advance_receives(schedule, channel, 10**6)
-
-
-def over(transport: type[Any]) -> AbstractContextManager[object]:
-    return nccl_over_gloo() if transport is NcclTransport else nullcontext()
 
 
 @on_ranks(2)
@@ -233,18 +227,18 @@ def over(transport: type[Any]) -> AbstractContextManager[object]:
 def test_so_it_is_on_ranks(name: str, channel: str, rank: int) -> None:
     """NCCL's own way too: with receives ahead over compute only."""
     schedule = schedir.build(name, ranks=2, microbatches=4)
-    stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in schedule.stages_of(rank)}
+    stages: dict[int, nn.Module] = {s: nn.Linear(4, 4) for s in schedule.stages_of(rank)}
     for transport in (GlooTransport, NcclTransport)[: 1 + (channel == "rank")]:
         recorder = Recorder()
-        with pytest.MonkeyPatch.context() as monkeypatch, over(transport):
+        over = nccl_over_gloo() if transport is NcclTransport else nullcontext()
+        with pytest.MonkeyPatch.context() as monkeypatch, over:
             recorder.watch(monkeypatch, transport)
             with Executor(schedule, stages, MSE, sgd, channel=channel) as executor:
-                executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
+                recorder.step(executor)
                 assert not recorder.posted  # the first call learns what is posted from then on
                 # The third call has its first receives posted early, where that is done.
                 for _ in range(2):
-                    recorder.posted.clear()
-                    executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
+                    recorder.step(executor)
                     expected = communication(executor.schedule, rank)
                     assert recorder.posted[rank][-len(expected) :] == expected
                 assert executor.schedule == schedir.advance_receives(schedule, channel, 10**6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,45 +13,28 @@ from schedir.runtime.processes.clocks import Alignment, Reading, Round, reading_
 
 MS = 1_000_000
 delays = st.integers(1_000, 20 * MS)
+Lengths: TypeAlias = list[tuple[int, int, int]]
 
 
-def shown(true: float, offset: int, drift: float) -> int:
-    """What a clock shows at a time of process 0's, which it is behind by `offset` at 0."""
-    return round((true - offset) * (1 + drift))
-
-
-def rounds_of(
-    begin: int, offset: int, drift: float, lengths: list[tuple[int, int, int]]
-) -> list[Round]:
-    """Rounds one after the other, of which each message takes its own time."""
+def rounds_of(begin: int, offset: int, drift: float, lengths: Lengths) -> list[Round]:
+    """Rounds one after the other, of which each message takes its own time; the other clock is
+    behind that of process 0 by `offset` at 0."""
     found, true = [], begin
     for there, between, back in lengths:
         arrived, left = true + there, true + there + between
-        found.append(
-            Round(
-                shown(true, offset, drift),
-                arrived,
-                left,
-                shown(left + back, offset, drift),
-            )
-        )
+        sent, returned = (round((t - offset) * (1 + drift)) for t in (true, left + back))
+        found.append(Round(sent, arrived, left, returned))
         true = left + back
     return found
 
 
-@given(
-    offset=st.integers(-(10**15), 10**15),
-    drift=st.floats(-9e-4, 9e-4),
-    lengths=st.lists(st.tuples(delays, st.integers(0, MS), delays), min_size=1),
-    later=st.lists(st.tuples(delays, st.integers(0, MS), delays), min_size=1),
-    share=st.floats(0, 1),
-)
+LENGTHS = st.lists(st.tuples(delays, st.integers(0, MS), delays), min_size=1)
+OFFSETS = st.integers(-(10**15), 10**15)
+
+
+@given(OFFSETS, st.floats(-9e-4, 9e-4), LENGTHS, LENGTHS, st.floats(0, 1))
 def test_a_time_is_aligned_within_the_bound(
-    offset: int,
-    drift: float,
-    lengths: list[tuple[int, int, int]],
-    later: list[tuple[int, int, int]],
-    share: float,
+    offset: int, drift: float, lengths: Lengths, later: Lengths, share: float
 ) -> None:
     begin = 10**16
     first = reading_of(rounds_of(begin, offset, drift, lengths))

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from reference import plain_step, run_stages
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
-from schedir import Action, ExecutionError, backward, forward, optim_step
 from schedir.runtime import Executor
 from schedir.runtime.gradients.scaling import steps_apart
 from tests.runtime.far import FarDevice
@@ -29,8 +28,10 @@ from tests.runtime.kit import (
     numbered,
     random_batch,
     random_batches,
+    refused,
     sgd,
 )
+from tests.runtime.lists import stepping
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.recurrences import delayed
 from tests.sweeps import sweep
@@ -38,34 +39,27 @@ from tests.sweeps import sweep
 SIZES = [(2, 1), (3, 1), (1, 2), (3, 2), (2, 3), (7, 2), (1, 7), (2, 1, 3), (1, 3, 3), (2, 4)]
 
 
-def stepping(sizes: Sequence[int], microbatches: int) -> schedir.Schedule:
-    """One microbatch after the other; stage s on rank s steps after each `sizes[s]`, and last."""
+def doubled(number: int) -> list[nn.Module]:
+    return [stage.double() for stage in linear_stages(number)]
 
-    def listed(pipe: schedir.Pipeline, rank: int) -> list[Action]:
-        found = []
-        for m in range(pipe.microbatches):
-            found += [forward(rank, m), backward(rank, m)]
-            if (m + 1) % sizes[rank] == 0 or m + 1 == pipe.microbatches:
-                found.append(optim_step(rank))
-        return found
 
-    return schedir.build(listed, ranks=len(sizes), microbatches=microbatches)
+def assert_close(twins: Twins, near: float = 1e-13) -> None:
+    """Of whole groups the scale is exact, where the recurrence adds up rounded weights."""
+    for s, module in twins.local.items():
+        mine, theirs = module.state_dict(), twins.whole[s].state_dict()
+        torch.testing.assert_close(mine, theirs, rtol=near, atol=near)
 
 
 def train(sizes: Sequence[int], microbatches: int, rank: int | None, **options: Any) -> None:
     """On a rank, or all in this process."""
-    schedule = stepping(sizes, microbatches)
-    twins = Twins([s.double() for s in linear_stages(len(sizes))], schedule, rank, momentum)
+    twins = Twins(doubled(len(sizes)), stepping(sizes, microbatches), rank, momentum)
     recurrence = delayed(sizes, microbatches, lambda s, m: m // sizes[s])
     with twins.executor(**options) as executor:
         for x, y in random_batches(2, 2 * microbatches + 3):  # some microbatches are larger
             batch = x.double(), y.double()
             found = executor.step(batch[0], target=batch[1]).loss
             assert found == twins.step(batch, recurrence=recurrence)
-    for s, module in twins.local.items():
-        for mine, theirs in zip(module.parameters(), twins.whole[s].parameters(), strict=True):
-            # Of whole groups the scale is exact, where the recurrence adds up rounded weights.
-            torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
+    assert_close(twins)
 
 
 @sweep("sizes", SIZES, quick=SIZES[:3])
@@ -80,13 +74,12 @@ def test_on_two_ranks(rank: int, sizes: tuple[int, ...]) -> None:
 
 
 @on_ranks(2)
-def test_a_count_of_ones_own(rank: int) -> None:
-    """It weighs the microbatches on the rank of the loss, and tells the other one."""
-    train((2, 3), 7, rank, count=lambda y: torch.tensor(float(len(y))))
-
-
-@on_ranks(2)
-def test_what_is_counted_on_a_device_stays_there(rank: int, far: FarDevice) -> None:
+@pytest.mark.parametrize("device", ["here", "far"])
+def test_a_count_of_ones_own(rank: int, device: str, request: pytest.FixtureRequest) -> None:
+    """It weighs the microbatches on the rank of the loss, and tells the other one; what is counted
+    on a device stays there."""
+    if device == "far":
+        request.getfixturevalue("far")
     train((2, 3), 7, rank, count=lambda y: torch.tensor(float(len(y))))
 
 
@@ -96,24 +89,18 @@ def test_two_pipelines(rank: int, sizes: tuple[int, ...]) -> None:
     """Their microbatches of one number are one, larger, microbatch; they are of unequal size."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     line, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
-    schedule = stepping(sizes, 5)
-    twins = Twins([s.double() for s in linear_stages()], schedule, place, momentum)
+    twins = Twins(doubled(2), stepping(sizes, 5), place, momentum)
     recurrence = delayed(sizes, 5, lambda s, m: m // sizes[s])
     with twins.executor(mesh=mesh) as executor:
         for seed in range(2):
-            batches = [random_batch(rows, seed) for rows in (7, 12)]
-            halves = [microbatches_of((x.double(), y.double()), 5) for x, y in batches]
+            batches = [[t.double() for t in random_batch(rows, seed)] for rows in (7, 12)]
+            halves = [microbatches_of((x, y), 5) for x, y in batches]
             both = zip(*halves, strict=True)
             pieces = [(torch.cat([a, c]), torch.cat([b, d])) for (a, b), (c, d) in both]
-            x, y = batches[line]
-            found = executor.step(x.double(), target=y.double()).loss
-            assert found == pytest.approx(
-                plain_step(twins.whole, MSE, twins.optimizers, pieces, recurrence)
-            )
-    for mine, theirs in zip(
-        twins.local[place].parameters(), twins.whole[place].parameters(), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+            found = executor.step(batches[line][0], target=batches[line][1]).loss
+            expected = plain_step(twins.whole, MSE, twins.optimizers, pieces, recurrence)
+            assert found == pytest.approx(expected)
+    assert_close(twins, 1e-12)
 
 
 def test_groups_that_agree_are_not_scaled() -> None:
@@ -125,72 +112,52 @@ def test_groups_that_agree_are_not_scaled() -> None:
 
 
 def test_gradients_from_before_are_not_scaled() -> None:
-    schedule = stepping((2, 1), 4)
     stages = numbered(linear_stages())
     x, y = random_batch()
-    with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
+    with Executor(stepping((2, 1), 4), stages, MSE, sgd, in_process=True) as executor:
         executor.step(x, target=y, update=False)
-        with pytest.raises(ExecutionError, match="stage 0 has gradients from before this call"):
+        with refused("stage 0 has gradients from before this call"):
             executor.step(x, target=y)
         for stage in stages.values():
             stage.zero_grad()
         executor.step(x, target=y)
 
 
+def executor_of(sizes: Sequence[int], microbatches: int, **options: Any) -> Executor:
+    schedule = stepping(sizes, microbatches)
+    return Executor(schedule, numbered(linear_stages()), MSE, sgd, in_process=True, **options)
+
+
 def test_there_is_no_norm_of_all_gradients() -> None:
-    with pytest.raises(ExecutionError, match="clip_grad_norm needs all gradients before any rank"):
-        Executor(
-            stepping((2, 1), 4),
-            numbered(linear_stages()),
-            MSE,
-            sgd,
-            in_process=True,
-            clip_grad_norm=1.0,
-        )
+    with refused("clip_grad_norm needs all gradients before any rank"):
+        executor_of((2, 1), 4, clip_grad_norm=1.0)
 
 
 def test_a_step_without_samples_is_refused() -> None:
-    schedule = stepping((1, 2), 2)
-
-    def count(target: Tensor) -> float:
-        return float((target >= 0).sum())
-
     x, y = random_batch(4)
     y[:2], y[2:] = -1, 1
-    stages: dict[int, nn.Module] = numbered(linear_stages())
-    with (
-        Executor(schedule, stages, MSE, sgd, in_process=True, count=count) as executor,
-        pytest.raises(ExecutionError, match=r"microbatches \[0\] hold no samples at all"),
-    ):
+    executor = executor_of((1, 2), 2, count=lambda target: float((target >= 0).sum()))
+    with refused(r"microbatches \[0\] hold no samples at all"):
         executor.step(x, target=y)
 
 
 def test_a_step_without_samples_on_a_device_is_refused_later(far: FarDevice) -> None:
     y = torch.ones(4, 4)
     y[:2] = -1
-    with Executor(
-        stepping((1, 2), 2),
-        numbered(linear_stages()),
-        MSE,
-        sgd,
-        in_process=True,
-        count=lambda target: (target >= 0).sum(),
-        nonfinite="ignore",
-    ) as executor:
+    options: dict[str, Any] = {"count": lambda target: (target >= 0).sum(), "nonfinite": "ignore"}
+    with executor_of((1, 2), 2, **options) as executor:
         executor.step(y, target=y)
-        with pytest.raises(ExecutionError, match=r"microbatches \[0\] hold no samples at all"):
+        with refused(r"microbatches \[0\] hold no samples at all"):
             executor.step(y, target=y)
 
 
 def test_tied_stages_step_at_one_rate() -> None:
     """The loss stage may step at another."""
-    schedule = stepping((2, 2, 1), 4)
-    whole = [s.double() for s in linear_stages(3)]
+    whole = doubled(3)
     whole[1].load_state_dict(whole[0].state_dict())
-    ties = [[(0, "0.weight"), (1, "0.weight")]]
-    twins = Twins(whole, schedule, None, sgd)
-    with twins.executor(ties=ties) as executor:
-        x, y = (t.double() for t in random_batch())
+    twins = Twins(whole, stepping((2, 2, 1), 4), None, sgd)
+    x, y = (t.double() for t in random_batch())
+    with twins.executor(ties=[[(0, "0.weight"), (1, "0.weight")]]) as executor:
         executor.step(x, target=y)
     (first, _), (second, _) = whole[0].children(), whole[1].children()
     second.weight = first.weight
@@ -203,6 +170,4 @@ def test_tied_stages_step_at_one_rate() -> None:
                 p.grad *= 1 / 2 if optimizer is tied else 1
             optimizer.step()
             optimizer.zero_grad()
-    for s, module in twins.local.items():
-        for mine, theirs in zip(module.parameters(), whole[s].parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
+    assert_close(twins)

@@ -7,53 +7,37 @@ import random
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import plain_step, recurrence_of
+from reference import recurrence_of
 from torch import nn
 
 import schedir
 from schedir import Kind
-from schedir.runtime import Executor
 from tests.joined import drawn_joined
-from tests.runtime.kit import (
-    MSE,
-    adamw,
-    assert_equal_gradients,
-    assert_equal_stages,
-    gradients,
-    microbatches_of,
-    numbered,
-    random_batch,
-)
+from tests.runtime.kit import Twins, adamw, random_batch
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import examples, sweep
 
 
-def stages_of(schedule: schedir.Schedule, seed: int) -> list[nn.Module]:
-    torch.manual_seed(seed)
-    return [nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.Tanh()) for _ in range(schedule.stages)]
-
-
 def train_and_compare(schedule: schedir.Schedule, seed: int, rank: int | None) -> None:
     """One shape, the same, another one, the first again, and evaluation between."""
-    stages, twins = stages_of(schedule, seed), stages_of(schedule, seed)
-    for stage in stages[1::2]:
-        stage.get_submodule("0").inplace = True  # type: ignore[assignment]
-    local = numbered(stages) if rank is None else {s: stages[s] for s in schedule.stages_of(rank)}
-    make = adamw if any(a.kind is Kind.OPTIM_STEP for own in schedule.flat for a in own) else None
-    optimizers = [make(twin.parameters()) for twin in twins] if make else []
-    with Executor(schedule, local, MSE, make, in_process=rank is None, timeout=60) as executor:
+    torch.manual_seed(seed)
+    stages = [nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.Tanh()) for _ in range(schedule.stages)]
+    twins = Twins(stages, schedule, rank)
+    for s, stage in twins.local.items():
+        stage.get_submodule("0").inplace = s % 2 == 1  # type: ignore[assignment]
+    steps = any(a.kind is Kind.OPTIM_STEP for own in schedule.flat for a in own)
+    train = twins.step if steps else twins.accumulate
+    with twins.executor(optimizer=adamw if steps else None, timeout=60) as executor:
         for rows in (9, 9, 4, 9):
             x, y = random_batch(rows, seed=rows)
             before = executor.evaluate(x, target=y).loss
             loss = executor.step(x, target=y).loss
-            pieces = microbatches_of((x, y), schedule.microbatches)
-            assert loss == plain_step(twins, MSE, optimizers, pieces, recurrence_of(schedule))
-            assert loss == before or not make or schedule.name != "drawn"
-            held = gradients(local.values())
-            assert_equal_gradients(held, gradients(twins[s] for s in local))
-            for module in (*stages, *twins):
+            assert loss == train((x, y), recurrence=recurrence_of(schedule))
+            assert loss == before or not steps or schedule.name != "drawn"
+            twins.assert_equal_gradients()
+            for module in (*twins.local.values(), *twins.whole):
                 module.zero_grad()
-    assert_equal_stages(local, twins)
+    twins.assert_equal()
 
 
 def drawn_list(seed: int) -> schedir.Schedule | None:

@@ -10,7 +10,7 @@ from torch import nn
 import schedir
 from schedir.runtime import Executor
 from tests.literals import listed
-from tests.runtime.kit import MSE
+from tests.runtime.kit import MSE, refused
 from tests.runtime.launch import torchrun
 from tests.sweeps import long
 
@@ -85,25 +85,27 @@ def test_a_wrong_schedule_is_refused_before_any_process_group() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("world", [None, 1, 3])
-def test_outside_torchrun_the_fix_is_named(
-    world: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("ranks", "world", "said"),
+    [
+        (2, None, "torchrun --nproc-per-node 2"),
+        (2, 1, "torchrun --nproc-per-node 2"),
+        (2, 3, "torchrun --nproc-per-node 2"),
+        # One rank is not trained once in each process.
+        (1, 2, r"1 ranks, but 2 processes run; .*pass mesh="),
+    ],
+)
+def test_for_other_numbers_of_processes_the_fix_is_named(
+    ranks: int, world: int | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if world is not None:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", str(world))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    with pytest.raises(schedir.ExecutionError, match="torchrun --nproc-per-node 2"):
-        Executor(schedule, {0: nn.Linear(1, 1)}, MSE)
-
-
-def test_one_rank_is_not_trained_once_in_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    schedule = schedir.build("1f1b", ranks=1, microbatches=2)
-    with pytest.raises(schedir.ExecutionError, match=r"1 ranks, but 2 processes run; .*pass mesh="):
-        Executor(schedule, {0: nn.Linear(1, 1)}, MSE)
-    Executor(schedule, {0: nn.Linear(1, 1)}, MSE, in_process=True).close()
+    schedule = schedir.build("1f1b", ranks=ranks, microbatches=2)
+    stages = {s: nn.Linear(1, 1) for s in range(ranks)}
+    with refused(said):
+        Executor(schedule, {0: stages[0]}, MSE)
+    Executor(schedule, stages, MSE, in_process=True).close()
 
 
 def test_one_rank_needs_no_process_group() -> None:

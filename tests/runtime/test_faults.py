@@ -14,25 +14,9 @@ import pytest
 from tests.sweeps import sweep
 
 TOOLS = Path(__file__).parents[2] / "tools"
-ROWS = [
-    "exception",
-    "SIGKILL",
-    "exit",
-    "segfault",
-    "SIGSTOP",
-    "hang",
-    "loader stalls",
-    "lock held",
-    "socket",
-    "launcher SIGKILL",
-    "launcher SIGTERM",
-    "Ctrl-C",
-    "node's launcher",
-    "SIGKILL on 2 nodes",
-    "slowed 2x",
-    "slowed 10x",
-    "none beside load",
-]
+ROWS = ["exception", "SIGKILL", "exit", "segfault", "SIGSTOP", "hang", "loader stalls", "lock held"]
+ROWS += ["socket", "launcher SIGKILL", "launcher SIGTERM", "Ctrl-C", "node's launcher"]
+ROWS += ["SIGKILL on 2 nodes", "slowed 2x", "slowed 10x", "none beside load"]
 
 
 @pytest.mark.timeout(250)

@@ -12,13 +12,8 @@ from tests.runtime.queueing import Queueing
 from tests.sweeps import sweep
 
 ALONE = [name for name, make in FEATURES.items() if make().pipelines == 1]
-OVER_NCCL = [
-    "ties and clipping",
-    "weight versions",
-    "split backward",
-    "batches",
-    "ties of replicas",
-]
+OVER_NCCL = {"ties and clipping", "weight versions", "split backward", "batches"}
+OVER_NCCL |= {"ties of replicas"}
 PROCESSES = [(make().processes, name) for name, make in FEATURES.items()]
 
 

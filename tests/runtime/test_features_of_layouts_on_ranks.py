@@ -14,16 +14,8 @@ from tests.sweeps import sweep
 SHARDED, SPLIT, BY_ROWS = "pp 2 x fsdp 2", "pp 2 x tp 2", "pp 2 x sp 2"
 BOTH, COPIED = "fsdp 2 x tp 2", "dp 2 x tp 2"
 ALL = [SHARDED, SPLIT, BY_ROWS, BOTH, COPIED]
-QUICK = [
-    ("clipping", BY_ROWS),
-    ("clipping", COPIED),
-    ("scaler", BOTH),
-    ("ties", SHARDED),
-    ("ties", SPLIT),
-    ("replicas", SPLIT),
-    ("offload", SHARDED),
-    ("compiled", SHARDED),
-]
+QUICK = [("clipping", BY_ROWS), ("clipping", COPIED), ("scaler", BOTH), ("ties", SHARDED)]
+QUICK += [("ties", SPLIT), ("replicas", SPLIT), ("offload", SHARDED), ("compiled", SHARDED)]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that torch.compile looks at
@@ -48,8 +40,7 @@ def test_gradients_add_up_over_calls(rank: int, layout: str) -> None:
 def test_a_step_that_is_not_finite_is_left_out_everywhere(rank: int, layout: str) -> None:
     """Only the second pipeline's batch has the NaN, where there are two."""
     pair = pair_of(layout, nonfinite="skip")
-    executor = pair.executor
-    with executor:
+    with pair.executor as executor:
         pair.step(0)
         x, y = random_batch(8, seed=1)
         x[-1, 0] = torch.nan
@@ -64,14 +55,12 @@ def test_a_step_that_is_not_finite_is_left_out_everywhere(rank: int, layout: str
 @sweep("layout", ALL, quick=[SHARDED])
 def test_inference_and_outputs(rank: int, layout: str) -> None:
     pair = pair_of(layout)
-    executor = pair.executor
-    with executor:
+    with pair.executor as executor:
         pair.step(0)
         x, _ = random_batch(8, seed=1)
         mine, theirs = executor.infer(part_of(executor, layout, x)), pair.alone.infer(x)
-        assert theirs is not None
         if mine is not None:
-            whole: Tensor = part_of(executor, layout, torch.cat(theirs))
+            whole: Tensor = part_of(executor, layout, torch.cat(theirs or []))
             assert torch.allclose(torch.cat(mine), whole, atol=1e-5)
 
 
@@ -80,8 +69,7 @@ def test_inference_and_outputs(rank: int, layout: str) -> None:
 def test_sizes_are_measured_whole(rank: int, layout: str) -> None:
     """Of a sharded stage a rank has a part of the weights, and a simulation needs the whole."""
     pair = pair_of(layout, trace=True)
-    executor = pair.executor
-    with executor:
+    with pair.executor as executor:
         for step in range(2):
             pair.step(step)
         measured = executor.timelines()

@@ -5,23 +5,41 @@ Whatever modules they are, it learns what later calls go by.
 
 from __future__ import annotations
 
-import copy
 import gc
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from reference import plain_step
 from torch import Tensor, fx, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 import schedir
 from schedir.runtime import Executor
 from schedir.runtime.program import program
+from schedir.runtime.program.instruction import Instruction
 from tests.literals import listed
-from tests.runtime.kit import MSE, linear_stages, numbered, random_batches, sgd, train_on_rank
+from tests.runtime.kit import (
+    MSE,
+    Batch,
+    Calls,
+    Twins,
+    linear_stages,
+    microbatches_of,
+    numbered,
+    random_batch,
+    random_batches,
+    refused,
+    sgd,
+    split,
+    train_on_rank,
+)
 from tests.runtime.on_ranks import on_ranks
+
+TWO = schedir.build("1f1b", ranks=2, microbatches=2)
 
 
 def blocks(number: int) -> list[nn.Module]:
@@ -32,49 +50,68 @@ def blocks(number: int) -> list[nn.Module]:
     ]
 
 
-def train(stages: dict[int, Any], model: nn.Module, **options: Any) -> None:
-    """Three steps, and the same of the whole model."""
-    schedule = schedir.build("1f1b", ranks=len(stages), microbatches=2)
-    x, y = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2))
-    with Executor(schedule, stages, MSE, sgd, in_process=True, **options) as executor:
+def eager(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """A compiler that leaves the graph as it is."""
+    return graph
+
+
+def by_torchs_splitter(parts: list[nn.Module]) -> list[Any]:
+    model, example = nn.Sequential(*parts), (torch.ones(4, 4),)
+    pipe = pipeline(model, mb_args=example, split_spec={"1": SplitPoint.BEGINNING})
+    return [pipe.get_stage_module(s) for s in range(pipe.num_stages)]
+
+
+def compiled(part: nn.Module) -> Any:
+    return torch.compile(part, backend=eager)
+
+
+def with_compiled_forward(part: nn.Module) -> nn.Module:
+    part.forward = torch.compile(part.forward, backend=eager)
+    return part
+
+
+def compiled_in_place(part: nn.Module) -> nn.Module:
+    part.compile(backend=eager)
+    return part
+
+
+def compiled_inside(part: nn.Module) -> nn.Module:
+    part[0] = compiled(part[0])  # type: ignore[index,operator]
+    return part
+
+
+def exported(part: nn.Module) -> nn.Module:
+    return torch.export.export(part.eval(), (torch.ones(4, 4),)).module()
+
+
+EACH = [fx.symbolic_trace, compiled, with_compiled_forward, compiled_in_place, compiled_inside]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (fx.symbolic_trace, {"recompute": True}),
+        (exported, {}),
+        (by_torchs_splitter, {}),
+        *((make, {}) for make in EACH),
+    ],
+)
+def test_stages_of_any_make_train(make: Callable[[Any], Any], options: dict[str, Any]) -> None:
+    """Three steps, as plain training."""
+    torch._dynamo.reset()
+    parts, model = blocks(2), nn.Sequential(*blocks(2)).train(make is not exported)
+    stages = make(parts) if make is by_torchs_splitter else [*map(make, parts)]
+    x, y = random_batch()
+    plain = [sgd(model.parameters())]
+    with Executor(TWO, numbered(stages), MSE, sgd, in_process=True, **options) as executor:
         for _ in range(3):
             executor.step(x, target=y)
-    plain = sgd(model.parameters())
-    for _ in range(3):
-        for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
-            (MSE(model(a), b) / 2).backward()
-        plain.step()
-        plain.zero_grad()
-    mine = [value for stage in stages.values() for value in stage.state_dict().values()]
-    theirs = list(model.state_dict().values())
+            plain_step([model], MSE, plain, microbatches_of((x, y), 2))
+    mine = [value for stage in stages for value in stage.state_dict().values()]
+    theirs = [*model.state_dict().values()]
     assert len(mine) == len(theirs)
-    for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_traced_graphs_are_stages(recompute: bool) -> None:
-    parts = blocks(2)
-    model = nn.Sequential(*copy.deepcopy(parts))
-    train(dict(enumerate(map(fx.symbolic_trace, parts))), model, recompute=recompute)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_stages_of_torchs_own_splitter() -> None:
-    model = nn.Sequential(*blocks(2))
-    x = torch.randn(4, 4)
-    pipe = pipeline(copy.deepcopy(model), mb_args=(x,), split_spec={"1": SplitPoint.BEGINNING})
-    train({s: pipe.get_stage_module(s) for s in range(pipe.num_stages)}, model)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_exported_programs_are_stages() -> None:
-    torch.manual_seed(0)
-    parts = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval() for _ in range(2)]
-    model = nn.Sequential(*copy.deepcopy(parts))
-    x = torch.randn(4, 4)
-    stages = {s: torch.export.export(part, (x,)).module() for s, part in enumerate(parts)}
-    train(stages, model)
+    assert all(map(torch.equal, mine, theirs))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -84,47 +121,10 @@ def test_torchscript_is_refused_by_name(
     make: Callable[[nn.Module], nn.Module], inner: bool
 ) -> None:
     compiled = make(nn.Linear(4, 4))
-    stages: dict[int, nn.Module] = {
-        0: nn.Linear(4, 4),
-        1: nn.Sequential(compiled) if inner else compiled,
-    }
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = [nn.Linear(4, 4), nn.Sequential(compiled) if inner else compiled]
     where = r"stage 1 \(0\)" if inner else "stage 1"
-    with pytest.raises(schedir.ExecutionError, match=f"{where} is compiled to TorchScript"):
-        Executor(schedule, stages, MSE, in_process=True)
-
-
-def eager(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """A compiler that leaves the graph as it is."""
-    return graph
-
-
-def wrapped(part: nn.Module) -> Any:
-    return torch.compile(part, backend=eager)
-
-
-def on_forward(part: nn.Module) -> nn.Module:
-    part.forward = torch.compile(part.forward, backend=eager)
-    return part
-
-
-def by_method(part: nn.Module) -> nn.Module:
-    part.compile(backend=eager)
-    return part
-
-
-def inside(part: nn.Module) -> nn.Module:
-    part[0] = torch.compile(part[0], backend=eager)  # type: ignore[index,operator]
-    return part
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("compiled", [wrapped, on_forward, by_method, inside])
-def test_compiled_stages_train(compiled: Callable[[nn.Module], Any]) -> None:
-    torch._dynamo.reset()
-    parts = blocks(2)
-    model = nn.Sequential(*copy.deepcopy(parts))
-    train({s: compiled(part) for s, part in enumerate(parts)}, model)
+    with refused(f"{where} is compiled to TorchScript"):
+        Executor(TWO, numbered(stages), MSE, in_process=True)
 
 
 def test_a_forward_that_was_replaced_leaves_no_trace() -> None:
@@ -140,61 +140,35 @@ def test_a_forward_that_was_replaced_leaves_no_trace() -> None:
 
     norm.forward = types.MethodType(forward, norm)
     norm.register_forward_hook(lambda module, args, out: kinds.append(type(out)))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     x = torch.randn(8, 4)
-    with Executor(schedule, {0: norm, 1: nn.Linear(4, 4)}, MSE, in_process=True) as executor:
+    with Executor(TWO, {0: norm, 1: nn.Linear(4, 4)}, MSE, in_process=True) as executor:
         executor.step(x, target=x)
-    assert norm.calls == 2
-    assert int(norm.num_batches_tracked) == 2
+    assert norm.calls == int(norm.num_batches_tracked) == 2
     assert kinds == [Tensor, Tensor, Tensor, Tensor]
 
 
-def test_state_is_changed_once_a_microbatch() -> None:
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.plain = torch.zeros(4)
-            self.seen: set[int] = set()
-            self.table: dict[str, list[Tensor]] = {"log": []}
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.plain.add_(1.0)
-            self.seen.add(len(self.seen))
-            self.table["log"].append(x.detach())
-            self.extra = x.detach()
-            return x * self.plain
-
-    keeps = Keeps()
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    x = torch.randn(8, 4)
-    stages: dict[int, nn.Module] = {0: keeps, 1: nn.Linear(4, 4)}
-    with Executor(schedule, stages, MSE, in_process=True) as executor:
-        executor.step(x, target=x)
-    assert keeps.plain.tolist() == [2.0] * 4
-    assert keeps.seen == {0, 1}
-    assert [type(entry) for entry in keeps.table["log"]] == [Tensor, Tensor]
-    assert type(keeps.extra) is Tensor
-
-
 def test_many_input_shapes_keep_what_few_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what was learned nor compiled lists pile up."""
+    """Neither what was learned, nor compiled lists, nor their instructions pile up."""
     monkeypatch.setattr(program, "_MOST", 3)
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages: dict[int, nn.Module] = {0: nn.Embedding(9, 4), 1: nn.Linear(4, 4)}
-    with Executor(schedule, stages, MSE, in_process=True) as executor:
+    gc.freeze()  # what there is already is not looked through again and again
+    with Executor(TWO, stages, MSE, in_process=True) as executor:
 
-        def step(length: int) -> float:
+        def evaluate(length: int) -> float:
             tokens = torch.arange(4 * length).reshape(4, length) % 9
             return executor.evaluate(tokens, target=torch.ones(4, length, 4)).loss
 
-        first = step(1)
+        first, counts = evaluate(1), []
         for length in range(1, 12):
-            step(length)
+            evaluate(length)
+            gc.collect()
+            counts.append(sum(type(found) is Instruction for found in gc.get_objects()))
+        gc.unfreeze()
+        assert counts[0] < counts[-1] == counts[-2] == counts[-3]
         programs = executor._engine.evaluation
         assert len(programs._known) == len(programs._programs) == len(programs._numbers) == 3
         assert len(programs._lists) <= 4
-        gc.collect()
-        assert step(1) == first  # forgotten, and found anew
+        assert evaluate(1) == first  # forgotten, and found anew
 
 
 # Each would hang where the first call posted its receives late, at their place or at their
@@ -230,79 +204,51 @@ HANG = {
 def test_a_first_call_waits_only_for_the_makers_of_its_inputs(rank: int, ranks: int) -> None:
     """With evaluation first, signatures that alternate, and a last microbatch that is smaller."""
     for schedule in HANG[ranks]:
-        stages = linear_stages(schedule.stages)
-        twin = nn.Sequential(*copy.deepcopy(stages))
-        local = {s: stages[s] for s in schedule.stages_of(rank)}
-        with Executor(schedule, local, MSE, timeout=60) as executor:
+        twins = Twins(linear_stages(schedule.stages), schedule, rank)
+        with twins.executor(optimizer=None, timeout=60) as executor:
             for rows in (4, 5, 4, 5, 7):
-                x, y = torch.randn(2, rows, 4, generator=torch.Generator().manual_seed(rows))
+                x, y = random_batch(rows, seed=rows)
                 expected = executor.evaluate(x, target=y).loss
-                assert executor.step(x, target=y).loss == expected
-                number = schedule.microbatches
-                for a, b in zip(x.tensor_split(number), y.tensor_split(number), strict=True):
-                    (MSE(twin(a), b) * (len(a) / rows)).backward()
-        for s, stage in local.items():
-            for mine, theirs in zip(stage.parameters(), twin[s].parameters(), strict=True):
-                assert mine.grad is not None
-                assert theirs.grad is not None
-                assert torch.equal(mine.grad, theirs.grad)
+                assert executor.step(x, target=y).loss == expected == twins.accumulate((x, y))
+        twins.assert_equal_gradients()
 
 
-class Two(nn.Module):
+def two() -> Calls:
     """Two outputs, of which the next stage may use one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(6)
-        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.one(x), self.other(x)
+    torch.manual_seed(6)
+    return Calls(lambda one, other, x: (one(x), other(x)), nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-class Chooses(nn.Module):
+def chooses() -> Calls:
     """Uses the second of its inputs only where the first one's sum is positive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.last = nn.Linear(4, 4)
-
-    def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        y: Tensor = self.last(one + other if one.sum() > 0 else one)
-        return y
+    torch.manual_seed(7)
+    return Calls(lambda last, x, y: last(x + y if x.sum() > 0 else x), nn.Linear(4, 4))
 
 
-def presences(batches: list[tuple[Tensor, Tensor]]) -> list[list[bool]]:
-    first = Two()
-    return [[bool(first(part)[0].sum() > 0) for part in x.tensor_split(4)] for x, _ in batches]
+def presences(batch: Batch) -> list[bool]:
+    first = two()
+    return [bool(first(part)[0].sum() > 0) for part in split(batch[0], 4)]
 
 
 @on_ranks(2)
 def test_a_mask_travels_where_gradients_depend_on_data(rank: int) -> None:
     """The first call sees both, and from then on any microbatch may have either."""
     batches = random_batches(5)
-    found = presences(batches)
+    found = [*map(presences, batches)]
     assert len({*found[0]}) == 2
     assert len({*map(tuple, found)}) > 1
-    train_on_rank(rank, [Two(), Chooses()], batches)
+    train_on_rank(rank, [two(), chooses()], batches)
 
 
 def test_without_a_mask_another_presence_is_said_with_the_way_round() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=4)
-    batches = [
-        b
-        for b, there in zip(random_batches(40), presences(random_batches(40)), strict=True)
-        if len({*there}) == 1
-    ]
-    signs = presences(batches)
-    other = next(b for b, there in zip(batches, signs, strict=True) if there != signs[0])
-    with Executor(schedule, numbered([Two(), Chooses()]), MSE, sgd, in_process=True) as executor:
-        executor.step(batches[0][0], target=batches[0][1])
-        with pytest.raises(schedir.ExecutionError, match=r"1SEND_GRAD0.*boundaries=\{0: "):
-            executor.step(other[0], target=other[1])
+    every = [batch for batch in random_batches(40) if len({*presences(batch)}) == 1]
+    first, other = (next(b for b in every if presences(b)[0] is there) for there in (True, False))
     example = (torch.empty(2, 4), torch.empty(2, 4))
-    stages = numbered([Two(), Chooses()])
-    with Executor(schedule, stages, MSE, sgd, in_process=True, boundaries={0: example}) as executor:
-        for x, y in (batches[0], other):
-            executor.step(x, target=y)
+    for boundaries in (None, {0: example}):
+        options: dict[str, Any] = {"boundaries": boundaries, "in_process": True}
+        says = nullcontext() if boundaries else refused(r"1SEND_GRAD0.*boundaries=\{0: ")
+        with Executor(schedule, numbered([two(), chooses()]), MSE, sgd, **options) as executor:
+            executor.step(first[0], target=first[1])
+            with says:
+                executor.step(other[0], target=other[1])

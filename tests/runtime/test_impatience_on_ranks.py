@@ -5,24 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
-from torch import nn
 
 import schedir
-from schedir.runtime import Executor
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.nccl import NcclTransport
 from tests.built_in import NAMES, SYNCHRONOUS, variants
 from tests.runtime.impatient import impatient
-from tests.runtime.kit import (
-    MSE,
-    Twins,
-    everyone,
-    linear_stages,
-    message_of,
-    momentum,
-    random_batch,
-    random_batches,
-)
+from tests.runtime.kit import Twins, everyone, linear_stages, message_of, random_batches
 from tests.runtime.lists import megatron
 from tests.runtime.nccl_over_gloo import nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
@@ -39,18 +28,18 @@ def test_what_is_posted_under_rank_runs_on(
         schedule = megatron(ranks, ranks + 1)
     else:
         schedule = schedir.build(name, ranks=ranks, microbatches=ranks + 1, **variants(name)[-1])
-    twins = Twins(linear_stages(schedule.stages), schedule, rank, momentum)
+    twins = Twins(linear_stages(schedule.stages), schedule, rank)
     nccl = over == "nccl"
     with (
         nccl_over_gloo() if nccl else nullcontext(),
         impatient(NcclTransport if nccl else GlooTransport, likely, seed=rank) as waited,
         twins.executor(channel="rank", timeout=60) as executor,
     ):
-        for batch in random_batches(3, 2 * schedule.microbatches):
-            found = executor.step(batch[0], target=batch[1]).loss
+        for x, y in random_batches(3, 2 * schedule.microbatches):
+            found = executor.step(x, target=y).loss
             if name in (*SYNCHRONOUS, "megatron"):
-                assert found == pytest.approx(twins.step(batch), rel=1e-5)
-        executor.evaluate(batch[0], target=batch[1])
+                assert found == pytest.approx(twins.step((x, y)), rel=1e-5)
+        executor.evaluate(x, target=y)
     assert waited
 
 
@@ -59,10 +48,9 @@ def test_what_is_posted_under_rank_runs_on(
 def test_what_is_posted_under_async_hangs(name: str, rank: int) -> None:
     """Its receives are ahead of sends that the other rank needs before it sends."""
     schedule = schedir.build(name, ranks=2, microbatches=4)
-    stages = {s: nn.Linear(4, 4) for s in schedule.stages_of(rank)}
-    x, y = random_batch()
+    ((x, y),) = random_batches(1)
     with impatient(GlooTransport, 1.0, seed=0):
-        executor = Executor(schedule, stages, MSE, momentum, timeout=3)
+        executor = Twins(linear_stages(), schedule, rank).executor(timeout=3)
         executor.step(x, target=y)  # what the first one posts waits for nothing else
         message = message_of(executor.step, x, target=y)
     assert "waited 3 s in vain" in " ".join(everyone(message))

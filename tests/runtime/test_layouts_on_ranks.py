@@ -5,19 +5,21 @@ Fused optimisers read a parameter and its gradient side by side, as both lie in 
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
+from reference import Recurrence, plain_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
 from schedir import Action, Pipeline, backward, forward, optim_step, reduce_grad
 from schedir.runtime import Executor
-from tests.runtime.kit import MSE
+from tests.runtime.kit import MSE, Calls, everyone, microbatches_of
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
 
@@ -43,19 +45,19 @@ OPTIMIZERS = dict(implementations())
 every_optimizer = sweep("name", OPTIMIZERS, quick=[*OPTIMIZERS][::4])
 
 
-class Odd(nn.Module):
-    """A convolution in channels last, and a weight that is another one's transpose."""
+def turned(inputs: int, outputs: int) -> nn.Linear:
+    """Its weight is another one's transpose."""
+    layer = nn.Linear(inputs, outputs, bias=False)
+    layer.weight = nn.Parameter(torch.randn(inputs, outputs).t())
+    return layer
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        conv: Any = nn.Conv2d(3, 4, 3, padding=1)
-        self.conv = conv.to(memory_format=torch.channels_last)
-        self.turned = nn.Parameter(torch.randn(5, 4).t())
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x).mean((2, 3))
-        return y @ self.turned  # type: ignore[no-any-return]
+def odd() -> Calls:
+    """A convolution in channels last, before a weight that is turned."""
+    torch.manual_seed(0)
+    conv: Any = nn.Conv2d(3, 4, 3, padding=1)
+    conv = conv.to(memory_format=torch.channels_last)
+    return Calls(lambda conv, last, x: last(conv(x).mean((2, 3))), conv, turned(4, 5))
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -63,39 +65,9 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 3, 5, 5, generator=generator), torch.randn(8, 5, generator=generator)
 
 
-def trained_plainly(optimizer: Callable[[Any], torch.optim.Optimizer], steps: int) -> nn.Module:
-    """Two halves of a batch, each one's gradients by itself, then their sum."""
-    module = Odd()
-    plain = optimizer(module.parameters())
-    x, y = batch()
-    for _ in range(steps):
-        halves: list[list[Tensor]] = []
-        for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
-            module.zero_grad()
-            (MSE(module(a), b) / 2).backward()
-            halves.append([p.grad for p in module.parameters() if p.grad is not None])
-        for p, one, other in zip(module.parameters(), *halves, strict=True):
-            p.grad = one + other
-        plain.step()
-    return module
-
-
 def assert_close(module: nn.Module, other: nn.Module) -> None:
     mine, theirs = dict(module.named_parameters()), dict(other.named_parameters())
     torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
-
-
-@every_optimizer
-@on_ranks(2)
-def test_two_pipelines_train_as_one_under_every_optimizer(rank: int, name: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    schedule = schedir.build("1f1b", ranks=1, microbatches=1)
-    x, y = (t.chunk(2)[rank] for t in batch())
-    module = Odd()
-    with Executor(schedule, {0: module}, MSE, OPTIMIZERS[name], mesh=mesh) as executor:
-        for _ in range(3):
-            executor.step(x, target=y)
-    assert_close(module, trained_plainly(OPTIMIZERS[name], 3))
 
 
 @schedir.schedule("halves", placement=lambda pipe: [(0, 1)])
@@ -107,25 +79,25 @@ def halves(pipe: Pipeline, rank: int) -> Iterator[Action]:
 
 
 @every_optimizer
+@pytest.mark.parametrize("way", ["pipelines", "replicas"])
 @on_ranks(2)
-def test_two_replicas_train_as_one_under_every_optimizer(rank: int, name: str) -> None:
-    schedule = schedir.build(halves, ranks=2, microbatches=2)
+def test_two_train_as_one_under_every_optimizer(rank: int, way: str, name: str) -> None:
+    """Each on a half of the batch, beside the sum of both halves' gradients."""
     x, y = batch()
-    module = Odd()
-    with Executor(schedule, {0: module}, MSE, OPTIMIZERS[name]) as executor:
+    module, whole = odd(), odd()
+    schedule, mesh = schedir.build(halves, ranks=2, microbatches=2), None
+    given = x, y
+    if way == "pipelines":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+        schedule = schedir.build("1f1b", ranks=1, microbatches=1)
+        given = x.chunk(2)[rank], y.chunk(2)[rank]
+    recurrence = Recurrence(lambda s, m: 0, [[[[0], [1]]]], [0, 1])
+    plain = [OPTIMIZERS[name](whole.parameters())]
+    with Executor(schedule, {0: module}, MSE, OPTIMIZERS[name], mesh=mesh) as executor:
         for _ in range(3):
-            executor.step(x, target=y)
-    assert_close(module, trained_plainly(OPTIMIZERS[name], 3))
-
-
-class Turned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(5, 5).t())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight)
+            executor.step(given[0], target=given[1])
+            plain_step([whole], MSE, plain, microbatches_of((x, y), 2), recurrence)
+    assert_close(module, whole)
 
 
 @every_optimizer
@@ -134,18 +106,15 @@ def test_tied_copies_train_as_one_parameter_under_every_optimizer(rank: int, nam
     """Both copies are transposes."""
     schedule = schedir.build("1f1b", ranks=2, microbatches=1)
     x, y = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
-    module = Turned()
+    whole = turned(5, 5)
+    module = copy.deepcopy(whole)
     ties = [[(0, "weight"), (1, "weight")]]
     with Executor(schedule, {rank: module}, MSE, OPTIMIZERS[name], ties=ties) as executor:
         for _ in range(3):
             executor.step(x, target=y)
-    whole = Turned()
-    plain = OPTIMIZERS[name](whole.parameters())
+    plain = [OPTIMIZERS[name](whole.parameters())]
     for _ in range(3):
-        plain.zero_grad()
-        MSE(whole(whole(x)), y).backward()
-        plain.step()
+        plain_step([nn.Sequential(whole, whole)], MSE, plain, [(x, y)])
     assert_close(module, whole)
-    first = module.weight.detach().clone()
-    dist.broadcast(first, 0)
-    assert torch.equal(first, module.weight)
+    first, second = everyone(module.weight.detach())
+    assert torch.equal(first, second)

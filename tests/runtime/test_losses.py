@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from tests.runtime.far import FarDevice
 from tests.runtime.kit import (
     MSE,
     Batch,
+    Twins,
     adamw,
     assert_equal_stages,
     everyone,
@@ -27,6 +28,7 @@ from tests.runtime.kit import (
     microbatches_of,
     numbered,
     random_batch,
+    split,
 )
 from tests.runtime.on_ranks import on_ranks
 
@@ -75,36 +77,6 @@ def test_losses_are_read_late_on_a_device_that_queues(rank: int, far: FarDevice)
     assert everyone(found) == [found] * 2
 
 
-@schedir.schedule("fan-out", placement=lambda pipe: [0, (1, 2)])
-def fan_out(pipe: Pipeline, rank: int) -> Iterator[Action]:
-    if not rank:
-        for make in (forward, backward):
-            for m in range(pipe.microbatches):
-                yield make(0, m)
-        yield optim_step(0)
-        return
-    for m in range(rank - 1, pipe.microbatches, 2):
-        yield forward(1, m)
-        yield backward(1, m)
-    yield reduce_grad(1)
-    yield optim_step(1)
-
-
-@on_ranks(3)
-def test_replicas_of_the_last_stage_tell_each_other(rank: int) -> None:
-    schedule = schedir.build(fan_out, ranks=3, microbatches=3)
-    x, y = batch = random_batch(rows=7)
-    place = min(rank, 1)
-    with Executor(schedule, {place: linear_stages()[place]}, MSE, adamw) as executor:
-        result = executor.evaluate(x, target=y, outputs=right)
-    assert result.losses == tuple(plain_losses(batch, 3))
-    assert result.samples == 7
-    model = nn.Sequential(*linear_stages())
-    counted = [right(model(a), b) for a, b in microbatches_of(batch, 3)]
-    first, second, third = counted
-    assert result.outputs == [None, [first, None, third], [None, second, None]][rank]
-
-
 @schedir.schedule("mixed-up", placement=lambda pipe: [0, (1, 2)])
 def mixed_up(pipe: Pipeline, rank: int) -> Iterator[Action]:
     """Replicas of the loss, each of which takes its microbatches from the last to the first."""
@@ -117,23 +89,35 @@ def mixed_up(pipe: Pipeline, rank: int) -> Iterator[Action]:
     yield optim_step(min(rank, 1))
 
 
+@on_ranks(3)
+def test_replicas_of_the_last_stage_tell_each_other(rank: int) -> None:
+    schedule = schedir.build(mixed_up, ranks=3, microbatches=3)
+    x, y = batch = random_batch(rows=7)
+    place = min(rank, 1)
+    with Executor(schedule, {place: linear_stages()[place]}, MSE, adamw) as executor:
+        result = executor.evaluate(x, target=y, outputs=right)
+    assert result.losses == tuple(plain_losses(batch, 3))
+    assert result.samples == 7
+    model = nn.Sequential(*linear_stages())
+    first, second, third = (right(model(a), b) for a, b in microbatches_of(batch, 3))
+    assert result.outputs == [None, [first, None, third], [None, second, None]][rank]
+
+
 @pytest.mark.parametrize("ready", [False, True])
 def test_outputs_and_losses_are_numbered_by_microbatch(ready: bool) -> None:
     """Whatever the order that they are made in, and whichever replica makes them."""
     schedule = schedir.build(mixed_up, ranks=3, microbatches=5)
     batch = random_batch(rows=7)
     pieces = microbatches_of(batch, 5)
-    inputs, target = zip(*pieces, strict=True) if ready else batch
-    given: dict[str, Any] = {"target": [*target] if ready else target, "outputs": lambda o, t: o}
+    given: Any = map(list, zip(*pieces, strict=True)) if ready else batch
+    inputs, target = given
     stages = linear_stages()
     model = nn.Sequential(*copy.deepcopy(stages))
     with Executor(schedule, numbered(stages), MSE, adamw, in_process=True) as executor:
-        batch_of: Any = [*inputs] if ready else inputs
-        results = [executor.evaluate(batch_of, **given), executor.step(batch_of, **given)]
-        for result in results:
+        for call in (executor.evaluate, executor.step):
+            result = call(inputs, target=target, outputs=lambda output, _: output)
             assert result.losses == tuple(plain_losses(batch, 5))
-            assert result.outputs is not None
-            for output, (a, _) in zip(result.outputs, pieces, strict=True):
+            for output, (a, _) in zip(result.outputs or (), pieces, strict=True):
                 assert torch.equal(output, model(a))
 
 
@@ -173,20 +157,16 @@ def test_a_function_of_the_outputs_sees_each_with_its_target() -> None:
         seen.clear()
         found = executor.step(x, target=y, outputs=kept).outputs
         assert executor.gather("alone") == ["alone"]
-    assert short is not None
-    assert found is not None
-    assert len(short) == 2  # without the copies that stand for the missing microbatches
+    assert len(short or ()) == 2  # without the copies that stand for the missing microbatches
     assert len(seen) == 4  # not again by the forwards that are run again
-    for one, (a, b) in zip(found, microbatches_of(batch, 4), strict=True):
+    for one, (a, b) in zip(found or (), microbatches_of(batch, 4), strict=True):
         assert torch.equal(one, model(a) - b)
 
 
-class InPlace:
-    """As it works in place, and draws random numbers, it may change what others compute with."""
-
-    def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        torch.rand(3)
-        return output.sigmoid_(), target.zero_()
+def in_place(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """As it draws random numbers, too, it may change what others compute with."""
+    torch.rand(3)
+    return output.sigmoid_(), target.zero_()
 
 
 def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -213,23 +193,17 @@ def test_a_function_of_the_outputs_changes_nothing(
     before = y.clone()
     options: dict[str, Any] = {"in_process": True, "recompute": recompute}
     found = []
-    given: list[Any] = [False, InPlace()]
+    given: list[Any] = [False, in_place]
     for held, outputs in zip(whole, given, strict=True):
         with Executor(schedule, held, noisy_loss, adamw, **options) as executor:
-            results = [
-                executor.step(x, target=y, outputs=outputs),
-                executor.evaluate(x, target=y, outputs=outputs),
-                executor.step(x, target=y, outputs=True),
-            ]
+            calls = (executor.step, outputs), (executor.evaluate, outputs), (executor.step, True)
+            results = [call(x, target=y, outputs=kept) for call, kept in calls]
         found.append([(result.loss, result.losses) for result in results])
     assert found[0] == found[1]
     assert torch.equal(y, before)
     assert_equal_stages(whole[1], list(whole[0].values()))
     model = nn.Sequential(*stages)
-    assert results[0].outputs is not None
-    for (output, target), (a, _) in zip(
-        results[0].outputs, microbatches_of((x, y), 3), strict=True
-    ):
+    for (output, target), a in zip(results[0].outputs or (), x.chunk(3), strict=True):
         assert torch.equal(output, model(a).sigmoid())
         assert not target.any()
 
@@ -275,10 +249,12 @@ def test_what_a_caller_gets_stays_what_it_was(kind: str, ranks: int) -> None:
     given = [x.clone(), y.clone()]
     seen: list[dict[str, Tensor]] = []
     stages[ranks - 1].register_forward_hook(
-        lambda module, arguments, output: seen.append(copy.deepcopy(detached(output)))
+        lambda module, arguments, output: seen.append(
+            {name: tensor.detach().clone() for name, tensor in output.items()}
+        )
     )
     with Executor(schedule, stages, lent_loss, adamw, in_process=True) as executor:
-        beside = {ranks - 1: list(y.tensor_split(3))}
+        beside = {ranks - 1: split(y, 3)}
         if kind == "infer":
             found = executor.infer(x, stage_inputs=beside)
         else:
@@ -289,76 +265,38 @@ def test_what_a_caller_gets_stays_what_it_was(kind: str, ranks: int) -> None:
         assert found is not None
         assert len(expected) == 3
         for mine, theirs in zip(found, expected, strict=True):
-            assert {
-                name: torch.equal(mine[name], theirs[name]) for name in theirs
-            } == dict.fromkeys(theirs, True)
-        kept = copy.deepcopy([stage.state_dict() for stage in stages.values()])
+            assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+        kept = copy.deepcopy([*stages.values()])
         for mine in found:
             for tensor in mine.values():
                 tensor.fill_(7.0)
-    assert torch.equal(x, given[0])
-    assert torch.equal(y, given[1])
-    for stage, state in zip(stages.values(), kept, strict=True):
-        assert all(torch.equal(value, state[key]) for key, value in stage.state_dict().items())
-
-
-def detached(output: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in output.items()}
-
-
-def test_an_evaluation_leaves_the_target_that_a_loss_changes() -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=3)
-    x, y = random_batch(rows=6)
-    before = y.clone()
-
-    def changes(output: Tensor, target: Tensor) -> Tensor:
-        return MSE(output, target.add_(1.0))
-
-    with Executor(schedule, numbered(linear_stages()), changes, in_process=True) as executor:
-        executor.infer(x)
-        found = [executor.evaluate(x, target=y).loss for _ in range(2)]
-        executor.step(x, target=y)
-        found += [executor.evaluate(x, target=y).loss]
-    assert len({*found}) == 1
-    assert torch.equal(y, before)
+    assert all(map(torch.equal, (x, y), given))
+    assert_equal_stages(stages, kept)
 
 
 WEIGHT = torch.tensor([0.0, 1.0, 3.5], dtype=torch.float64)
 
 
-def weight_of(target: Tensor) -> Tensor:
-    return WEIGHT[target].sum()
-
-
-def train_weighed(stages: dict[int, nn.Module], batch: Batch, **options: Any) -> None:
+def train_weighed(rank: int | None, target: Sequence[int], **options: Any) -> None:
     """As on the whole batch at once, in double precision; the microbatches weigh unequally."""
-    x, y = batch
-    model = nn.Sequential(*classifier())
+    torch.manual_seed(6)
+    layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 3)]
+    twins = Twins(
+        [layer.double() for layer in layers], schedir.build("1f1b", ranks=2, microbatches=3), rank
+    )
+    x, y = torch.randn(len(target), 4, dtype=torch.float64), torch.tensor(target)
     loss_fn = nn.CrossEntropyLoss(weight=WEIGHT)
-    loss = loss_fn(model(x), y)
+    loss = loss_fn(nn.Sequential(*twins.whole)(x), y)
     loss.backward()
-    schedule = schedir.build("1f1b", ranks=2, microbatches=3)
-    with Executor(schedule, stages, loss_fn, count=weight_of, **options) as executor:
+    options |= {"count": lambda target: WEIGHT[target].sum(), "optimizer": None}
+    with twins.executor(loss_fn, **options) as executor:
         assert executor.evaluate(x, target=y).loss == pytest.approx(loss.item(), rel=1e-12)
         result = executor.step(x, target=y)
     assert result.loss == pytest.approx(loss.item(), rel=1e-12)
-    assert result.samples == float(weight_of(y))
-    for s, stage in stages.items():
-        for mine, theirs in zip(stage.parameters(), model[s].parameters(), strict=True):
-            assert mine.grad is not None
-            assert theirs.grad is not None
-            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-10, atol=1e-14)
-
-
-def classifier() -> list[nn.Module]:
-    torch.manual_seed(6)
-    return [nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 3, dtype=torch.float64)]
-
-
-def classes(*target: int) -> Batch:
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(len(target), 4, dtype=torch.float64, generator=generator)
-    return x, torch.tensor(target)
+    assert result.samples == WEIGHT[y].sum().item()
+    for s, stage in twins.local.items():
+        mine, theirs = ([p.grad for p in one.parameters()] for one in (stage, twins.whole[s]))
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("target", [(1, 2, 2, 0, 2, 1, 1), (1, 2, 1, 0, 0, 1, 2)])
@@ -367,13 +305,12 @@ def test_losses_weighed_by_class_are_those_of_the_whole_batch(
     target: tuple[int, ...], recompute: bool
 ) -> None:
     """Also where a microbatch has only classes that weigh nothing: its own mean is 0/0."""
-    stages = numbered(classifier())
-    train_weighed(stages, classes(*target), in_process=True, recompute=recompute)
+    train_weighed(None, target, recompute=recompute)
 
 
 @on_ranks(2)
 def test_losses_weighed_by_class_on_ranks(rank: int) -> None:
-    train_weighed({rank: classifier()[rank]}, classes(1, 2, 1, 0, 0, 1, 2))
+    train_weighed(rank, (1, 2, 1, 0, 0, 1, 2))
 
 
 @on_ranks(2)

@@ -10,14 +10,14 @@ counts, so that a wait that is missing shows even where all went well by chance.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
-from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.accelerator import Host
 from tests.runtime.streams.memory import Access, Block, Memory, Race, extent_of
 
 Clock: TypeAlias = dict[int, int]
@@ -65,7 +65,7 @@ class Mark:
         return 0.0
 
 
-class FakeDevice(Accelerator):
+class FakeDevice(Host):
     """Keeps the clocks of its streams, and the `races`: accesses to memory that no clock orders.
 
     `doing` is what the host carries out. Of the `waits`, each with what was being done and the
@@ -89,12 +89,6 @@ class FakeDevice(Accelerator):
         self._added: list[Stream] = []
         self.current = self.stream()
 
-    # As the runtime sees it.
-
-    def chosen(self) -> AbstractContextManager[object]:
-        """There is one."""
-        return nullcontext()
-
     def stream(self) -> Stream:
         """A new stream, behind nothing but what the host has waited for."""
         self._streams.append(Stream(len(self._streams), dict(self._host)))
@@ -102,7 +96,6 @@ class FakeDevice(Accelerator):
 
     @contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
-        """Make it the current stream inside."""
         before = self.current
         self.current = stream or before
         try:
@@ -122,7 +115,6 @@ class FakeDevice(Accelerator):
         self._block(tensor).users.add(self.current.number)
 
     def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A copy, for which the host waits when it asks for it."""
         copy, done = tensor.clone(), self.mark()
 
         def fetched() -> Tensor:
@@ -131,30 +123,9 @@ class FakeDevice(Accelerator):
 
         return fetched
 
-    def host_memory(self, size: int) -> Tensor:
-        """So many bytes, which are watched as the device's are."""
-        return torch.empty(size, dtype=torch.uint8)
-
     def synchronize(self) -> None:
-        """The host waits for all streams."""
         for stream in self._streams:
             self.settle(stream.clock)
-
-    @property
-    def name(self) -> str:
-        """Nobody else has it."""
-        return ""
-
-    @property
-    def processors(self) -> int:
-        """It runs what it is told."""
-        return 1
-
-    def generators(self) -> Iterable[torch.Generator]:
-        """None but the CPU's."""
-        return ()
-
-    # What comes of it.
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -166,7 +137,6 @@ class FakeDevice(Accelerator):
             self.doing = before
 
     def wait_for(self, clock: Clock) -> None:
-        """The current stream waits."""
         own, number = self.current.clock, len(self.waits)
         self.waits.append((self.doing, self.current.number))
         if all(own.get(stream, 0) >= turn for stream, turn in clock.items()):
@@ -195,7 +165,6 @@ class FakeDevice(Accelerator):
         self._added.clear()
 
     def settle(self, clock: Clock) -> None:
-        """The host waits."""
         advance(self._host, clock)
         for stream in self._streams:
             advance(stream.clock, self._host)

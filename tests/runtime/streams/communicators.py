@@ -55,11 +55,9 @@ class Batch:
     posted: Sequence[Work]
 
     def wait(self) -> bool:
-        """Have the current stream wait for all."""
         return all(posted.wait() for posted in self.posted)
 
     def is_completed(self) -> bool:
-        """Whether all data is there."""
         return all(posted.is_completed() for posted in self.posted)
 
 
@@ -73,7 +71,6 @@ class Communicators:
         self._kept: list[Posted] = []
 
     def of(self, rank: int) -> Communicator:
-        """Those of one rank."""
         return Communicator(self, rank)
 
     def clear(self) -> None:
@@ -127,14 +124,11 @@ class Communicator:
         return self
 
     def send(self, tensor: Tensor, peer: int) -> Posted:
-        """Post a send."""
         return self.hub.post(self.rank, peer, tensor, sends=True)
 
     def receive(self, buffer: Tensor, peer: int) -> Posted:
-        """Post a receive."""
         return self.hub.post(peer, self.rank, buffer, sends=False)
 
     def together(self, posts: Sequence[Post]) -> list[Work]:
-        """Post several as one."""
         batch: Work = Batch(one_by_one(self, posts))
         return [batch] * len(posts)
