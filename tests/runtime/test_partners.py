@@ -33,7 +33,4 @@ def test_in_another_order_each_has_its_own() -> None:
     assert reduction_groups(replicated(twice, twice)) == [(0, 1)]
     assert reduction_groups(
         replicated(twice, "0REDUCE_GRAD 0REDUCE_GRAD 1REDUCE_GRAD 1REDUCE_GRAD")
-    ) == [
-        (0,),
-        (1,),
-    ]
+    ) == [(0,), (1,)]

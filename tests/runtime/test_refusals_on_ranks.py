@@ -14,14 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import schedir
 from schedir.runtime import Executor
 from tests.literals import listed
-from tests.runtime.kit import (
-    MSE,
-    adamw,
-    everyone,
-    linear_stages,
-    message_of,
-    random_batch,
-)
+from tests.runtime.kit import MSE, adamw, everyone, linear_stages, message_of, random_batch
 from tests.runtime.on_ranks import on_ranks
 
 LONG = 60.0  # seconds, of which none should be waited
@@ -53,10 +46,7 @@ OTHER_SCHEDULES: dict[str, tuple[Callable[[], schedir.Schedule], str]] = {
         lambda: with_text(schedule_of(), "0SEND_ACT1 0RECV_GRAD0", "0RECV_GRAD0 0SEND_ACT1"),
         "rank 0 #3 is 0SEND_ACT1 on process 0, but 0RECV_GRAD0 on process 1",
     ),
-    "fewer microbatches": (
-        lambda: schedule_of(3),
-        "microbatches 4 on process 0, 3 on process 1",
-    ),
+    "fewer microbatches": (lambda: schedule_of(3), "microbatches 4 on process 0, 3 on process 1"),
     "another name": (
         lambda: with_text(schedule_of(), "name 1f1b", "name mine"),
         "name 1f1b on process 0, mine on process 1",

@@ -304,8 +304,7 @@ def test_what_is_frozen_on_one_replica_is_named_at_the_start(rank: int) -> None:
     module: Any = linear_stages()[0]
     module[0].bias.requires_grad_(rank == 0)
     with pytest.raises(
-        schedir.ExecutionError,
-        match="what is frozen of stage 0 differs between processes 0 and 1",
+        schedir.ExecutionError, match="what is frozen of stage 0 differs between processes 0 and 1"
     ):
         two_copies(module)
 

@@ -115,11 +115,7 @@ def assert_is_one_call(rank: int | None, ranks: int, name: str, **parameters: An
 
 
 ROUND_ROBIN: tuple[str, dict[str, Any]] = ("1f1b-rr", {"flush": False})
-LISTS = [
-    ("pipedream", {}),
-    ("pipedream", {"vertical_sync": True}),
-    ("pipedream-2bw", {}),
-]
+LISTS = [("pipedream", {}), ("pipedream", {"vertical_sync": True}), ("pipedream-2bw", {})]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -22,7 +22,7 @@ from torch_names import CALLS_OF_OBJECTS, ROOT, Torch, Use, read, used, uses
 from torch_names import sources as looked_through
 
 ONLY_WITH = {
-    "torch.distributed.ProcessGroupNCCL": ("a build with NCCL has it", dist.is_nccl_available),
+    "torch.distributed.ProcessGroupNCCL": ("a build with NCCL has it", dist.is_nccl_available)
 }
 """What not every build has, and whether this one should."""
 

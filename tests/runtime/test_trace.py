@@ -399,12 +399,7 @@ def test_a_transfer_takes_no_less_than_no_time() -> None:
     assert starts[1] == ends[1] == 690
 
 
-SUMMED = listed(
-    2,
-    "0,1",
-    "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP",
-    "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP",
-)
+SUMMED = listed(2, "0,1", "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP", "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP")
 SUMMED_STAMPS = """
     1000 1400    0    0
     1400 2000    0    0

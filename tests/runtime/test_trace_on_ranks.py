@@ -20,13 +20,7 @@ from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Alignment
 from tests.literals import listed
 from tests.runtime.features import check_timeline
-from tests.runtime.kit import (
-    MSE,
-    everyone,
-    message_of,
-    random_batch,
-    sgd,
-)
+from tests.runtime.kit import MSE, everyone, message_of, random_batch, sgd
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
 
