@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from reference import plain_step
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +20,6 @@ import schedir
 from schedir.runtime import Executor, plan
 from schedir.runtime.accelerator import Host
 from schedir.runtime.boundaries.boundary import TensorMeta, meta_of
-from schedir.runtime.processes.groups import Post
 from schedir.runtime.program import program
 from schedir.runtime.program.together import Batch
 from schedir.runtime.transports.buffers import FromBuffers, Pool
@@ -29,6 +30,7 @@ from tests.runtime.kit import (
     assert_equal_gradients,
     gradients,
     linear_stages,
+    microbatches_of,
     numbered,
     random_batches,
     sgd,
@@ -42,11 +44,12 @@ BOUNDARY = 4 * WIDTH * ROWS  # bytes
 class Live(TorchDispatchMode):
     """The bytes of all that torch has made inside and that still lives, and the most so far.
 
-    What is smaller than a boundary does not count, nor does the memory of `others`.
+    What is smaller than `least` bytes does not count, nor does the memory of `others`.
     """
 
-    def __init__(self, others: Iterable[Tensor] = ()) -> None:
+    def __init__(self, others: Iterable[Tensor] = (), least: int = BOUNDARY) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._least = least
         self._others = {tensor.untyped_storage()._cdata for tensor in others}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak: int = 0
@@ -57,7 +60,7 @@ class Live(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage and storage.nbytes() >= BOUNDARY and storage._cdata not in self._others:
+            if storage and storage.nbytes() >= self._least and storage._cdata not in self._others:
                 known = self._made.get(storage._cdata)
                 if known is None or known[0].expired():
                     self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -163,18 +166,16 @@ class Scale(torch.autograd.Function):
         return 3 * grads[0]
 
 
-class Odd(nn.Module):
+class Odd(nn.Linear):
     """Its outputs have edges of all kinds: of a leaf, of a custom Function, of a view, and none."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 4))
-        self.linear = nn.Linear(4, 4)
+        super().__init__(4, 4)
+        self.leaf = nn.Parameter(torch.ones(2, 4))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = self.linear(x)
-        scaled: Tensor = Scale.apply(y)  # type: ignore[no-untyped-call]
-        return self.weight, scaled, y[:, :2], x
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        y = super().forward(x)
+        return self.leaf, Scale.apply(y), y[:, :2], x  # type: ignore[no-untyped-call]
 
 
 class Sum(nn.Module):
@@ -192,8 +193,7 @@ def test_the_graph_of_what_was_sent_stays(schedule: schedir.Schedule) -> None:
     ((x, y),) = random_batches(1, rows=4)
     with Executor(schedule, numbered(stages), MSE, in_process=True) as executor:
         executor.step(x, target=y, update=False)
-    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
-        (MSE(model[1](*model[0](a)), b) / 2).backward()
+    plain_step(model, MSE, (), microbatches_of((x, y), 2))
     assert_equal_gradients(gradients(stages), gradients(model))
 
 
@@ -260,34 +260,18 @@ def test_after_a_call_a_pool_lets_go_of_what_is_kept_and_what_it_did_not_need(po
     assert [*pool._buffers] == [((5,), (1,), torch.float32)]
 
 
-class Done:
-    """A send that is done, and whose work holds nothing."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, Tensor]] = []
-
-    def send(self, tensor: Tensor, peer: int) -> Work:
-        self.sent.append((tensor.data_ptr(), tensor.clone()))
-        return self
-
-    def receive(self, buffer: Tensor, peer: int) -> Work:
-        return self
-
-    def together(self, posts: Sequence[Post]) -> list[Work]:
-        return [self.send(post.tensor, post.peer) for post in posts]
-
-    def wait(self) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_buffer_that_is_sent_is_not_given_out_before_that_is_waited_for(
     pool: Pool, batched: bool
 ) -> None:
-    poster = Done()
+    sent: list[tuple[int, Tensor]] = []
+
+    def send(tensor: Tensor, _: int) -> Any:
+        """It is done at once, and its work holds nothing."""
+        sent.append((tensor.data_ptr(), tensor.clone()))
+        return Mock()
+
+    poster = Mock(send=send, together=lambda posts: [send(p.tensor, p.peer) for p in posts])
     sending = FromBuffers(poster, pool)
     values = [torch.full((2, 3), float(n), requires_grad=True) for n in range(4)]
     works: list[Work] = []
@@ -295,13 +279,13 @@ def test_a_buffer_that_is_sent_is_not_given_out_before_that_is_waited_for(
         batch = Batch(sending)
         works.append((batch if batched else sending).send(tensor, 1))
         batch.post()
-    first, second = (place for place, _ in poster.sent)
+    first, second = (place for place, _ in sent)
     assert len({first, second, *(tensor.data_ptr() for tensor in values)}) == 6
     works.pop(0).wait()
     works += [sending.send(tensor, 1) for tensor in values[2:]]
-    assert poster.sent[2][0] == first
-    assert poster.sent[3][0] not in (first, second)
-    assert all(torch.equal(a, b) for a, (_, b) in zip(values, poster.sent, strict=True))
+    assert sent[2][0] == first
+    assert sent[3][0] not in (first, second)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(values, sent, strict=True))
 
 
 class Keeps(nn.Linear):

@@ -247,18 +247,17 @@ class Given(torch.autograd.Function):
         return ctx.grad, None
 
 
-class Holds(nn.Module):
+class Holds(nn.Linear):
     """Has a parameter whose gradient is what `grad` says."""
 
     def __init__(self, parameter: Tensor) -> None:
-        super().__init__()
-        self.layer, self.odd = nn.Linear(4, 4), nn.Parameter(parameter)
+        super().__init__(4, 4)
+        self.odd = nn.Parameter(parameter)
         self.grad = torch.zeros_like(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         nothing: Tensor = Given.apply(self.odd, self.grad)  # type: ignore[no-untyped-call]
-        y: Tensor = self.layer(x) + nothing
-        return y
+        return super().forward(x) + nothing
 
 
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -34,18 +34,13 @@ def built(name: str, microbatches: int, ranks: int = 2) -> schedir.Schedule:
 
 
 def train(
-    schedule: schedir.Schedule,
-    stages: Sequence[nn.Module],
-    plain: Callable[..., Tensor],
-    calls: Sequence[dict[str, Any]],
-    loss_fn: Any = MSE,
-    **options: Any,
+    schedule: schedir.Schedule, stages: Any, plain: Any, calls: Any, loss_fn: Any = MSE, **more: Any
 ) -> None:
     """Train with `calls` of `step`, and plainly: `plain(stages, x, y, step, m)` is one loss."""
     mine, theirs = numbered(copy.deepcopy([*stages])), copy.deepcopy([*stages])
     optimizers = [adamw(s.parameters()) for s in theirs if list(s.parameters())]
     number = schedule.microbatches
-    with Executor(schedule, mine, loss_fn, adamw, in_process=True, **options) as executor:
+    with Executor(schedule, mine, loss_fn, adamw, in_process=True, **more) as executor:
         for step, call in enumerate(calls):
             found = executor.step(**call).loss
             pieces = microbatches_of((call["inputs"], call["target"]), number)
@@ -69,12 +64,6 @@ def calls_of(batches: Sequence[Batch], *more: dict[str, Any]) -> list[dict[str, 
     """The arguments of `step` on these batches, with what each has beside."""
     others: Sequence[dict[str, Any]] = more or [{}] * len(batches)
     return [{"inputs": x, "target": y, **o} for (x, y), o in zip(batches, others, strict=True)]
-
-
-def chain(stages: Sequence[nn.Module], x: Any) -> Any:
-    for stage in stages:
-        x = stage(x)
-    return x
 
 
 def linears(number: int, *layers: Callable[[], nn.Module]) -> list[nn.Module]:
@@ -166,16 +155,11 @@ def test_a_constant_that_was_not_agreed_is_said() -> None:
             executor.step(x, target=y)
 
 
-class Conditioned(nn.Module):
+class Conditioned(nn.Linear):
     """Takes a mask and a scale beside its input."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
-        y: Tensor = self.linear(x) * mask * scale
-        return y
+    def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * mask * scale
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
@@ -183,7 +167,7 @@ class Conditioned(nn.Module):
 def test_every_stage_can_have_inputs_of_its_own(name: str, by_keyword: bool) -> None:
     schedule = built(name, 4)
     torch.manual_seed(1)
-    stages = [Conditioned() for _ in range(schedule.stages)]
+    stages = [Conditioned(4, 4) for _ in range(schedule.stages)]
     batches = random_batches(3)
     masks = [torch.rand(8, 4).round() for _ in batches]
     scales = [1.0, 2.0, 0.5]  # not of the shapes, so nothing is agreed anew
@@ -203,13 +187,9 @@ def test_every_stage_can_have_inputs_of_its_own(name: str, by_keyword: bool) -> 
 
 
 def test_a_later_stages_inputs_may_change_their_shape() -> None:
-    class Appends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, more: Tensor) -> Tensor:
-            return self.linear(torch.cat([x, more], dim=1))  # type: ignore[no-any-return]
+    class Appends(nn.Linear):
+        def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(torch.cat([x, more], dim=1))
 
     class Widens(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -224,7 +204,7 @@ def test_a_later_stages_inputs_may_change_their_shape() -> None:
     def plain(whole: Sequence[nn.Module], x: Tensor, y: Tensor, step: int, m: int) -> Tensor:
         return MSE(whole[2](whole[1](whole[0](x), more[step].chunk(4)[m])), y)
 
-    stages = [Widens(), Appends(), Narrows()]
+    stages = [Widens(), Appends(4, 4), Narrows()]
     calls = calls_of(random_batches(3), *({"stage_inputs": {1: {"more": t}}} for t in more))
     train(built("1f1b", 4, ranks=3), stages, plain, calls, kwargs_chunk_spec={"more": 0})
 
@@ -281,7 +261,7 @@ def test_a_loss_has_keywords_of_each_microbatch() -> None:
         return (((output - target) ** power).mean(1) * weight).mean()
 
     def plain(whole: Sequence[nn.Module], x: Tensor, y: Tensor, step: int, m: int) -> Tensor:
-        return loss_fn(chain(whole, x), y, weights[step].chunk(4)[m], 4)
+        return loss_fn(run_stages(whole, x), y, weights[step].chunk(4)[m], 4)
 
     more = [{"loss_kwargs": {"weight": w, "power": 4}} for w in weights]
     specs = {"weight": 0}
@@ -311,7 +291,7 @@ def test_outputs_come_on_request_by_microbatch() -> None:
     for stage in stages:
         stage.eval()
     for outputs in (inferred, evaluated):
-        assert all(map(torch.equal, outputs, [chain(stages, piece) for piece in pieces]))
+        assert all(map(torch.equal, outputs, [run_stages(stages, piece) for piece in pieces]))
 
 
 def test_inputs_made_for_inference_are_taken() -> None:
@@ -321,4 +301,4 @@ def test_inputs_made_for_inference_are_taken() -> None:
     with executor_of(copy.deepcopy(stages)) as executor, torch.no_grad():
         found = executor.infer(x)
         assert found is not None
-        assert torch.equal(torch.cat(found), chain(stages, x))
+        assert torch.equal(torch.cat(found), run_stages(stages, x))

@@ -6,7 +6,7 @@ All numbers are small integers in double precision, so that every order of sums 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -55,17 +55,13 @@ def batches(number: int, rows: int) -> list[Tensor]:
 
 
 def assert_gradients_of_plain_training(
-    stages: dict[int, nn.Module],
-    model: nn.Sequential,
-    step: Callable[..., object],
-    microbatches: int,
-    pipelines: int = 1,
-    own: int = 0,
+    executor: Executor, model: nn.Sequential, pipelines: int = 1, own: int = 0
 ) -> None:
     """After calls that accumulate, with updates and without, and after the caller has cleared."""
+    stages, microbatches = executor.stages, executor.schedule.microbatches
     for number, whole in enumerate(batches(5, 2 * microbatches * pipelines)):
         x, y = (t.chunk(pipelines)[own] for t in whole)
-        step(x, target=y, update=number % 2 == 0)
+        executor.step(x, target=y, update=number % 2 == 0)
         for a, b in microbatches_of((whole[0], whole[1]), microbatches * pipelines):
             (summed(model(a), b) / microbatches / pipelines).backward()
         mine = gradients(stages.values())
@@ -87,7 +83,7 @@ def test_the_caller_steps_tied_copies(schedule: schedir.Schedule) -> None:
     model, stages = tied(whole), numbered(whole)
     options: dict[str, Any] = {"ties": ties_of(schedule.stages), "in_process": True}
     with Executor(schedule, stages, summed, **options) as executor:
-        assert_gradients_of_plain_training(stages, model, executor.step, schedule.microbatches)
+        assert_gradients_of_plain_training(executor, model)
         before = copy.deepcopy(gradients(whole))
         x, y = batches(1, 2 * schedule.microbatches)[0]
         executor.evaluate(x, target=y)
@@ -101,7 +97,7 @@ def test_replicas_on_ranks_have_their_part_in_the_sum(rank: int) -> None:
     model = tied(whole)
     stages = {stage: whole[stage] for stage in ROUND_ROBIN.stages_of(rank)}
     with Executor(ROUND_ROBIN, stages, summed, ties=ties_of(2)) as executor:
-        assert_gradients_of_plain_training(stages, model, executor.step, 4)
+        assert_gradients_of_plain_training(executor, model)
 
 
 @on_ranks(2)
@@ -110,7 +106,7 @@ def test_the_caller_steps_tied_copies_on_ranks(rank: int) -> None:
         whole = equal_ends(2)
         model, stages = tied(whole), {rank: whole[rank]}
         with Executor(schedule, stages, summed, ties=ties_of(2)) as executor:
-            assert_gradients_of_plain_training(stages, model, executor.step, schedule.microbatches)
+            assert_gradients_of_plain_training(executor, model)
             grad = whole[rank].get_parameter("weight").grad
             assert grad is not None
             assert torch.equal(*everyone(grad))
@@ -124,9 +120,7 @@ def test_the_caller_steps_tied_copies_of_two_pipelines(rank: int) -> None:
     whole = equal_ends(2)
     model, stages = tied(whole), {at: whole[at]}
     with Executor(schedule, stages, summed, ties=ties_of(2), mesh=mesh) as executor:
-        assert_gradients_of_plain_training(
-            stages, model, executor.step, 4, pipelines=2, own=mesh.get_local_rank("dp")
-        )
+        assert_gradients_of_plain_training(executor, model, 2, mesh.get_local_rank("dp"))
 
 
 def test_a_copy_without_a_gradient_gets_that_of_the_others() -> None:
