@@ -31,12 +31,6 @@ def whole_of(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def assert_near(mine: nn.Module, theirs: nn.Module) -> None:
-    """Two modules have the same parameters, to 1e-6."""
-    pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
-    assert all(torch.allclose(whole_of(a), b, rtol=1e-6, atol=1e-6) for a, b in pairs)
-
-
 def mesh_of(dim: str = "tp") -> tuple[DeviceMesh, int, DeviceMesh]:
     """Two slices of a pipeline of two ranks, the rank in the pipeline, and the other dimension."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", dim))
@@ -74,7 +68,8 @@ def assert_trains_as_alone(
             if "clip_grad_norm" in options:
                 assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
         for stage, module in local.items():
-            assert_near(module, twins.local[stage])
+            pair = [*map(whole_of, module.parameters())], [*twins.local[stage].parameters()]
+            torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-6)
         x, y = batch(99)
         found = executor.evaluate(part(executor, x), target=part(executor, y)).loss
         assert found == pytest.approx(alone.evaluate(x, target=y).loss, rel=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import re
 from typing import Any
@@ -114,14 +113,6 @@ class InFloat(nn.Module):
         return Island.apply(y)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class Watching(torch.optim.SGD):
-    seen: list[bool] = []  # noqa: RUF012
-
-    def step(self, closure: Any = None) -> Any:
-        Watching.seen.append(torch.is_autocast_enabled("cpu"))
-        return super().step(closure)
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_autocast_is_for_forwards_alone(name: str, recompute: bool) -> None:
@@ -130,16 +121,21 @@ def test_autocast_is_for_forwards_alone(name: str, recompute: bool) -> None:
     model = nn.Sequential(*copy.deepcopy(list(stages.values())))
     x, y = torch.randn(2, 4, 4)
     Island.seen.clear()
-    Watching.seen.clear()
+    stepped: list[bool] = []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = sgd(parameters)
+        made.register_step_pre_hook(lambda *_: stepped.append(torch.is_autocast_enabled("cpu")))
+        return made
+
     bfloat16 = torch.autocast("cpu", torch.bfloat16)
     options: dict[str, Any] = {"in_process": True, "recompute": recompute}
-    given = schedule, stages, MSE, functools.partial(Watching, lr=0.1)
-    with Executor(*given, **options) as executor, bfloat16:
+    with Executor(schedule, stages, MSE, optimizer, **options) as executor, bfloat16:
         executor.step(x, target=y)
         executor.step(x, target=y)
         assert torch.is_autocast_enabled("cpu")
     assert set(Island.seen) == {(torch.float32, False)}
-    assert set(Watching.seen) == {False}
+    assert set(stepped) == {False}
     plain = sgd(model.parameters())
     for _ in range(2):
         for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
