@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from reference import plain_step
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +20,6 @@ import schedir
 from schedir.runtime import Executor, plan
 from schedir.runtime.accelerator import Host
 from schedir.runtime.boundaries.boundary import TensorMeta, meta_of
-from schedir.runtime.processes.groups import Post
 from schedir.runtime.program import program
 from schedir.runtime.program.together import Batch
 from schedir.runtime.transports.buffers import FromBuffers, Pool
@@ -29,6 +30,7 @@ from tests.runtime.kit import (
     assert_equal_gradients,
     gradients,
     linear_stages,
+    microbatches_of,
     numbered,
     random_batches,
     sgd,
@@ -39,19 +41,15 @@ WIDTH, ROWS = 64, 16
 BOUNDARY = 4 * WIDTH * ROWS  # bytes
 
 
-@pytest.fixture
-def queueing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "accelerator_of", Queueing)
-
-
 class Live(TorchDispatchMode):
     """The bytes of all that torch has made inside and that still lives, and the most so far.
 
-    What is smaller than a boundary does not count, nor does the memory of `others`.
+    What is smaller than `least` bytes does not count, nor does the memory of `others`.
     """
 
-    def __init__(self, others: Iterable[Tensor] = ()) -> None:
+    def __init__(self, others: Iterable[Tensor] = (), least: int = BOUNDARY) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._least = least
         self._others = {tensor.untyped_storage()._cdata for tensor in others}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak: int = 0
@@ -61,11 +59,9 @@ class Live(TorchDispatchMode):
     ) -> object:
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() >= BOUNDARY:
-                storage = tensor.untyped_storage()
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage and storage.nbytes() >= self._least and storage._cdata not in self._others:
                 known = self._made.get(storage._cdata)
-                if storage._cdata in self._others:
-                    continue
                 if known is None or known[0].expired():
                     self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, self.now())
@@ -81,8 +77,7 @@ def peak(microbatches: int) -> int:
     """Of a step of 1F1B on four ranks in one process, all shapes known."""
     schedule = schedir.build("1f1b", ranks=4, microbatches=microbatches)
     stages = numbered(linear_stages(4, WIDTH))
-    x, y = torch.randn(2, ROWS, WIDTH)
-    inputs, target = [x] * microbatches, [y] * microbatches
+    inputs, target = ([t] * microbatches for t in torch.randn(2, ROWS, WIDTH))
     with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
         executor.step(inputs, target=target)
         with Live() as live:
@@ -97,12 +92,11 @@ def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_spare")
-def test_the_peak_of_a_step_does_not_grow_with_its_microbatches() -> None:
-    assert peak(8) == peak(64) > 4 * BOUNDARY
-
-
-@pytest.mark.usefixtures("no_spare", "queueing")
-def test_nor_does_it_where_receive_buffers_are_used_again() -> None:
+@pytest.mark.parametrize("device", [Host, Queueing])  # which uses receive buffers again
+def test_the_peak_of_a_step_does_not_grow_with_its_microbatches(
+    device: type[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "accelerator_of", device)
     assert peak(8) == peak(64) > 4 * BOUNDARY
 
 
@@ -110,14 +104,12 @@ def peaks_of_segments(segment: int) -> list[int]:
     """Of each segment of a stream, all shapes known; batches of eight microbatches."""
     schedule = schedir.build("pipedream", ranks=4, microbatches=8)
     stages = numbered(linear_stages(4, WIDTH))
-    x, y = torch.randn(2, ROWS, WIDTH)
-    batch: Any = [x] * 8, [y] * 8
+    batch: Any = tuple([t] * 8 for t in torch.randn(2, ROWS, WIDTH))
     found = []
     with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
         for turn in range(11):
             with Live() as live:
-                for _ in executor.run([batch] * (segment // 8), segment=segment):
-                    pass
+                list(executor.run([batch] * (segment // 8), segment=segment))
             found += [live.peak] * bool(turn)
     return found
 
@@ -174,18 +166,16 @@ class Scale(torch.autograd.Function):
         return 3 * grads[0]
 
 
-class Odd(nn.Module):
+class Odd(nn.Linear):
     """Its outputs have edges of all kinds: of a leaf, of a custom Function, of a view, and none."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 4))
-        self.linear = nn.Linear(4, 4)
+        super().__init__(4, 4)
+        self.leaf = nn.Parameter(torch.ones(2, 4))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        y = self.linear(x)
-        scaled: Tensor = Scale.apply(y)  # type: ignore[no-untyped-call]
-        return self.weight, scaled, y[:, :2], x
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        y = super().forward(x)
+        return self.leaf, Scale.apply(y), y[:, :2], x  # type: ignore[no-untyped-call]
 
 
 class Sum(nn.Module):
@@ -203,8 +193,7 @@ def test_the_graph_of_what_was_sent_stays(schedule: schedir.Schedule) -> None:
     ((x, y),) = random_batches(1, rows=4)
     with Executor(schedule, numbered(stages), MSE, in_process=True) as executor:
         executor.step(x, target=y, update=False)
-    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
-        (MSE(model[1](*model[0](a)), b) / 2).backward()
+    plain_step(model, MSE, (), microbatches_of((x, y), 2))
     assert_equal_gradients(gradients(stages), gradients(model))
 
 
@@ -221,15 +210,14 @@ META = meta_of(torch.empty(2, 3))
 
 
 def test_a_buffer_is_used_again_once_nobody_has_it(pool: Pool) -> None:
-    first = empty(pool, META)
+    first, second = empty(pool, META), empty(pool, META)
     place = first.data_ptr()
-    second = empty(pool, META)
     assert second.data_ptr() != place
     first.fill_(1.0)
     del first
     again = empty(pool, META)
-    assert again.data_ptr() == place
-    assert again._version == 0  # a module that changes its input is found by this
+    # By its version a module that changes its input is found.
+    assert (again.data_ptr(), again._version) == (place, 0)
 
 
 @pytest.mark.parametrize(
@@ -252,17 +240,12 @@ def test_what_somebody_keeps_is_not_given_out(pool: Pool, keep: Callable[[Tensor
 
 
 def test_layouts_do_not_share_buffers(pool: Pool) -> None:
-    shapes: list[Tensor] = [
-        torch.empty(2, 3),
-        torch.empty(3, 2),
-        torch.empty(3, 2).t(),
-        torch.empty(2, 3, dtype=torch.int32),
-    ]
-    for tensor in shapes:
+    shapes = [torch.empty(2, 3), torch.empty(3, 2), torch.empty(3, 2).t()]
+    for tensor in (*shapes, torch.empty(2, 3, dtype=torch.int32)):
         buffer = empty(pool, meta_of(tensor))
         found = buffer.shape, buffer.stride(), buffer.dtype
         assert found == (tensor.shape, tensor.stride(), tensor.dtype)
-    assert len(pool._buffers) == len(shapes)
+    assert len(pool._buffers) == 4
 
 
 def test_after_a_call_a_pool_lets_go_of_what_is_kept_and_what_it_did_not_need(pool: Pool) -> None:
@@ -277,52 +260,32 @@ def test_after_a_call_a_pool_lets_go_of_what_is_kept_and_what_it_did_not_need(po
     assert [*pool._buffers] == [((5,), (1,), torch.float32)]
 
 
-class Done:
-    """A send that is done, and whose work holds nothing."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, Tensor]] = []
-
-    def send(self, tensor: Tensor, peer: int) -> Work:
-        self.sent.append((tensor.data_ptr(), tensor.clone()))
-        return self
-
-    def receive(self, buffer: Tensor, peer: int) -> Work:
-        return self
-
-    def together(self, posts: Sequence[Post]) -> list[Work]:
-        return [self.send(post.tensor, post.peer) for post in posts]
-
-    def wait(self) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_buffer_that_is_sent_is_not_given_out_before_that_is_waited_for(
     pool: Pool, batched: bool
 ) -> None:
-    poster = Done()
+    sent: list[tuple[int, Tensor]] = []
+
+    def send(tensor: Tensor, _: int) -> Any:
+        """It is done at once, and its work holds nothing."""
+        sent.append((tensor.data_ptr(), tensor.clone()))
+        return Mock()
+
+    poster = Mock(send=send, together=lambda posts: [send(p.tensor, p.peer) for p in posts])
     sending = FromBuffers(poster, pool)
     values = [torch.full((2, 3), float(n), requires_grad=True) for n in range(4)]
     works: list[Work] = []
     for tensor in values[:2]:
-        if batched:
-            batch = Batch(sending)
-            works.append(batch.send(tensor, 1))
-            batch.post()
-        else:
-            works.append(sending.send(tensor, 1))
-    first, second = (place for place, _ in poster.sent)
+        batch = Batch(sending)
+        works.append((batch if batched else sending).send(tensor, 1))
+        batch.post()
+    first, second = (place for place, _ in sent)
     assert len({first, second, *(tensor.data_ptr() for tensor in values)}) == 6
     works.pop(0).wait()
-    works.append(sending.send(values[2], 1))
-    works.append(sending.send(values[3], 1))
-    assert poster.sent[2][0] == first
-    assert poster.sent[3][0] not in (first, second)
-    assert all(torch.equal(a, b) for a, (_, b) in zip(values, poster.sent, strict=True))
+    works += [sending.send(tensor, 1) for tensor in values[2:]]
+    assert sent[2][0] == first
+    assert sent[3][0] not in (first, second)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(values, sent, strict=True))
 
 
 class Keeps(nn.Linear):
@@ -343,27 +306,27 @@ class Passes(nn.Module):
         return x.view(x.shape)
 
 
-@pytest.mark.usefixtures("queueing", "no_spare")
+@pytest.mark.usefixtures("no_spare")
 @pytest.mark.parametrize("name", ["1f1b", "fill-drain", "pipedream"])
-def test_buffers_that_are_used_again_train_as_one_process(name: str) -> None:
+def test_buffers_that_are_used_again_train_as_one_process(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the modules keep, and what they hand on of their input, is not overwritten."""
     schedule = schedir.build(name, ranks=4, microbatches=8)
     stages: list[nn.Module] = [nn.Linear(4, 4), Keeps(), Passes(), nn.Linear(4, 4)]
     losses, trained = [], []
-    for queues in (True, False):
+    for device in (Queueing, Host):
         here = copy.deepcopy(stages)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            if not queues:
-                monkeypatch.setattr(plan, "accelerator_of", Host)
-            with Executor(schedule, numbered(here), MSE, sgd, in_process=True) as executor:
-                losses.append([executor.step(x, target=y).loss for x, y in random_batches(3)])
-                pools = {**executor._engine.training.compiler.pools}  # closing lets go of them
+        monkeypatch.setattr(plan, "accelerator_of", device)
+        with Executor(schedule, numbered(here), MSE, sgd, in_process=True) as executor:
+            losses.append([executor.step(x, target=y).loss for x, y in random_batches(3)])
+            pools = {**executor._engine.training.compiler.pools}  # closing lets go of them
         keeps = here[1]
         assert isinstance(keeps, Keeps)
         assert len(keeps.given) == 24
         assert all(torch.equal(*pair) for pair in keeps.given)
-        assert queues == bool(pools)
-        if queues and name == "1f1b":  # two that are received, and two that are under way
+        assert bool(pools) is (device is Queueing)
+        if pools and name == "1f1b":  # two that are received, and two that are under way
             assert [len(own) for own in pools[3]._buffers.values()] == [4]
         trained.append([p.detach().clone() for module in here for p in module.parameters()])
     assert losses[0] == losses[1]

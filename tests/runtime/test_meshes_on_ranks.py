@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.distributed.tensor import (
 
 import schedir
 from schedir.runtime import Executor
-from tests.runtime.kit import MSE, Twins, adamw, everyone, message_of, random_batch
+from tests.runtime.kit import MSE, Batch, Twins, adamw, everyone, message_of, random_batch
 from tests.runtime.launch import torchrun
 from tests.runtime.layouts import LONG, blocks, split_up
 from tests.runtime.on_ranks import on_ranks
@@ -30,10 +31,48 @@ def whole_of(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def assert_near(mine: nn.Module, theirs: nn.Module) -> None:
-    """Two modules have the same parameters, to 1e-6."""
-    pairs = zip(mine.parameters(), theirs.parameters(), strict=True)
-    assert all(torch.allclose(whole_of(a), b, rtol=1e-6, atol=1e-6) for a, b in pairs)
+def mesh_of(dim: str = "tp") -> tuple[DeviceMesh, int, DeviceMesh]:
+    """Two slices of a pipeline of two ranks, the rank in the pipeline, and the other dimension."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", dim))
+    return mesh, mesh["pp"].get_local_rank(), mesh[dim]
+
+
+def executor_of(mesh: DeviceMesh, stage: nn.Module, loss_fn: Any = MSE, **options: Any) -> Executor:
+    """Of this process's stage, which the caller steps."""
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = {mesh["pp"].get_local_rank(): stage}
+    return Executor(schedule, stages, loss_fn, mesh=mesh, **{"timeout": LONG, **options})
+
+
+def assert_trains_as_alone(
+    whole: Sequence[nn.Module],
+    local: dict[int, nn.Module],
+    mesh: DeviceMesh,
+    name: str = "1f1b",
+    batch: Callable[[int], Batch] = lambda step: random_batch(8, seed=step),
+    part: Callable[[Executor, Tensor], Tensor] = lambda executor, tensor: tensor,
+    **options: Any,
+) -> None:
+    """As the executor of the whole stages in one process, which is held to plain training
+    elsewhere; each process is given its part of a batch."""
+    schedule = schedir.build(name, ranks=2, microbatches=4)
+    twins = Twins(whole, schedule)
+    given = {name: value for name, value in options.items() if name != "data_dims"}
+    alone = twins.executor(**given)
+    with Executor(schedule, local, MSE, adamw, mesh=mesh, timeout=LONG, **options) as executor:
+        for step in range(3):
+            x, y = batch(step)
+            mine = executor.step(part(executor, x), target=part(executor, y))
+            theirs = alone.step(x, target=y)
+            assert mine.loss == pytest.approx(theirs.loss, rel=1e-6)
+            if "clip_grad_norm" in options:
+                assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
+        for stage, module in local.items():
+            pair = [*map(whole_of, module.parameters())], [*twins.local[stage].parameters()]
+            torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-6)
+        x, y = batch(99)
+        found = executor.evaluate(part(executor, x), target=part(executor, y)).loss
+        assert found == pytest.approx(alone.evaluate(x, target=y).loss, rel=1e-6)
 
 
 @on_ranks(4)
@@ -42,84 +81,64 @@ def assert_near(mine: nn.Module, theirs: nn.Module) -> None:
     [("1f1b", {}), ("1f1b", {"clip_grad_norm": 0.05}), ("zb", {}), ("pipedream", {})],
 )
 def test_split_stages_train_as_whole_ones(rank: int, name: str, options: dict[str, Any]) -> None:
-    """The reference is the executor in one process, which is held to plain training elsewhere."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh, pp, tp = mesh_of()
     schedule = schedir.build(name, ranks=2, microbatches=4)
     whole = blocks(schedule.stages)
-    held = schedule.stages_of(mesh["pp"].get_local_rank())
-    local = {s: split_up(copy.deepcopy(whole[s]), mesh["tp"]) for s in held}
-    twins = Twins(whole, schedule)
-    alone = twins.executor(**options)
-    with Executor(schedule, local, MSE, adamw, mesh=mesh, timeout=LONG, **options) as executor:
-        for step in range(3):
-            x, y = random_batch(8, seed=step)
-            mine, theirs = (one.step(x, target=y) for one in (executor, alone))
-            assert mine.loss == pytest.approx(theirs.loss, rel=1e-6)
-            if options:
-                assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
-        for stage, module in local.items():
-            assert_near(module, twins.local[stage])
-        x, y = random_batch(8, seed=99)
-        losses = [one.evaluate(x, target=y).loss for one in (executor, alone)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    local = {s: split_up(copy.deepcopy(whole[s]), tp) for s in schedule.stages_of(pp)}
+    assert_trains_as_alone(whole, local, mesh, name, **options)
 
 
-class Returns(nn.Module):
+class Returns(nn.Linear):
     """A stage that returns a DTensor, in rows that are split over processes."""
 
     def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
-        super().__init__()
-        self.inner, self.mesh, self.placement = nn.Linear(4, 4), mesh, placement
+        super().__init__(4, 4)
+        self.mesh, self.placement = mesh, placement
 
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
-        y = DTensor.from_local(self.inner(x), self.mesh, [Replicate()], run_check=False)
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:  # type: ignore[override]
+        y = DTensor.from_local(super().forward(x), self.mesh, [Replicate()], run_check=False)
         if self.placement.is_partial():
             return DTensor.from_local(y.to_local(), self.mesh, [self.placement]), 1
         return y.redistribute(placements=[self.placement]), 1
 
 
-class Takes(nn.Module):
+class Takes(nn.Linear):
     """A stage that takes its rows of these."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.inner, self.mesh = nn.Linear(4, 4), mesh
+        super().__init__(4, 4)
+        self.mesh = mesh
 
-    def forward(self, x: Tensor, one: int) -> Tensor:
+    def forward(self, x: Tensor, one: int) -> Tensor:  # type: ignore[override]
         assert (type(x), one) == (Tensor, 1)
         rows = DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False)
-        y: Tensor = self.inner(rows.redistribute(placements=[Replicate()]).to_local())
-        return y
+        return super().forward(rows.redistribute(placements=[Replicate()]).to_local())
 
 
 @on_ranks(4)
 def test_the_local_part_of_a_dtensor_travels(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    pp, tp = mesh["pp"].get_local_rank(), mesh["tp"]
+    mesh, pp, tp = mesh_of()
     torch.manual_seed(0)
     stages: list[Any] = [Returns(tp, Shard(0)), Takes(tp)]
-    plain = [copy.deepcopy(stage.inner) for stage in stages]
+    plain = [nn.Linear(4, 4) for _ in stages]
+    for one, stage in zip(plain, stages, strict=True):
+        one.load_state_dict(stage.state_dict())
     x, y = random_batch(8)
-    with Executor(schedule, {pp: stages[pp]}, MSE, mesh=mesh, timeout=LONG) as executor:
+    with executor_of(mesh, stages[pp]) as executor:
         loss = executor.step(x, target=y).loss
     expected = MSE(plain[1](plain[0](x)), y)
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-6)
-    mine, theirs = stages[pp].inner.weight.grad, plain[pp].weight.grad
-    assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+    assert torch.allclose(stages[pp].weight.grad, plain[pp].weight.grad, rtol=1e-5, atol=1e-7)  # type: ignore[arg-type]
     if pp == 0:
         assert isinstance(stages[0](x)[0], DTensor)  # the executor is closed
 
 
 @on_ranks(4)
 def test_a_summand_does_not_travel(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    pp, tp = mesh["pp"].get_local_rank(), mesh["tp"]
-    stage = Returns(tp, Partial()) if pp == 0 else Takes(tp)
+    mesh, pp, tp = mesh_of()
     x, y = random_batch(8)
-    executor = Executor(schedule, {pp: stage}, MSE, mesh=mesh, timeout=LONG)
+    executor = executor_of(mesh, Takes(tp) if pp else Returns(tp, Partial()))
     said = message_of(lambda: executor.step(x, target=y).loss)
     assert "sum it first, by redistribute" in said
     everyone("all have failed")
@@ -128,12 +147,10 @@ def test_a_summand_does_not_travel(rank: int) -> None:
 @on_ranks(4)
 def test_a_dtensor_is_placed_as_in_the_first_forward(rank: int) -> None:
     """Who takes it sees its local part alone."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    pp, tp = mesh["pp"].get_local_rank(), mesh["tp"]
-    stage = Returns(tp, Shard(0)) if pp == 0 else Takes(tp)
+    mesh, pp, tp = mesh_of()
+    stage = Takes(tp) if pp else Returns(tp, Shard(0))
     x, y = random_batch(8)
-    executor = Executor(schedule, {pp: stage}, MSE, mesh=mesh, timeout=LONG)
+    executor = executor_of(mesh, stage)
     executor.step(x, target=y)
     if isinstance(stage, Returns):
         stage.placement = Shard(1)
@@ -152,58 +169,45 @@ class Noise(nn.Module):
 @on_ranks(4)
 @pytest.mark.parametrize("seed_dims", [(), ("tp",)])
 def test_other_dimensions_draw_apart_if_asked(rank: int, seed_dims: tuple[str, ...]) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    pp, tp = mesh["pp"].get_local_rank(), mesh["tp"].get_local_rank()
-    options: dict[str, Any] = {"mesh": mesh, "seed_dims": seed_dims, "timeout": LONG}
+    mesh, _, tp = mesh_of()
     linear = nn.Linear(4, 4)
     nn.init.eye_(linear.weight)
     nn.init.zeros_(linear.bias)
-    stage = nn.Sequential(linear, Noise())
-    with Executor(schedule, {pp: stage}, MSE, **options) as executor:
+    with executor_of(mesh, nn.Sequential(linear, Noise()), seed_dims=seed_dims) as executor:
         found = executor.step(torch.zeros(2, 4), target=torch.zeros(2, 4)).loss
-    losses = dict(everyone((tp, found)))
+    losses = dict(everyone((tp.get_local_rank(), found)))
     assert (losses[0] == losses[1]) is (not seed_dims)
 
 
 @on_ranks(4)
 def test_dimensions_that_do_not_fit_are_named(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    stages = {mesh["pp"].get_local_rank(): nn.Linear(4, 4)}
-
-    def said(**options: Any) -> str:
-        return message_of(Executor, schedule, stages, MSE, mesh=mesh, **options)
-
-    assert "seed_dims: 'sp' is not one of the mesh's other dimensions" in said(seed_dims=("sp",))
-    assert "seed_dims: 'pp' is not one" in said(seed_dims=("pp",))
-    assert "the pipeline's is stages" in said(pipeline_dim="stages")
-    assert "summed over ('data',)" in said(data_dims=("data",))
+    mesh, stage = mesh_of()[0], nn.Linear(4, 4)
+    wrong: dict[str, dict[str, Any]] = {
+        "seed_dims: 'sp' is not one of the mesh's other dimensions": {"seed_dims": ("sp",)},
+        "seed_dims: 'pp' is not one": {"seed_dims": ("pp",)},
+        "the pipeline's is stages": {"pipeline_dim": "stages"},
+        "summed over ('data',)": {"data_dims": ("data",)},
+    }
+    for text, options in wrong.items():
+        assert text in message_of(executor_of, mesh, stage, **options)
     everyone("all are refused")
 
 
 @on_ranks(4)
 def test_processes_with_different_meshes_are_named(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    stages = {mesh["pp"].get_local_rank(): nn.Linear(4, 4)}
     data_dims = ("tp",) if rank == 3 else ("dp",)
-    options: dict[str, Any] = {"mesh": mesh, "data_dims": data_dims, "timeout": LONG}
-    said = message_of(Executor, schedule, stages, MSE, **options)
-    assert (
-        "mesh is (((0, 2),), ((1, 3),)) on process 0, but (((0, 2), (1, 3)),) on process 3" in said
-    )
+    said = message_of(executor_of, mesh_of()[0], nn.Linear(4, 4), data_dims=data_dims)
+    meshes = "(((0, 2),), ((1, 3),)) on process 0, but (((0, 2), (1, 3)),) on process 3"
+    assert f"mesh is {meshes}" in said
     everyone("all have seen it")
 
 
 @on_ranks(4)
 def test_slices_that_make_different_calls_are_named(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    pp, tp = mesh["pp"].get_local_rank(), mesh["tp"].get_local_rank()
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    executor = Executor(schedule, {pp: nn.Linear(4, 4)}, MSE, mesh=mesh, timeout=LONG)
+    mesh, _, tp = mesh_of()
+    executor = executor_of(mesh, nn.Linear(4, 4))
     x, y = random_batch(2)
-    if tp:
+    if tp.get_local_rank():
         with pytest.raises(schedir.ExecutionError) as found:
             executor.evaluate(x, target=y).loss  # noqa: B018
         assert {root.rank for root in found.value.roots} == {0, 1}
@@ -211,7 +215,8 @@ def test_slices_that_make_different_calls_are_named(rank: int) -> None:
     else:
         executor.step(x, target=y)  # waits for nobody of the other slice
     everyone("slice 1 has failed")
-    if not tp:  # an executor that does not know of the failure would end this process with others
+    # An executor that does not know of the failure would end this process with others.
+    if not tp.get_local_rank():
         assert "the first to fail was rank 0" in message_of(executor.step, x, target=y)
 
 
@@ -221,8 +226,7 @@ def test_a_process_that_ends_inside_a_stage_is_the_root(how: str) -> None:
     """The other process of its stage waits for it in a collective of the stage's own."""
     result = torchrun(4, "-m", "tests.runtime.failing_slice", how)
     assert result.returncode
-    roots = {line for line in result.stderr.splitlines() if line.startswith("schedir: root:")}
-    (root,) = roots
+    (root,) = {line for line in result.stderr.splitlines() if line.startswith("schedir: root:")}
     why = "killed by SIGKILL" if how == "SIGKILL" else "no progress for 8.0 s"
     assert root == f"schedir: root: rank 1 step 1 #0 0F0: {why}"
 
@@ -260,24 +264,21 @@ class Attends(nn.Module):
 @on_ranks(4)
 def test_parts_of_a_context_train_as_the_whole(rank: int) -> None:
     """The dimension over which the tokens are split is a data dimension."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    mesh, place, cp = mesh_of("cp")
     torch.manual_seed(5)
-    whole: list[nn.Module] = [Attends() for _ in range(2)]
-    place = mesh["pp"].get_local_rank()
-    stage = Attends(mesh["cp"])
+    whole = [Attends() for _ in range(2)]
+    stage = Attends(cp)
     stage.load_state_dict(whole[place].state_dict())
-    twins = Twins(whole, schedule)
-    alone = twins.executor(count=Tensor.numel)
-    options = {"mesh": mesh, "data_dims": ("cp",), "count": Tensor.numel, "timeout": LONG}
-    with Executor(schedule, {place: stage}, MSE, adamw, **options) as executor:  # type: ignore[arg-type]
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            x, y = torch.randn(2, 8, 6, 4, generator=generator)
-            mine, target = (t.chunk(2, dim=1)[executor.pipeline] for t in (x, y))
-            found = executor.step(mine, target=target).loss
-            assert found == pytest.approx(alone.step(x, target=y).loss, rel=1e-6)
-        assert_near(stage, twins.local[place])
+
+    def batch(step: int) -> Batch:
+        x, y = torch.randn(2, 8, 6, 4, generator=torch.Generator().manual_seed(step))
+        return x, y
+
+    def part(executor: Executor, tensor: Tensor) -> Tensor:
+        return tensor.chunk(2, dim=1)[executor.pipeline]
+
+    options: dict[str, Any] = {"data_dims": ("cp",), "count": Tensor.numel}
+    assert_trains_as_alone(whole, {place: stage}, mesh, batch=batch, part=part, **options)
 
 
 class Experts(nn.Module):
@@ -311,21 +312,8 @@ class Experts(nn.Module):
 
 @on_ranks(4)
 def test_experts_on_several_processes_train_as_on_one(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
-    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    mesh, place, ep = mesh_of("ep")
     torch.manual_seed(5)
-    whole: list[nn.Module] = [Experts() for _ in range(2)]
-    place = mesh["pp"].get_local_rank()
-    stage = Experts()
-    stage.load_state_dict(whole[place].state_dict())
-    stage.split(mesh["ep"])
-    twins = Twins(whole, schedule)
-    alone = twins.executor(clip_grad_norm=0.5)
-    options = {"mesh": mesh, "clip_grad_norm": 0.5, "timeout": LONG}
-    with Executor(schedule, {place: stage}, MSE, adamw, **options) as executor:  # type: ignore[arg-type]
-        for step in range(3):
-            x, y = random_batch(8, seed=step)
-            found, expected = (one.step(x, target=y) for one in (executor, alone))
-            assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-            assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
-        assert_near(stage, twins.local[place])
+    whole = [Experts() for _ in range(2)]
+    stage = copy.deepcopy(whole[place]).split(ep)
+    assert_trains_as_alone(whole, {place: stage}, mesh, clip_grad_norm=0.5)

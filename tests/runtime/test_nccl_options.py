@@ -71,9 +71,9 @@ def test_the_watchdog_comes_after_the_executor() -> None:
     assert made(seconds=40).options._timeout == timedelta(minutes=10)
 
 
-def blocks(max_ctas: int, sums: bool) -> int:
-    """How many multiprocessors a kernel takes: point-to-point rounds up to a power of two."""
-    return max_ctas if sums else 1 << (max_ctas - 1).bit_length()
+def blocks(max_ctas: int) -> int:
+    """How many multiprocessors a point-to-point kernel takes: it rounds up to a power of two."""
+    return 1 << (max_ctas - 1).bit_length()
 
 
 def test_kernels_of_all_communicators_fit_beside_compute() -> None:
@@ -81,8 +81,7 @@ def test_kernels_of_all_communicators_fit_beside_compute() -> None:
         for transfers in range(1, 40):
             for sums in range(8):
                 share = shares(processors, transfers, sums)
-                each = blocks(share.transfer, sums=False), blocks(share.sum, sums=True)
-                taken = transfers * each[0] + sums * each[1]
+                taken = transfers * blocks(share.transfer) + sums * share.sum
                 assert taken <= processors / 2 or 1 in (share.transfer, share.sum)
                 assert 1 <= share.transfer <= 8
     assert made(8).options.config.max_ctas == 8
@@ -90,31 +89,26 @@ def test_kernels_of_all_communicators_fit_beside_compute() -> None:
 
 
 def test_sums_are_not_held_to_the_share_of_transfers() -> None:
-    for transfers, sums, transfer, of_sums in [(4, 0, 8, 34), (4, 3, 8, 11), (8, 2, 4, 17)]:
-        share = shares(132, transfers, sums)
-        assert (share.transfer, share.sum) == (transfer, of_sums)
+    found = [shares(132, transfers, sums) for transfers, sums in ((4, 0), (4, 3), (8, 2))]
+    assert [(share.transfer, share.sum) for share in found] == [(8, 34), (8, 11), (4, 17)]
 
 
-def test_a_build_without_settings_of_communicators_does_without() -> None:
+def test_a_build_without_settings_of_communicators_does_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Older(Options):
         def __init__(self, is_high_priority_stream: bool = False) -> None:
-            super().__init__(is_high_priority_stream)
-            del self.config
+            self.is_high_priority_stream = is_high_priority_stream
 
-    Backend.Options = Older
-    try:
-        assert not hasattr(made(6).options, "config")
-    finally:
-        Backend.Options = Options
+    monkeypatch.setattr(Backend, "Options", Older)
+    assert not hasattr(made(6).options, "config")
 
 
 def test_communicators_end_when_done_or_at_once() -> None:
-    done = [made() for _ in range(3)]
-    end(done, abort=False)
-    assert [backend.calls for backend in done] == [["shutdown"]] * 3
-    failed = [made() for _ in range(3)]
-    end(failed, abort=True)
-    assert [backend.calls for backend in failed] == [["abort"]] * 3
+    for abort, call in ((False, "shutdown"), (True, "abort")):
+        ended = [made() for _ in range(3)]
+        end(ended, abort=abort)
+        assert [backend.calls for backend in ended] == [[call]] * 3
     end([], abort=True)
 
 
@@ -135,12 +129,8 @@ def test_an_abort_that_never_returns_holds_nothing_up(monkeypatch: pytest.Monkey
     """It may wait for a thread of NCCL's that waits for the network; what it ends stays there."""
     monkeypatch.setattr(nccl, "ABORT", 0.1)
     never, ended = Event(), Event()
-
-    class Hanging:
-        def abort(self) -> None:
-            never.wait()
-
-    hanging: list[Any] = [Hanging(), SimpleNamespace(abort=ended.set)]
+    hanging = [made(), SimpleNamespace(abort=ended.set)]
+    hanging[0].abort = never.wait
     watch = weakref.ref(hanging[0])
     try:
         end(hanging, abort=True)
@@ -155,11 +145,7 @@ def test_an_abort_that_never_returns_holds_nothing_up(monkeypatch: pytest.Monkey
 
 def test_what_was_aborted_is_not_freed() -> None:
     """Its destructor would wait for the watchdog, for up to a minute."""
-
-    class Aborted:
-        def abort(self) -> None: ...
-
-    aborted = [Aborted()]
+    aborted = [made()]
     watch = weakref.ref(aborted[0])
     end(aborted, abort=True)
     aborted.clear()
@@ -171,9 +157,8 @@ def test_connections_between_hosts_end_before_anything_is_aborted() -> None:
     """Others may wait for that, and the abort for theirs."""
     groups = Groups((0,), timedelta(seconds=1))
     hosts, seen = Group("gloo"), []
-    backend = SimpleNamespace(abort=lambda: seen.append(hosts.backend))
     group = asked([])
-    group.backend = backend
+    group.backend = SimpleNamespace(abort=lambda: seen.append(hosts.backend))
     groups._groups += [hosts, group]
     groups.close(abort=True)
     assert seen == [None]
@@ -182,9 +167,8 @@ def test_connections_between_hosts_end_before_anything_is_aborted() -> None:
 def test_a_sum_is_posted_as_a_transfer_is() -> None:
     """By itself, its work would keep the gradients for as long as somebody looks at it."""
     posted: list[Any] = []
-    backend = made()
     group = asked(posted)
-    group.backend = backend
+    group.backend = backend = made()
     group.allreduce([torch.zeros(3)])
     assert backend.calls == ["_start_coalescing", "allreduce", "_end_coalescing"]
     assert posted == ["the work of _end_coalescing"]

@@ -8,7 +8,7 @@ for a value in a step, or waits for the device, fails. What is read after the st
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,29 +51,26 @@ class One(nn.Linear):
 class Idle(nn.Linear):
     """Has a parameter that gets no gradient."""
 
-    def __init__(self) -> None:
-        super().__init__(4, 4)
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
         self.idle = nn.Parameter(torch.ones(4))
+
+
+def ends(*kinds: type[nn.Linear]) -> Callable[[int], list[nn.Module]]:
+    """Stages of a first, an inner and a last kind."""
+    first, inner, last = kinds
+    return lambda number: [kind(4, 4) for kind in (first, *[inner] * (number - 2), last)]
 
 
 def with_statistics(number: int) -> list[nn.Module]:
     return [nn.Sequential(stage, nn.BatchNorm1d(4)) for stage in noisy_stages(number)]
 
 
-def changing(number: int) -> list[nn.Module]:
-    return [nn.Linear(4, 4), *(InPlace(4, 4) for _ in range(number - 1))]
-
-
-def declared(number: int) -> list[nn.Module]:
-    return [*(Two(4, 4) for _ in range(number - 1)), One(4, 4)]
-
-
-def partly_idle(number: int) -> list[nn.Module]:
-    return [Idle() for _ in range(number)]
-
-
-def samples(target: Tensor) -> Tensor:
-    return target.ne(0).sum()
+CHANGING, DECLARED, IDLE = (
+    ends(nn.Linear, InPlace, InPlace),
+    ends(Two, Two, One),
+    ends(Idle, Idle, Idle),
+)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -84,28 +81,22 @@ FEATURES: dict[str, dict[str, Any]] = {
     "statistics and dropout": {"stages": with_statistics},
     "recomputed": {"stages": with_statistics, "recompute": True},
     "clipped": {"clip_grad_norm": 1.0},
-    "clipped, idle parameters": {"clip_grad_norm": 1.0, "stages": partly_idle},
+    "clipped, idle parameters": {"clip_grad_norm": 1.0, "stages": IDLE},
     "tied": {"tied": True},
     "tied and clipped": {"tied": True, "clip_grad_norm": 1.0},
-    "counted": {"count": samples},
-    "changed in place": {"stages": changing},
-    "declared": {"stages": declared, "boundaries": True},
-    "declared and recomputed": {"stages": declared, "boundaries": True, "recompute": True},
+    "counted": {"count": lambda target: target.ne(0).sum()},
+    "changed in place": {"stages": CHANGING},
+    "declared": {"stages": DECLARED, "boundaries": True},
+    "declared and recomputed": {"stages": DECLARED, "boundaries": True, "recompute": True},
 }
 
 
-def split(schedule: schedir.Schedule) -> schedir.Schedule:
-    """With every backward in two parts."""
-    text = schedir.dumps(schedule)
-    return schedir.loads(re.sub(r"\b(\d+)B(\d+)\b", r"\1I\2 \1W\2", text))
-
-
 def schedules(ranks: int) -> dict[str, schedir.Schedule]:
-    shape = {"ranks": ranks, "microbatches": MICROBATCHES}
-    built = {
-        name: schedir.build(name, **shape) for name in ("1f1b", "interleaved-1f1b", "pipedream")
-    }
-    return {**built, "in two parts": split(built["interleaved-1f1b"])}
+    names = ("1f1b", "interleaved-1f1b", "pipedream")
+    built = {n: schedir.build(n, ranks=ranks, microbatches=MICROBATCHES) for n in names}
+    text = schedir.dumps(built["interleaved-1f1b"])
+    halves = re.sub(r"\b(\d+)B(\d+)\b", r"\1I\2 \1W\2", text)
+    return {**built, "in two parts": schedir.loads(halves)}
 
 
 NAMES = [*schedules(2)]
@@ -149,22 +140,22 @@ def train(
     with Executor(schedule, stages, MSE, in_process=rank is None, **options, **more) as executor:
         for step in range(3):
             with far.step():
-                far.reads = 0
+                far.reads, expected = 0, waits if step != 1 else 0
                 result = executor.step(x, target=y, update=step != 1)
-                assert far.reads == (waits if step != 1 else 0)
+                assert far.reads == expected
                 evaluated = executor.evaluate(x, target=y, outputs=True)
                 outputs = executor.infer(x)
-                assert far.reads == (waits if step != 1 else 0)
+                assert far.reads == expected
         assert (outputs is not None) is (last in here)
         assert result.loss == evaluated.loss == 1.0
-        assert result.busy > 0
-        assert result.elapsed > 0
+        assert min(result.busy, result.elapsed) > 0
         assert (result.grad_norm is not None) is ("clip_grad_norm" in options)
         if "trace" in options:
             assert len(executor.timelines()) == (0 if rank else 3)
     assert far.fetched or last not in here
 
 
+PIPELINES = ("plain", "the caller steps", "counted", "declared", "clipped, idle parameters")
 FEW = ("plain", "traced", "clipped, idle parameters", "tied", "declared and recomputed")
 
 
@@ -184,17 +175,10 @@ def test_a_step_of_one_rank_reads_nothing(
 
 @on_ranks(4)
 @sweep("name", ["1f1b", "pipedream"], quick=["1f1b"])
-@sweep("feature", ["plain", "the caller steps", "counted", "declared"], quick=["counted"])
+@sweep("feature", PIPELINES, quick=["counted", "clipped, idle parameters"])
 def test_a_step_of_one_pipeline_reads_nothing(
     rank: int, far_meta: FarDevice, name: str, feature: str
 ) -> None:
     if runs(name, feature):
         mesh = pipelines()
         train(far_meta, schedules(2)[name], feature, mesh.get_local_rank("pp"), mesh=mesh)
-
-
-@on_ranks(4)
-def test_a_clipped_step_of_one_pipeline_reads_nothing(rank: int, far_meta: FarDevice) -> None:
-    mesh = pipelines()
-    feature = "clipped, idle parameters"
-    train(far_meta, schedules(2)["1f1b"], feature, mesh.get_local_rank("pp"), mesh=mesh)

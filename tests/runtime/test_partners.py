@@ -25,15 +25,9 @@ def replicated(first: str, second: str) -> schedir.Schedule:
 
 def test_in_another_order_each_has_its_own() -> None:
     forth, back = "0REDUCE_GRAD 1REDUCE_GRAD", "1REDUCE_GRAD 0REDUCE_GRAD"
+    twice, pairs = f"{forth} {forth}", "0REDUCE_GRAD 0REDUCE_GRAD 1REDUCE_GRAD 1REDUCE_GRAD"
     assert schedir.check(replicated(forth, forth)).ok
-    assert reduction_groups(replicated(forth, forth)) == [(0, 1)]
-    assert reduction_groups(replicated(back, back)) == [(0, 1)]
-    assert reduction_groups(replicated(forth, back)) == [(0,), (1,)]
-    twice = f"{forth} {forth}"
-    assert reduction_groups(replicated(twice, twice)) == [(0, 1)]
-    assert reduction_groups(
-        replicated(twice, "0REDUCE_GRAD 0REDUCE_GRAD 1REDUCE_GRAD 1REDUCE_GRAD")
-    ) == [
-        (0,),
-        (1,),
-    ]
+    for both in (forth, back, twice):
+        assert reduction_groups(replicated(both, both)) == [(0, 1)]
+    for first, second in ((forth, back), (twice, pairs)):
+        assert reduction_groups(replicated(first, second)) == [(0,), (1,)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from torch import nn
 
 import schedir
 from schedir.passes import forward_only
@@ -15,7 +14,7 @@ from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.transports.choice import transport_for
 from tests.built_in import NAMES
-from tests.runtime.kit import CROSSING, MSE, sgd
+from tests.runtime.kit import CROSSING, MSE, linear_stages, numbered, random_batch, sgd
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
 
@@ -49,16 +48,16 @@ def test_the_executors_schedule_is_the_list_that_ran(
 ) -> None:
     schedule = schedir.build(name, ranks=3, microbatches=4)
     ran = recorded(monkeypatch)
-    stages: dict[int, nn.Module] = {s: nn.Linear(width, width) for s in range(schedule.stages)}
+    stages = numbered(linear_stages(schedule.stages, width))
     # Of 1,024 numbers and 256 rows, a boundary fills what there is room for beyond the peak.
-    rows = 8 if width == 3 else 1024
+    x, y = torch.randn(2, 8 if width == 3 else 1024, width)
     with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
         needed = executor.schedule
-        executor.step(torch.randn(rows, width), target=torch.randn(rows, width))
+        executor.step(x, target=y)
         assert by_rank(ran, 3) == [[*actions] for actions in needed.flat]
         for _ in range(2):
             ran.clear()
-            executor.step(torch.randn(rows, width), target=torch.randn(rows, width))
+            executor.step(x, target=y)
             assert by_rank(ran, 3) == [[*actions] for actions in executor.schedule.flat]
         assert (executor.schedule == needed) == (width == 1024)
     assert needed == schedir.advance_receives(schedule, "async")
@@ -70,15 +69,15 @@ def test_the_executors_schedule_is_the_list_that_ran(
 @on_ranks(2)
 def test_on_ranks_too(rank: int) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=4)
-    stage: dict[int, nn.Module] = {rank: nn.Linear(3, 3)}
+    x, y = random_batch()
     with pytest.MonkeyPatch.context() as monkeypatch:
         ran = recorded(monkeypatch)
-        with Executor(schedule, stage, MSE, sgd) as executor:
-            executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
+        with Executor(schedule, {rank: linear_stages()[rank]}, MSE, sgd) as executor:
+            executor.step(x, target=y)
             # The first call learns the shapes, and the third has its first receives posted early.
             for _ in range(2):
                 ran.clear()
-                executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
+                executor.step(x, target=y)
                 taken = ran if rank == 0 else ran[-len(executor.schedule.flat[rank]) :]
                 assert [action for *_, action in taken] == [*executor.schedule.flat[rank]]
             assert executor.schedule == schedir.advance_receives(schedule, "async", 10**6)
@@ -86,14 +85,8 @@ def test_on_ranks_too(rank: int) -> None:
 
 def test_each_transport_names_the_model_that_lists_are_proved_under() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    named: list[tuple[bool, torch.device, str]] = [
-        (True, cpu, "async"),
-        (True, gpu, "async"),
-        (False, cpu, "async"),
-        (False, gpu, "rank"),
-    ]
-    for alone, device, channel in named:
-        assert transport_for(alone, device).channel == channel
+    ways = [(True, cpu), (True, gpu), (False, cpu), (False, gpu)]
+    assert [transport_for(*way).channel for way in ways] == ["async", "async", "async", "rank"]
 
 
 def test_a_list_that_needs_more_than_its_transport_gives_is_refused() -> None:
@@ -101,9 +94,9 @@ def test_a_list_that_needs_more_than_its_transport_gives_is_refused() -> None:
         proved(CROSSING, "rank", ())
     assert {d.code for d in refused.value.diagnostics} == {"S301"}
     assert proved(CROSSING, "async", ()) == CROSSING
-    stages: dict[int, nn.Module] = {s: nn.Linear(3, 3) for s in range(2)}
-    with Executor(CROSSING, stages, MSE, sgd, in_process=True) as executor:
-        executor.step(torch.randn(8, 3), target=torch.randn(8, 3))
+    x, y = random_batch()
+    with Executor(CROSSING, numbered(linear_stages()), MSE, sgd, in_process=True) as executor:
+        executor.step(x, target=y)
 
 
 @pytest.mark.parametrize("channel", schedir.CHANNELS)

@@ -11,25 +11,20 @@ from tests.runtime.kit import MSE, adamw, linear_stages, random_batch
 from tests.runtime.on_ranks import on_ranks
 
 
-class Slow(nn.Module):
+class Slow(nn.Linear):
     """Computes for a while, so that the next rank waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         large = torch.ones(700, 700)
         for _ in range(8):
             large = large @ large / 700
-        y: Tensor = self.linear(x) * large[0, 0]
-        return y
+        return super().forward(x) * large[0, 0]
 
 
 @on_ranks(2)
 def test_waiting_and_computing_are_apart_in_a_profile(rank: int) -> None:
     schedule = schedir.build("fill-drain", ranks=2, microbatches=2)
-    stage = Slow() if rank == 0 else nn.Linear(4, 4)
+    stage = nn.Linear(4, 4) if rank else Slow(4, 4)
     x, y = random_batch(rows=4)
     with Executor(schedule, {rank: stage}, MSE, adamw) as executor:
         executor.step(x, target=y)

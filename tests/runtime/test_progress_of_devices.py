@@ -8,11 +8,11 @@ from datetime import timedelta
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import schedir
 from schedir.runtime import Executor
@@ -22,7 +22,7 @@ from schedir.runtime.processes.control import Courier
 from schedir.runtime.processes.failure import Patience, WaitError
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.session import Session
-from tests.runtime.kit import MSE, sgd
+from tests.runtime.kit import MSE, linear_stages, numbered, sgd
 
 CPU = torch.device("cpu")
 SECOND = timedelta(seconds=1)
@@ -34,16 +34,16 @@ def test_patience_ends_when_it_is_done() -> None:
     assert next(looks, None) is None
 
 
-def test_patience_ends_with_the_timeout() -> None:
-    with pytest.raises(WaitError) as stalled:
-        Patience(SECOND / 100, lambda: False).until(lambda: False, lambda: "0RECV_GRAD0")
-    assert (stalled.value.what, stalled.value.timed_out) == ("0RECV_GRAD0", True)
-
-
-def test_patience_ends_when_another_process_has_failed() -> None:
-    with pytest.raises(WaitError, match="another process has failed") as stalled:
-        Patience(1000 * SECOND, lambda: True).until(lambda: False, lambda: "0RECV_GRAD0")
-    assert (stalled.value.what, stalled.value.timed_out) == ("0RECV_GRAD0", False)
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.01, "timed out"), (1000, "another process has failed")]
+)
+def test_patience_ends_with_the_timeout_or_when_another_process_has_failed(
+    seconds: float, text: str
+) -> None:
+    timed_out = seconds < 1
+    with pytest.raises(WaitError, match=text) as stalled:
+        Patience(seconds * SECOND, lambda: not timed_out).until(lambda: False, lambda: "0B0")
+    assert (stalled.value.what, stalled.value.timed_out) == ("0B0", timed_out)
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -52,8 +52,7 @@ def test_leaving_waits_for_the_device(closes: bool, monkeypatch: pytest.MonkeyPa
     waited = []
     monkeypatch.setattr(Host, "synchronize", lambda self: waited.append(self.device))
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    stages: dict[int, nn.Module] = {s: nn.Linear(4, 4) for s in range(2)}
-    executor = Executor(schedule, stages, MSE, sgd, in_process=True)
+    executor = Executor(schedule, numbered(linear_stages()), MSE, sgd, in_process=True)
     executor.step(torch.zeros(2, 4), target=torch.zeros(2, 4))
     if closes:
         executor.close()
@@ -77,38 +76,23 @@ def test_leaving_ends_where_the_device_stands_still() -> None:
     courier.finish()
 
 
-class Works:
-    """Works that are done when the test says so; each has been posted by an instruction."""
-
-    def __init__(self, number: int) -> None:
-        self.done = [False] * number
-        self.looked: list[int] = []
-
-    def of(self, number: int) -> Any:
-        def is_completed() -> bool:
-            self.looked.append(number)
-            return self.done[number]
-
-        return SimpleNamespace(is_completed=is_completed, wait=lambda: True)
-
-
 def test_a_call_waits_for_the_one_before_the_latest_alone() -> None:
     posted: list[Any] = []
     progress = Progress(Patience(SECOND / 100, lambda: False), posted, Host(CPU), follows=True)
-    works = Works(2)
-    for number in range(2):
+    works = [Mock(**{"is_completed.return_value": False}) for _ in range(2)]
+    for work in works:
         progress.begin()
-        posted.append(works.of(number))
+        posted.append(work)
         ended = progress.end()
     with pytest.raises(WaitError):
         progress.begin()
-    works.done[0] = True
+    works[0].is_completed.return_value = True
     progress.begin()
-    assert 1 not in works.looked
+    works[1].is_completed.assert_not_called()
     progress.reach(ended)  # the device has come to the end of the latest call
     with pytest.raises(WaitError, match="timed out"):
         progress.settle()
-    works.done[1] = True
+    works[1].is_completed.return_value = True
     progress.settle()
 
 
@@ -141,8 +125,8 @@ def test_a_work_that_has_failed_is_not_taken_for_done(before: int) -> None:
         raise RuntimeError("remote process exited or there was a network error")
 
     failed = failing(raises, before)
-    assert (failed.rank, failed.index, failed.action) == (1, 4, schedir.send_act(1, 0))
-    assert failed.what == "1SEND_ACT0 to rank 2"
+    place = failed.rank, failed.index, failed.action, failed.what
+    assert place == (1, 4, schedir.send_act(1, 0), "1SEND_ACT0 to rank 2")
     assert "network error" in str(failed.cause)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -32,26 +31,19 @@ from tests.built_in import NAMES, SYNCHRONOUS, variants
 from tests.literals import listed
 from tests.runtime import aliasing
 from tests.runtime.features import round_robin
-from tests.runtime.kit import MSE, adamw, numbered
+from tests.runtime.kit import MSE, adamw, linear_stages, numbered
 from tests.runtime.lists import ROUNDS, STALE_REPLICAS, bidirectional_v, megatron
 from tests.runtime.streams.clocks import CALLER, Clock, FakeDevice, Stream
 from tests.runtime.streams.communicators import Posted
 from tests.runtime.streams.memory import Race
 from tests.runtime.streams.sanitizer import Sanitizer
 from tests.runtime.streams.watched import watching
+from tests.runtime.test_offload_runs import one_thread  # noqa: F401
 from tests.sweeps import examples, sweep
 
+BOTH = pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
 QUIET: dict[str, Any] = {"nonfinite": "ignore"}  # else the host waits, and orders what should be
 TIE = [[(0, "0.weight"), (1, "0.weight")]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing by several, which wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def split(schedule: Schedule, kept: int = 1) -> Schedule:
@@ -106,16 +98,12 @@ class Run:
         microbatches = self.schedule.microbatches
         with watching(device, self.communicators):
             torch.manual_seed(5)
-            stages = [
-                nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
-                for _ in range(self.schedule.stages)
-            ]
+            number = range(self.schedule.stages)
+            stages = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in number]
             if "ties" in self.options:
                 stages[1].load_state_dict(stages[0].state_dict())
-            options = {**QUIET, **self.options}
-            with Executor(
-                self.schedule, numbered(stages), MSE, adamw, in_process=True, **options
-            ) as executor:
+            options: dict[str, Any] = {"in_process": True, **QUIET, **self.options}
+            with Executor(self.schedule, numbered(stages), MSE, adamw, **options) as executor:
                 for _ in range(3):
                     x, y = torch.randn(2, 3 * microbatches, 4)
                     result = executor.step(x, target=y, outputs=True)
@@ -136,20 +124,28 @@ def built(name: Any, ranks: int, microbatches: int, **parameters: Any) -> Schedu
     return schedir.build(name, ranks=ranks, microbatches=microbatches, **parameters)
 
 
+def raced_by(
+    device: FakeDevice, schedule: Schedule, stages: Any, *shape: int, communicators: bool = False
+) -> FakeDevice:
+    """The device, after two steps of these stages on batches of a shape."""
+    with (
+        watching(device, communicators),
+        Executor(schedule, numbered(stages), MSE, adamw, in_process=True, **QUIET) as executor,
+    ):
+        x, y = torch.randn(2, *shape)
+        for _ in range(2):
+            executor.step(x, target=y)
+    return device
+
+
 def shown(races: Sequence[Race]) -> str:
     return "\n".join(map(str, races))
 
 
-def tokens(races: Sequence[Race]) -> set[tuple[str, str]]:
+def tokens(races: Sequence[Race]) -> set[tuple[str, ...]]:
     """What was carried out at either of the accesses, without its place."""
-    found = set()
-    for race in races:
-        first, second = (
-            re.sub(r"(what comes )?(before )?rank \d+ #\d+ ", r"\2", action)
-            for action in race.actions
-        )
-        found.add((first, second))
-    return found
+    place = re.compile(r"(what comes )?(before )?rank \d+ #\d+ ")
+    return {tuple(place.sub(r"\2", action) for action in race.actions) for race in races}
 
 
 def cases() -> Iterator[tuple[Schedule, dict[str, Any]]]:
@@ -195,7 +191,7 @@ def is_quick(case: tuple[Schedule, dict[str, Any]]) -> bool:
     return schedule.ranks == 2 and (other or schedule.name in names.get((*options,), ()))
 
 
-@pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
+@BOTH
 @sweep(
     "schedule, options",
     list(cases()),
@@ -211,7 +207,7 @@ def test_no_stream_races_with_another(
     assert len(device.waits) > 2 * schedule.ranks
 
 
-@pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
+@BOTH
 @examples(25)
 @given(seed=st.integers(0, 1 << 32))
 def test_no_stream_races_for_memory_that_tensors_share(seed: int, communicators: bool) -> None:
@@ -228,11 +224,10 @@ def raced(seed: int, communicators: bool) -> list[Race]:
     recompute = [s for s in range(schedule.stages) if chance.random() < 0.3]
     inputs, target = aliasing.draw_batch(chance, schedule.microbatches)
     device = FakeDevice()
+    given: dict[str, Any] = {"in_process": True, "recompute": recompute}
     with (
         watching(device, communicators),
-        Executor(
-            schedule, numbered(stages), aliasing.loss_fn, in_process=True, recompute=recompute
-        ) as executor,
+        Executor(schedule, numbered(stages), aliasing.loss_fn, **given) as executor,
     ):
         try:
             for _ in range(3):
@@ -250,31 +245,29 @@ def test_without_any_one_of_the_waits_there_is_a_race(
     """But for those that say nothing new, as the stream is behind all that already, and one that
     is said again: rank 1 begins with what rank 0 sends, so it need not be told of the caller's. Nor
     need what is received first: that is behind the caller, who is behind all of the step before."""
-    run = Run(built("1f1b", 2, 2), communicators, options, evaluates=False)
-    whole = FakeDevice()
-    assert not run.on(whole)
-    waits = set(range(len(whole.waits))) - whole.needless
-    missed = {n for n in waits if not run.on(FakeDevice(left_out=n))}
-    assert len(waits) > 10
     first = {("rank 1 #0 1RECV_ACT0", 5), ("rank 1 #4 1SEND_GRAD0", 4)} if communicators else set()
-    assert {whole.waits[n] for n in missed} == {(CALLER, 2), *first}
+    assert missed(built("1f1b", 2, 2), communicators, options) == {(CALLER, 2), *first}
 
 
 def test_without_any_one_of_the_waits_of_copies_there_is_a_race() -> None:
     """But for those that say nothing new."""
-    run = Run(AWAY, False, evaluates=False)
+    assert not missed(AWAY, False, {})
+
+
+def missed(schedule: Schedule, communicators: bool, options: dict[str, Any]) -> set[Any]:
+    """The waits that say something new, but without which there is no race."""
+    run = Run(schedule, communicators, options, evaluates=False)
     whole = FakeDevice()
     assert not run.on(whole)
     waits = set(range(len(whole.waits))) - whole.needless
-    missed = {n for n in waits if not run.on(FakeDevice(left_out=n))}
     assert len(waits) > 10
-    assert not missed
+    return {whole.waits[n] for n in waits if not run.on(FakeDevice(left_out=n))}
 
 
 # What a checker must find: each is broken here, and mended above.
 
 
-@pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
+@BOTH
 @pytest.mark.parametrize("options", [{"clip_grad_norm": 0.1}, {"ties": TIE}], ids=str)
 def test_a_meeting_that_waits_for_nobody_is_found(
     options: dict[str, Any], communicators: bool
@@ -297,14 +290,8 @@ def test_gradients_that_share_memory_are_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(buffers.Pool, "empty", torch.empty_strided)
     for module in ("stage.weights", "stage.split_backward"):
         monkeypatch.setattr(f"schedir.runtime.{module}.keep_apart", lambda *_: None)
-    device = FakeDevice()
-    schedule = built("1f1b", 2, 3)
-    with watching(device, communicators=True):
-        stages = [aliasing.Positions() for _ in range(2)]
-        with Executor(schedule, numbered(stages), MSE, adamw, in_process=True, **QUIET) as executor:
-            x, y = torch.randn(2, 6, 3, 4)
-            for _ in range(2):
-                executor.step(x, target=y)
+    stages = [aliasing.Positions() for _ in range(2)]
+    device = raced_by(FakeDevice(), built("1f1b", 2, 3), stages, 6, 3, 4, communicators=True)
     assert ("1SEND_GRAD0", "1B1") in tokens(device.races)
 
 
@@ -314,17 +301,17 @@ def test_a_buffer_that_is_used_again_too_soon_is_found(monkeypatch: pytest.Monke
     assert ("1RECV_ACT1", "1F0") in tokens(races)
 
 
-@pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
+@BOTH
 def test_a_send_that_nobody_waits_for_is_found(
     communicators: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posted = Posted if communicators else End
     monkeypatch.setattr(posted, "wait", lambda self: True)
     races = Run(built("1f1b", 2, 3), communicators).on(FakeDevice())
-    assert {("1SEND_GRAD0", "0B0") if not communicators else ("1RECV_ACT0", "1F0")} <= tokens(races)
+    assert (("1RECV_ACT0", "1F0") if communicators else ("1SEND_GRAD0", "0B0")) in tokens(races)
 
 
-@pytest.mark.parametrize("communicators", [False, True], ids=["copies", "communicators"])
+@BOTH
 @pytest.mark.parametrize("missing", ["_part", "_meet"])
 def test_a_pair_that_does_not_part_or_meet_is_found(
     missing: str, communicators: bool, monkeypatch: pytest.MonkeyPatch
@@ -341,20 +328,9 @@ def test_memory_that_a_pair_gives_back_is_not_given_again_within_it(
     gives it back on the other one."""
     if not holds:
         monkeypatch.setattr(together, "_shared", lambda _: None)
-    device = FakeDevice()
-    stages = [nn.Linear(4, 4) for _ in range(2)]
-    schedule = listed(
-        3,
-        "0 0",
-        "0F0 0F1 1F1 1B1 0R1 (1F0;0B1) (1B0;0F2) 0R0 0B0 1F2 1B2 0R2 0B2 0OPTIM_STEP 1OPTIM_STEP",
-    )
-    with (
-        watching(device, communicators=False),
-        Executor(schedule, numbered(stages), MSE, adamw, **QUIET) as executor,
-    ):
-        x, y = torch.randn(2, 6, 4)
-        for _ in range(2):
-            executor.step(x, target=y)
+    pairs = "0F0 0F1 1F1 1B1 0R1 (1F0;0B1) (1B0;0F2) 0R0 0B0 1F2 1B2 0R2 0B2"
+    schedule = listed(3, "0 0", f"{pairs} 0OPTIM_STEP 1OPTIM_STEP")
+    device = raced_by(FakeDevice(), schedule, linear_stages(), 6, 4)
     assert any(race.freed for race in device.races) is not holds
 
 
@@ -372,18 +348,11 @@ class Touches(nn.Linear):
 
 
 def test_the_two_of_a_pair_do_not_wait_for_each_other() -> None:
-    device = FakeDevice()
     schedule = bidirectional_v(2, 4)
-    with watching(device, communicators=False):
-        stages = numbered([Touches(4, 4) if s in (0, 3) else nn.Linear(4, 4) for s in range(4)])
-        with Executor(schedule, stages, MSE, adamw, in_process=True, **QUIET) as executor:
-            x, y = torch.randn(2, 8, 4)
-            executor.step(x, target=y)
-    pairs = {
-        tuple(str(action) for action in entry.actions)
-        for entry in schedule.actions[0]
-        if isinstance(entry, schedir.Together) and entry.actions[0].kind is Kind.FORWARD
-    }
+    stages = [Touches(4, 4) if s in (0, 3) else nn.Linear(4, 4) for s in range(4)]
+    device = raced_by(FakeDevice(), schedule, stages, 8, 4)
+    entries = [e for e in schedule.actions[0] if isinstance(e, schedir.Together)]
+    pairs = {tuple(map(str, e.actions)) for e in entries if e.actions[0].kind is Kind.FORWARD}
     assert pairs
     assert tokens(device.races) == pairs
 
@@ -400,14 +369,10 @@ def test_replicas_of_a_stage_add_on_one_stream_that_no_rank_computes_on() -> Non
     added: set[tuple[int, int]] = set()
 
     class Noting(FakeDevice):
-        @contextmanager
-        def adding(
-            self, accumulator: Stream | None, reads: Sequence[torch.Tensor]
-        ) -> Iterator[None]:
+        def adding(self, accumulator: Stream | None, reads: Any) -> Any:
             if accumulator is not None:
                 added.add((self.current.number, accumulator.number))
-            with super().adding(accumulator, reads):
-                yield
+            return super().adding(accumulator, reads)
 
     assert not Run(built(round_robin, 3, 6), communicators=False).on(Noting())
     # Stage 0 has a stream of its own, 1; those of the ranks are 2, 3, 4, and stage 1 is of rank 2.
@@ -416,21 +381,9 @@ def test_replicas_of_a_stage_add_on_one_stream_that_no_rank_computes_on() -> Non
 
 def test_a_forward_does_not_wait_for_what_its_partner_adds_to_gradients() -> None:
     """The accumulators of stage 1 would be made by 1F0, on the side stream, where 0F3 runs next."""
-    device = FakeDevice()
-    schedule = listed(
-        4,
-        "0 0",
-        "0F0 0F1 0F2 1F1 1B1 (1F0;0B1) 1F2 (1B2;0F3) 1B0 0B0 0B2 1F3 1B3 0B3 "
-        "0OPTIM_STEP 1OPTIM_STEP",
-    )
-    stages = numbered([Touches(4, 4) for _ in range(2)])
-    with (
-        watching(device, communicators=False),
-        Executor(schedule, stages, MSE, adamw, **QUIET) as executor,
-    ):
-        x, y = torch.randn(2, 8, 4)
-        for _ in range(2):
-            executor.step(x, target=y)
+    pairs = "0F0 0F1 0F2 1F1 1B1 (1F0;0B1) 1F2 (1B2;0F3) 1B0 0B0 0B2 1F3 1B3 0B3"
+    schedule = listed(4, "0 0", f"{pairs} 0OPTIM_STEP 1OPTIM_STEP")
+    device = raced_by(FakeDevice(), schedule, [Touches(4, 4) for _ in range(2)], 8, 4)
     assert tokens(device.races) == {("1F0", "0B1"), ("1B2", "0F3")}
 
 

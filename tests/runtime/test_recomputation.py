@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import schedir
 from schedir import Kind, Schedule
+from schedir.ir import COMPUTE
 from schedir.runtime import Executor
 from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
@@ -25,7 +26,7 @@ from tests.runtime.kit import (
     MSE,
     ScaledLoss,
     adamw,
-    assert_equal_stages,
+    differing,
     everyone,
     message_of,
     numbered,
@@ -38,27 +39,25 @@ from tests.runtime.test_memory import BOUNDARY, ROWS, WIDTH, Live
 from tests.sweeps import sweep
 
 
-class Checkpointed(nn.Module):
-    """Runs a part of its own again, in whatever backward it is in."""
+class Checkpointed(nn.Sequential):
+    """Runs itself again, in whatever backward it is in."""
 
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    use_reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        made: Tensor = checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
         return made
 
 
 def noisy(number: int) -> list[nn.Module]:
     """What draws, what counts its forwards, and what runs itself again."""
     torch.manual_seed(5)
-    return [
-        nn.Sequential(
-            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Checkpointed(), nn.ReLU()
-        )
-        for _ in range(number)
-    ]
+
+    def stage() -> nn.Module:
+        inner = Checkpointed(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), inner, nn.ReLU())
+
+    return [stage() for _ in range(number)]
 
 
 def trained(
@@ -72,22 +71,36 @@ def trained(
     whole = make(schedule.stages)
     here = range(schedule.stages) if rank is None else schedule.stages_of(rank)
     stages = {stage: whole[stage] for stage in here}
-    with Executor(
-        schedule, stages, copy.deepcopy(loss_fn), adamw, in_process=rank is None, **options
-    ) as executor:
-        batches = random_batches(4, rows=3 * schedule.microbatches)
-        losses = [executor.step(x, target=y).loss for x, y in batches[:3]]
-        losses.append(executor.evaluate(batches[3][0], target=batches[3][1]).loss)
+    given = {"in_process": rank is None, **options}
+    with Executor(schedule, stages, copy.deepcopy(loss_fn), adamw, **given) as executor:
+        *batches, (x, y) = random_batches(4, rows=3 * schedule.microbatches)
+        losses = [executor.step(a, target=b).loss for a, b in batches]
+        losses.append(executor.evaluate(x, target=y).loss)
         return losses, stages, executor.schedule
 
 
+def trains_alike(
+    schedule: Schedule, *others: tuple[Schedule, dict[str, Any]], **given: Any
+) -> list[Schedule]:
+    """Train by a list, and alike by others with their options; the lists that ran then."""
+    losses, stages, _ = trained(schedule, **given)
+    lists = []
+    for other, options in others:
+        found, mine, ran = trained(other, **given, **options)
+        assert found == losses
+        assert mine.keys() == stages.keys()
+        assert not [s for s in mine if differing(mine[s], stages[s])]
+        lists.append(ran)
+    return lists
+
+
 def rs_of(schedule: Schedule) -> set[tuple[int, int | None]]:
-    return {
-        (action.stage, action.microbatch)
-        for actions in schedule.flat
-        for action in actions
-        if action.kind is Kind.RECOMPUTE
-    }
+    every = (action for actions in schedule.flat for action in actions)
+    return {(a.stage, a.microbatch) for a in every if a.kind is Kind.RECOMPUTE}
+
+
+def rs(*stages: int, microbatches: Iterable[int] = range(4)) -> set[tuple[int, int]]:
+    return {(stage, m) for stage in stages for m in microbatches}
 
 
 def built(target: Any, ranks: int = 2, **parameters: Any) -> Schedule:
@@ -105,47 +118,32 @@ LISTS: dict[str, Callable[[], Schedule]] = {
 
 @sweep("name", LISTS, quick=["interleaved-1f1b", "vertical sync", "split", "pairs", "replicas"])
 def test_weights_are_those_without(name: str) -> None:
-    """Of all microbatches, or of some, and earlier than is needed."""
+    """Of all microbatches, or of some, earlier than is needed, and in stages that have none yet."""
     schedule = LISTS[name]()
-    losses, stages, _ = trained(schedule)
-    plain = [stages[number] for number in sorted(stages)]
-    everything = {(s, m) for s in range(schedule.stages) for m in range(4)}
-    found, mine, ran = trained(schedule, recompute=True)
-    assert found == losses
-    assert_equal_stages(mine, plain)
-    assert rs_of(ran) == everything
+    last = schedule.stages - 1
+    others: list[tuple[Schedule, dict[str, Any]]] = [(schedule, {"recompute": True})]
     if name != "pairs":
-        last = schedule.stages - 1
         mixed = recomputed_early(schedule, {0, last})
-        found, mine, ran = trained(mixed)
-        assert found == losses
-        assert_equal_stages(mine, plain)
-        assert rs_of(ran) == rs_of(mixed) == {(s, m) for s in {0, last} for m in (0, 2)}
-        found, mine, ran = trained(mixed, recompute=[last])  # where there is none yet
-        assert found == losses
-        assert_equal_stages(mine, plain)
-        assert rs_of(ran) == {*rs_of(mixed), *((last, m) for m in range(4))}
+        assert rs_of(mixed) == rs(0, last, microbatches=(0, 2))
+        others += [(mixed, {}), (mixed, {"recompute": [last]})]
+    every, *some = map(rs_of, trains_alike(schedule, *others))
+    assert every == rs(*range(schedule.stages))
+    assert name == "pairs" or some == [rs_of(mixed), rs_of(mixed) | rs(last)]
 
 
 @sweep("name", ["1f1b", "pipedream", "interleaved-1f1b"], quick=["1f1b"])
 @on_ranks(2)
 def test_on_ranks(rank: int, name: str) -> None:
     schedule = recomputed_early(built(name), {0})
-    losses, stages, _ = trained(built(name), rank)
-    found, mine, ran = trained(schedule, rank, recompute=[1])
-    assert found == losses
-    assert_equal_stages(mine, [stages.get(s, nn.Module()) for s in range(schedule.stages)])
-    assert rs_of(ran) == {*rs_of(schedule), *((1, m) for m in range(4))}
+    (ran,) = trains_alike(built(name), (schedule, {"recompute": [1]}), rank=rank)
+    assert rs_of(ran) == rs_of(schedule) | rs(1)
     assert everyone(ran) == [ran] * 2
 
 
 def test_under_autocast_with_a_loss_of_its_own_parameters() -> None:
     schedule = built("1f1b")
     with torch.autocast("cpu", torch.bfloat16):
-        losses, stages, _ = trained(schedule, loss_fn=ScaledLoss())
-        found, mine, _ = trained(recomputed_early(schedule, {0, 1}), loss_fn=ScaledLoss())
-    assert found == losses
-    assert_equal_stages(mine, [stages[0], stages[1]])
+        trains_alike(schedule, (recomputed_early(schedule, {0, 1}), {}), loss_fn=ScaledLoss())
 
 
 def test_a_loss_is_counted_once() -> None:
@@ -162,7 +160,6 @@ def test_a_loss_is_counted_once() -> None:
         calls.clear()
         result = executor.step(x, target=y, outputs=True)
     assert calls == [False, True, True]
-    assert result.losses is not None
     assert len(result.losses) == 2
     assert result.loss == pytest.approx(sum(result.losses) / 2)
 
@@ -179,21 +176,14 @@ def test_an_error_names_the_r() -> None:
 
     schedule = listed(2, "0", "0F0 0F1 0R0 0B0 0R1 0B1 0OPTIM_STEP")
     ((x, y),) = random_batches(1)
-    with (
-        Executor(schedule, {0: Fails(4, 4)}, MSE, adamw) as executor,
-        pytest.raises(schedir.ExecutionError, match="again") as caught,
-    ):
-        executor.step(x, target=y)
-    assert str(caught.value.action) == "0R0"
-    assert (caught.value.rank, caught.value.index) == (0, 2)
+    with Executor(schedule, {0: Fails(4, 4)}, MSE, adamw) as executor:
+        assert "rank 0 #2 0R0: ValueError: again" in message_of(executor.step, x, target=y)
 
 
 @on_ranks(2)
 def test_ranks_that_recompute_other_stages_are_told(rank: int) -> None:
-    stages = numbered(noisy(2))
-    message = message_of(
-        Executor, built("1f1b"), {rank: stages[rank]}, MSE, adamw, recompute=[rank]
-    )
+    stages = {rank: noisy(2)[rank]}
+    message = message_of(Executor, built("1f1b"), stages, MSE, adamw, recompute=[rank])
     assert "recompute is [0] on process 0, but [1] on process 1" in message
 
 
@@ -204,15 +194,9 @@ def test_a_trace_shows_it_and_costs_are_fitted_on_it() -> None:
                 super().forward(x)
             return super().forward(x)
 
-    with Executor(
-        built("1f1b"),
-        {0: Slow(4, 4), 1: Slow(4, 4)},
-        MSE,
-        adamw,
-        in_process=True,
-        recompute=[0],
-        trace=True,
-    ) as executor:
+    stages: dict[int, nn.Module] = {0: Slow(4, 4), 1: Slow(4, 4)}
+    given: dict[str, Any] = {"in_process": True, "recompute": [0], "trace": True}
+    with Executor(built("1f1b"), stages, MSE, adamw, **given) as executor:
         for x, y in random_batches(3):
             executor.step(x, target=y)
         lines = executor.timelines()
@@ -234,37 +218,49 @@ LISTED = {
 }
 
 
-@pytest.mark.parametrize("name", LISTED)
-def test_what_is_held_is_what_the_timeline_says(name: str) -> None:
-    """After every action of a rank that runs two stages; what the first is given is the user's."""
-    schedule = listed(2, "0 0", f"{LISTED[name]} 0OPTIM_STEP 1OPTIM_STEP")
+def held_at(schedule: Schedule) -> tuple[list[int], Any, Any]:
+    """The bytes after every action of compute of a rank that runs two stages, those of the
+    timeline then, and the sizes; what the first stage is given is the user's."""
     torch.manual_seed(1)
     stages: list[nn.Module] = [nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(2)]
     x, y = torch.randn(2, ROWS, WIDTH)
     inputs, target = [x] * 2, [y] * 2
     found: list[int] = []
-    live = Live([x, y, *(p for stage in stages for p in stage.parameters())])
-
-    def observer(instruction: Instruction) -> Instruction:
-        def run() -> None:
-            instruction.run()
-            if instruction.computes:
-                found.append(live.now())
-
-        return attrs.evolve(instruction, run=run)
-
     with Executor(schedule, numbered(stages), squares, sgd, trace=True) as executor:
         for _ in range(2):
             executor.step(inputs, target=target)
+        hosts = buffers_of(executor)
+        live = Live([x, y, *(p for stage in stages for p in stage.parameters()), *hosts])
+
+        def observer(instruction: Instruction) -> Instruction:
+            def run() -> None:
+                instruction.run()
+                if instruction.computes:
+                    found.append(live.now())
+
+            return attrs.evolve(instruction, run=run)
+
         with pytest.MonkeyPatch.context() as patch, live:
             patch.setattr(program, "listening", lambda: [observer])
             executor.step(inputs, target=target)
+        assert {*map(id, buffers_of(executor))} == {*map(id, hosts)}
         line = executor.timelines()[-1]
-    sizes: Any = line.sizes
-    assert (sizes.input, sizes.activation) == ((0, BOUNDARY), (BOUNDARY, 3 * BOUNDARY))
     times, amounts = line.memory(0)
-    after = np.searchsorted(times, line.ends, side="right") - 1
-    assert found == (amounts[after] - amounts[0]).tolist()
+    after = np.searchsorted(times, line.ends[line.schedule.columns.is_kind(*COMPUTE)], "right") - 1
+    return found, amounts[after] - amounts[0], line.sizes
+
+
+def buffers_of(executor: Executor) -> list[Tensor]:
+    """The host's memory for what is moved there."""
+    copiers = executor._engine.training.compiler.copiers.values()
+    return [own for copier in copiers for each in copier._buffers.values() for own in each]
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_what_is_held_is_what_the_timeline_says(name: str) -> None:
+    found, said, sizes = held_at(listed(2, "0 0", f"{LISTED[name]} 0OPTIM_STEP 1OPTIM_STEP"))
+    assert (sizes.input, sizes.activation) == ((0, BOUNDARY), (BOUNDARY, 3 * BOUNDARY))
+    assert found == said.tolist()
 
 
 def squares(output: Tensor, target: Tensor) -> Tensor:

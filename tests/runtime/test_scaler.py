@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 import schedir
-from schedir import ExecutionError
 from schedir.runtime import Executor
 from schedir.runtime.plan import steps_last
-from schedir.training import Checkpoint
 from tests.built_in import EVERY
 from tests.runtime.far import FarDevice
 from tests.runtime.kit import (
@@ -63,19 +59,36 @@ def batches(steps: int = 8) -> list[Batch]:
     return found
 
 
+def executor_of(
+    stages: Sequence[nn.Module], mine: Any, optimizer: Any = adamw, loss_fn: Any = None, **more: Any
+) -> Executor:
+    """Of all stages, in this process."""
+    name = more.pop("name", "1f1b")
+    given = {"scaler": mine, "in_process": True, **more}
+    return Executor(built(name), numbered(stages), loss_fn or loss_in_float, optimizer, **given)
+
+
+def built(name: str = "1f1b") -> schedir.Schedule:
+    return schedir.build(name, ranks=2, microbatches=MICROBATCHES)
+
+
+def scaled_backward(model: nn.Module, scale: GradScaler, batch: Batch) -> None:
+    """As torch's examples do."""
+    for x, y in microbatches_of(batch, MICROBATCHES):
+        with HALF:
+            loss = MSE(model(x).float(), y)
+        scale.scale(loss / MICROBATCHES).backward()
+
+
 def plain(
     stages: Sequence[nn.Module], scale: GradScaler, given: Sequence[Batch], clip: float | None
 ) -> list[tuple[float, bool]]:
-    """Train the whole model as torch's examples do; after each step the scale, and whether it was
-    left out."""
+    """Train the whole model; after each step the scale, and whether it was left out."""
     model = nn.Sequential(*stages)
     optimizer = adamw(model.parameters())
     found = []
     for batch in given:
-        for x, y in microbatches_of(batch, MICROBATCHES):
-            with HALF:
-                loss = MSE(model(x).float(), y)
-            scale.scale(loss / MICROBATCHES).backward()
+        scaled_backward(model, scale, batch)
         if clip is not None:
             scale.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -87,7 +100,7 @@ def plain(
     return found
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+def loss_in_float(output: Tensor, target: Tensor) -> Tensor:
     return MSE(output.float(), target)
 
 
@@ -105,15 +118,11 @@ def piped(
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_equals_plain_training(name: str, clip: float | None) -> None:
-    schedule = schedir.build(name, ranks=2, microbatches=MICROBATCHES)
-    own, whole = linear_stages(schedule.stages), linear_stages(schedule.stages)
-    mine, theirs = scaler(), scaler()
-    with Executor(
-        schedule, numbered(own), loss_fn, adamw, scaler=mine, clip_grad_norm=clip, in_process=True
-    ) as executor:
+    stages = built(name).stages
+    own, whole, mine, theirs = linear_stages(stages), linear_stages(stages), scaler(), scaler()
+    with executor_of(own, mine, clip_grad_norm=clip, name=name) as executor:
         found = piped(executor, mine, batches())
-    expected = plain(whole, theirs, batches(), clip)
-    assert found == expected
+    assert found == plain(whole, theirs, batches(), clip)
     assert {skipped for _, skipped in found} == {False, True}
     assert max(scale for scale, _ in found) > 2.0**12
     assert mine.state_dict() == theirs.state_dict()
@@ -123,12 +132,9 @@ def test_it_equals_plain_training(name: str, clip: float | None) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_both_ranks_equal_plain_training(rank: int, clip: float | None) -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
-    own, whole = linear_stages(), linear_stages()
-    mine = scaler()
-    with Executor(
-        schedule, {rank: own[rank]}, loss_fn, adamw, scaler=mine, clip_grad_norm=clip
-    ) as executor:
+    own, whole, mine = linear_stages(), linear_stages(), scaler()
+    options: dict[str, Any] = {"scaler": mine, "clip_grad_norm": clip}
+    with Executor(built(), {rank: own[rank]}, loss_in_float, adamw, **options) as executor:
         found = piped(executor, mine, batches())
     assert found == plain(whole, scaler(), batches(), clip)
     assert_equal_stages({rank: own[rank]}, whole)
@@ -140,9 +146,8 @@ def test_an_overflow_on_one_rank_alone_is_skipped_by_both(rank: int) -> None:
     if rank == 0:
         own[0][0].bias.register_hook(lambda grad: grad * math.inf)  # type: ignore[index]
     before, mine = copy.deepcopy(own), scaler()
-    schedule = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
     x, y = random_batch()
-    with Executor(schedule, {rank: own[rank]}, loss_fn, sgd, scaler=mine) as executor, HALF:
+    with Executor(built(), {rank: own[rank]}, loss_in_float, sgd, scaler=mine) as executor, HALF:
         assert executor.step(x, target=y).skipped == ((rank, 0),)
     assert everyone(mine.get_scale()) == [2.0**11] * 2
     assert_equal_stages({rank: own[rank]}, before)
@@ -155,7 +160,7 @@ def test_pipelines_share_the_verdict(rank: int) -> None:
     schedule, own, mine = schedir.build("1f1b", ranks=2, microbatches=2), linear_stages(), scaler()
     x, y = random_batch(rows=4, seed=mesh.get_local_rank("dp"))
     given: dict[str, Any] = {"scaler": mine, "mesh": mesh}
-    with Executor(schedule, {place: own[place]}, loss_fn, adamw, **given) as executor, HALF:
+    with Executor(schedule, {place: own[place]}, loss_in_float, adamw, **given) as executor, HALF:
         assert executor.step(x, target=y).skipped == ()
         assert executor.step(x, target=y + HUGE * mesh.get_local_rank("dp")).skipped
     assert everyone(mine.get_scale()) == [2.0**11] * 4
@@ -164,108 +169,57 @@ def test_pipelines_share_the_verdict(rank: int) -> None:
 @pytest.mark.parametrize("spoiled", [False, True])
 def test_gradients_accumulate_over_calls(spoiled: bool) -> None:
     """They stay scaled until the call that applies them, or leaves all of them out."""
-    schedule = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
     own, whole, mine, theirs = linear_stages(), linear_stages(), scaler(), scaler()
     first, second = random_batches(2)
     if spoiled:
         first = first[0], first[1] + HUGE
-    with (
-        Executor(schedule, numbered(own), loss_fn, sgd, scaler=mine, in_process=True) as executor,
-        HALF,
-    ):
+    with executor_of(own, mine, sgd) as executor, HALF:
         assert executor.step(first[0], target=first[1], update=False).skipped == ()
         assert mine.get_scale() == 2.0**12
         assert bool(executor.step(second[0], target=second[1]).skipped) is spoiled
     model = nn.Sequential(*whole)
     optimizer = sgd(model.parameters())
     for batch in (first, second):
-        for x, y in microbatches_of(batch, MICROBATCHES):
-            with HALF:
-                loss = MSE(model(x).float(), y)
-            theirs.scale(loss / MICROBATCHES).backward()
+        scaled_backward(model, theirs, batch)
     theirs.step(optimizer)
     theirs.update()
     assert mine.state_dict() == theirs.state_dict()
     assert_equal_stages(numbered(own), whole)
 
 
-def test_a_checkpoint_holds_it(tmp_path: Path) -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
-
-    def train(given: Sequence[Batch], mine: GradScaler, load: bool = False) -> list[nn.Module]:
-        torch.manual_seed(0)
-        own: list[nn.Module] = [
-            nn.Sequential(OrderedDict({f"layer{i}": nn.Linear(4, 4)})) for i in range(2)
-        ]
-        with Executor(
-            schedule, numbered(own), loss_fn, adamw, scaler=mine, in_process=True
-        ) as executor:
-            if load:
-                Checkpoint(executor).load(tmp_path / "saved")
-            piped(executor, mine, given)
-            if not load:
-                Checkpoint(executor).save(tmp_path / "saved")
-        return own
-
-    through, resumed = scaler(), scaler()
-    whole = train(batches(), through)
-    train(batches()[:3], scaler())
-    assert_equal_stages(numbered(train(batches()[3:], resumed, load=True)), whole)
-    assert resumed.state_dict() == through.state_dict()
-
-
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_on_a_device_the_verdict_is_the_same(clip: float | None, far: FarDevice) -> None:
     """An infinite gradient, a loss that is not finite, and a step that is applied."""
-    schedule = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
-    own, mine = linear_stages(), scaler()
+    mine = scaler()
     x, y = random_batch()
-    with Executor(
-        schedule, numbered(own), MSE, sgd, scaler=mine, clip_grad_norm=clip, in_process=True
-    ) as executor:
+    with executor_of(linear_stages(), mine, sgd, MSE, clip_grad_norm=clip) as executor:
         for target, scale in ((y * 3e36, 2.0**11), (y * math.inf, 2.0**10), (y, 2.0**10)):
             assert bool(executor.step(x, target=target).skipped) is (target is not y)
             assert mine.get_scale() == scale
 
 
 def test_one_that_is_not_enabled_is_none() -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
-    off = GradScaler("cpu", enabled=False)
-    with Executor(
-        schedule, numbered(linear_stages()), MSE, sgd, scaler=off, in_process=True
-    ) as executor:
+    with executor_of(linear_stages(), GradScaler("cpu", enabled=False)) as executor:
         assert (executor.scaler, executor.nonfinite) == (None, "raise")
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "text"),
+    ("given", "text"),
     [
-        ("1f1b", {"scaler": 2.0**16}, "scaler must be a torch.amp.GradScaler, not float"),
-        (
-            "1f1b",
-            {"scaler": scaler(), "nonfinite": "ignore"},
-            'nonfinite="ignore" checks no gradients',
-        ),
-        ("1f1b", {"scaler": scaler(), "optimizer": None}, "a scaler leaves OPTIM_STEPs out"),
-        ("pipedream", {"scaler": scaler()}, "a scaler needs all gradients before any rank steps"),
+        ({"mine": 2.0**16}, "scaler must be a torch.amp.GradScaler, not float"),
+        ({"nonfinite": "ignore"}, 'nonfinite="ignore" checks no gradients'),
+        ({"optimizer": None}, "a scaler leaves OPTIM_STEPs out"),
+        ({"name": "pipedream"}, "a scaler needs all gradients before any rank steps"),
+        ({"stages": [stage.half() for stage in linear_stages()]}, "0.weight of stage 0 is float16"),
     ],
 )
-def test_what_can_not_be_is_refused(name: str, given: dict[str, Any], text: str) -> None:
-    schedule = schedir.build(name, ranks=2, microbatches=MICROBATCHES)
-    options: dict[str, Any] = {"optimizer": sgd, "in_process": True, **given}
-    assert text in message_of(Executor, schedule, numbered(linear_stages()), MSE, **options)
-
-
-def test_parameters_in_float16_are_refused() -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
-    halves = numbered(stage.half() for stage in linear_stages())
-    with pytest.raises(ExecutionError, match=r"0\.weight of stage 0 is float16"):
-        Executor(schedule, halves, MSE, sgd, scaler=scaler(), in_process=True)
+def test_what_can_not_be_is_refused(given: dict[str, Any], text: str) -> None:
+    options = {"stages": linear_stages(), "mine": scaler(), **given}
+    assert text in message_of(executor_of, **options)
 
 
 @on_ranks(2)
 def test_ranks_with_other_scales_are_refused(rank: int) -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
     stages = {rank: linear_stages()[rank]}
     given = scaler(init_scale=2.0 ** (8 + rank))
-    assert "scaler is {" in message_of(Executor, schedule, stages, MSE, sgd, scaler=given)
+    assert "scaler is {" in message_of(Executor, built(), stages, MSE, sgd, scaler=given)

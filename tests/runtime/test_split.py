@@ -19,7 +19,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from schedir.runtime.stage.split_backward import WeightPart, input_part
+from schedir.runtime.stage.split_backward import input_part
+from tests.runtime.kit import assert_equal_gradients
 from tests.sweeps import examples, long, sweep
 
 Grads = tuple[Tensor | None, ...]
@@ -49,31 +50,30 @@ def run(
     return found
 
 
-def same(mine: Grads, plain: Grads) -> bool:
-    """Bit for bit, and None where the other is."""
-    return len(mine) == len(plain) and all(
-        (a is None) == (b is None)
-        and (a is None or b is None or (a.dtype == b.dtype and torch.equal(a, b)))
-        for a, b in zip(mine, plain, strict=True)
-    )
-
-
 def gradients(module: nn.Module) -> Grads:
-    return tuple(
-        None if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
-        for p in module.parameters()
-    )
+    grads = [p.grad for p in module.parameters()]
+    return tuple(grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads)
 
 
-def check(module: nn.Module, *inputs: Tensor, times: int = 2) -> None:
-    """The same gradients as the plain backward, also when they add to those of a microbatch."""
-    module.zero_grad()
+def assert_same_grads(mine: Sequence[Tensor | None], plain: Sequence[Tensor | None]) -> None:
+    """Bit for bit and of the same type, and None where the other is."""
+    assert_equal_gradients(mine, plain)
+    assert [g.dtype for g in mine if g is not None] == [g.dtype for g in plain if g is not None]
+
+
+def assert_same(module: nn.Module, inputs: Sequence[Tensor], times: int = 1, **weigh: Any) -> None:
+    """Bit for bit the gradients of the plain backward of a copy, also when they add to those of a
+    microbatch."""
     twin = copy.deepcopy(module)
     for _ in range(times):
-        plain = run(twin, inputs, split=False)
-        mine = run(module, inputs, split=True)
-        assert same(mine, plain)
-        assert same(gradients(module), gradients(twin))
+        plain = run(twin, inputs, split=False, **weigh)
+        assert_same_grads(run(module, inputs, split=True, **weigh), plain)
+        assert_same_grads(gradients(module), gradients(twin))
+
+
+def check(module: nn.Module, *inputs: Tensor) -> None:
+    module.zero_grad()
+    assert_same(module, inputs, times=2)
     assert any(p.grad is not None for p in module.parameters())
 
 
@@ -186,6 +186,22 @@ def two_roads(m: Any, x: Tensor) -> Any:
     return torch.cat([x @ w, x.tanh() @ w.t(), torch.addcmul(x[:1], m.w, m.w.t())])
 
 
+def in_halves(m: Any, x: Tensor) -> Any:
+    return torch.cat([m.b(p) * p for p in m.a(x).split([2, 2], -1)], -1)
+
+
+def beside(m: Any, x: Tensor) -> Any:
+    return m.a(x), (m.b.weight @ m.w).tanh(), m.w * 2
+
+
+def stopped(m: Any, x: Tensor) -> Any:
+    return sum(half(m.a(x), m.w)) + stops(half(x, m.v)[1])
+
+
+def tied_embedding(m: Any, n: Tensor, x: Tensor) -> Any:
+    return m.e(n) + m.a(x) @ m.e.weight.t() @ m.e.weight
+
+
 def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
@@ -209,11 +225,7 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "weight of weights": lambda: nn.utils.parametrizations.weight_norm(linear()),
     "its own matrix": lambda: Calls(lambda m, x: x @ (m.w @ m.w.t()), w=weight(4, 4)),
     "in place": lambda: Calls(in_place, a=linear(), b=linear(), w=weight(3), v=weight(4)),
-    "split": lambda: Calls(
-        lambda m, x: torch.cat([m.b(p) * p for p in m.a(x).split([2, 2], -1)], -1),
-        a=linear(),
-        b=nn.Linear(2, 2),
-    ),
+    "split": lambda: Calls(in_halves, a=linear(), b=nn.Linear(2, 2)),
     "einsum": lambda: Calls(
         lambda m, x: torch.einsum("bi,ij,kj->bk", x, m.w, m.v), w=weight(4, 5), v=weight(3, 5)
     ),
@@ -223,12 +235,7 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     ),
     "input as output": lambda: Calls(lambda m, x: (x, x.view(-1), m.a(x)), a=linear()),
     "parameter as output": lambda: Calls(lambda m, x: (m.w, m.w.view(-1), x * m.w), w=weight(4)),
-    "output beside the input": lambda: Calls(
-        lambda m, x: (m.a(x), (m.b.weight @ m.w).tanh(), m.w * 2),
-        a=linear(),
-        b=linear(),
-        w=weight(4),
-    ),
+    "output beside the input": lambda: Calls(beside, a=linear(), b=linear(), w=weight(4)),
     "shared beside the input": lambda: Calls(
         lambda m, x: (m.a(x), m.a.weight.sum(), m.w.tanh()), a=linear(), w=weight(4)
     ),
@@ -237,21 +244,12 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "custom beside": lambda: Calls(
         lambda m, x: x @ doubled(m.w, m.v), w=weight(4, 4), v=weight(4, 4)
     ),
-    "custom, no gradient": lambda: Calls(
-        lambda m, x: sum(half(m.a(x), m.w)) + stops(half(x, m.v)[1]),
-        a=linear(),
-        w=weight(4),
-        v=weight(4),
-    ),
-    "no gradient": lambda: Calls(
-        lambda m, x: stops(x * m.w) + m.a(x), a=linear(), w=weight(4)
-    ),
+    "custom, no gradient": lambda: Calls(stopped, a=linear(), w=weight(4), v=weight(4)),
+    "no gradient": lambda: Calls(lambda m, x: stops(x * m.w) + m.a(x), a=linear(), w=weight(4)),
     "autocast": lambda: Calls(autocast, a=linear(), b=linear()),
     "checkpoint": lambda: Calls(recomputed, a=linear(), b=small(), c=linear()),
-    "checkpoint first": lambda: Calls(
-        lambda m, x: recompute(m.b, x), b=small()
-    ),
-}  # fmt: skip
+    "checkpoint first": lambda: Calls(lambda m, x: recompute(m.b, x), b=small()),
+}
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -271,13 +269,8 @@ def test_the_gradients_of_other_shapes_of_input() -> None:
     channels_last: Any = {"memory_format": torch.channels_last}
     check(convolution.to(**channels_last), image)
     tokens = torch.randn(2, 3, 4)
-    check(
-        Calls(
-            attention, qkv=linear(12), out=linear(), norm=nn.LayerNorm(4), up=linear(8),
-            down=nn.Linear(8, 4),
-        ),
-        tokens,
-    )  # fmt: skip
+    parts = {"out": linear(), "norm": nn.LayerNorm(4), "up": linear(8), "down": nn.Linear(8, 4)}
+    check(Calls(attention, qkv=linear(12), **parts), tokens)
     check(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), tokens)
     check(Calls(lambda m, x: m.r(x)[0], r=nn.LSTM(4, 5, num_layers=2)), tokens)
     check(Calls(lambda m, x: m.r(x), r=nn.GRU(4, 5, bidirectional=True)), tokens)
@@ -290,8 +283,7 @@ def test_the_gradients_of_other_shapes_of_input() -> None:
         table = nn.Embedding(5, 4, sparse=sparse)
         check(Calls(lambda m, x, n: m.a(x) + m.e(n), a=linear(), e=table), tokens[:1], number)
         check(nn.Sequential(table, linear()), number)
-    check(Calls(lambda m, n, x: m.e(n) + m.a(x) @ m.e.weight.t() @ m.e.weight, a=linear(),
-                e=nn.Embedding(5, 4)), number, tokens[:1])  # fmt: skip
+    check(Calls(tied_embedding, a=linear(), e=nn.Embedding(5, 4)), number, tokens[:1])
 
 
 def test_a_loss_has_the_gradient_one() -> None:
@@ -302,10 +294,7 @@ def test_a_loss_has_the_gradient_one() -> None:
         Calls(lambda m, x: (m.a(x).sum(), m.a.weight.sum(), m.w.sum()), a=linear(), w=weight(4)),
     ]
     for module in losses:
-        twin, x = copy.deepcopy(module), [torch.randn(3, 4)]
-        plain = run(twin, x, split=False, weigh=torch.ones_like)
-        assert same(run(module, x, split=True, weigh=torch.ones_like), plain)
-        assert same(gradients(module), gradients(twin))
+        assert_same(module, [torch.randn(3, 4)], weigh=torch.ones_like)
 
 
 def test_nothing_to_do_is_done() -> None:
@@ -315,7 +304,7 @@ def test_nothing_to_do_is_done() -> None:
     x = torch.ones(2, requires_grad=True)
     found, rest = input_part([x * 2], [torch.ones(2)], [x])
     rest.run()
-    assert same(found, (torch.full((2,), 2.0),))
+    assert_same_grads(found, (torch.full((2,), 2.0),))
 
 
 @long
@@ -364,16 +353,12 @@ class Program:
         return tuple(values[number % len(values)] for number in self.outputs)
 
 
+PLACES = st.integers(0, 20)
+STEP = st.tuples(st.sampled_from(list(STEPS)), PLACES, PLACES, st.integers(0, 5))
 PROGRAMS = st.builds(
     Program,
-    st.lists(
-        st.tuples(
-            st.sampled_from(list(STEPS)), st.integers(0, 20), st.integers(0, 20), st.integers(0, 5)
-        ),
-        min_size=1,
-        max_size=12,
-    ).map(tuple),
-    st.lists(st.integers(0, 20), min_size=1, max_size=3).map(tuple),
+    st.lists(STEP, min_size=1, max_size=12).map(tuple),
+    st.lists(PLACES, min_size=1, max_size=3).map(tuple),
 )
 
 
@@ -384,29 +369,22 @@ def test_any_stage_has_the_gradients_of_the_plain_backward(program: Program, fro
     module = Calls(program, weights=nn.ParameterList(weight(4, 4) for _ in range(6)))
     for number in range(frozen):
         module.weights[number].requires_grad_(False)  # type: ignore[index]
-    twin, inputs = copy.deepcopy(module), [torch.randn(4, 4), torch.randn(4, 4)]
-    for _ in range(2):
-        plain = run(twin, inputs, split=False)
-        assert same(run(module, inputs, split=True), plain)
-        assert same(gradients(module), gradients(twin))
+    assert_same(module, [torch.randn(4, 4), torch.randn(4, 4)], times=2)
 
 
 class Products(TorchDispatchMode):
     """Counts matrix products."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.overloadpacket in (
-            torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm
-        )  # fmt: skip
+        aten = torch.ops.aten
+        self.count += func.overloadpacket in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
         return func(*args, **(kwargs or {}))
 
 
 def products(work: Callable[[], Any]) -> tuple[int, Any]:
-    with Products() as mode:
+    with Products() as mode:  # type: ignore[no-untyped-call]
         result = work()
     return mode.count, result
 
@@ -459,7 +437,7 @@ def test_the_first_part_touches_no_grad() -> None:
     run(module, [torch.zeros(3, 4)], split=True, weigh=torch.zeros_like)
     assert all(p.grad is grad for p, grad in zip(module.parameters(), kept, strict=True))
     rest.run()  # there is nothing left to do
-    assert same(tuple(before), gradients(module))
+    assert_same_grads(before, gradients(module))
 
 
 @contextlib.contextmanager
@@ -473,24 +451,15 @@ def no_cycles() -> Iterator[None]:
         gc.enable()
 
 
-class Watched(nn.Module):
-    """Remembers the memory of what passes, and does not keep it."""
-
-    def __init__(self, seen: list[StorageWeakRef]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(StorageWeakRef(x.untyped_storage()))
-        return x
-
-
 def test_the_first_part_frees_what_the_second_does_not_need() -> None:
     saved: list[StorageWeakRef] = []
-    watch = Watched(saved)
-    module = nn.Sequential(
-        linear(), nn.Sigmoid(), watch, nn.Tanh(), watch, linear(), nn.Tanh(), watch
-    )
+
+    def watch(_: nn.Module, given: object, made: Tensor) -> None:
+        saved.append(StorageWeakRef(made.untyped_storage()))
+
+    module = nn.Sequential(linear(), nn.Sigmoid(), nn.Tanh(), linear(), nn.Tanh())
+    for number in (1, 2, 4):
+        module[number].register_forward_hook(watch)
     x = torch.randn(3, 4, requires_grad=True)
     with no_cycles():
         y = module(x)
@@ -503,11 +472,10 @@ def test_the_first_part_frees_what_the_second_does_not_need() -> None:
         assert [memory.expired() for memory in saved] == [True, True, True]
 
 
-@sweep(
-    "name",
-    ["mlp", "called twice", "custom", "outputs", "in place", "norms"],
-    quick=["called twice"],
-)
+KEEPING = ["mlp", "called twice", "custom", "outputs", "in place", "norms"]
+
+
+@sweep("name", KEEPING, quick=["called twice"])
 def test_the_second_part_keeps_nothing(name: str) -> None:
     module = STAGES[name]()
     memory: list[StorageWeakRef] = []
@@ -522,11 +490,8 @@ def test_the_second_part_keeps_nothing(name: str) -> None:
     for hooked in (True, False):
         memory.clear()
         with no_cycles():
-            with contextlib.ExitStack() as stack:
-                if hooked:
-                    stack.enter_context(
-                        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-                    )
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            with hooks if hooked else contextlib.nullcontext():
                 outputs = module(x)
             outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
             grads = [torch.ones_like(output) for output in outputs]
@@ -554,11 +519,10 @@ def test_hooks_change_a_gradient_once() -> None:
         calls.append("hook")
         return grad * 3
 
-    def hooked(module: Any) -> Any:
-        for name in ("a", "b"):
-            for parameter in module.get_submodule(name).parameters():
-                parameter.register_hook(threefold)
-                parameter.register_post_accumulate_grad_hook(lambda _: calls.append("after"))
+    def hooked(module: nn.Module) -> nn.Module:
+        for parameter in module.parameters():
+            parameter.register_hook(threefold)
+            parameter.register_post_accumulate_grad_hook(lambda _: calls.append("after"))
         return module
 
     def forward(m: Any, x: Tensor) -> Any:
@@ -571,12 +535,11 @@ def test_hooks_change_a_gradient_once() -> None:
     torch.manual_seed(0)
     module, x = Calls(forward, a=linear(), b=linear()), [torch.randn(3, 4)]
     twin = hooked(copy.deepcopy(module))
-    hooked(module)
     plain = run(twin, x, split=False)
     expected = sorted(calls)
     calls.clear()
-    assert same(run(module, x, split=True), plain)
-    assert same(gradients(module), gradients(twin))
+    assert_same_grads(run(hooked(module), x, split=True), plain)
+    assert_same_grads(gradients(module), gradients(twin))
     assert sorted(calls) == expected
     assert len(expected) == 8
 
@@ -587,23 +550,18 @@ def test_the_hooks_of_modules_run_once() -> None:
     for layer in module:
         layer.register_full_backward_hook(lambda *_: calls.append(1))
         layer.register_full_backward_pre_hook(lambda *_: calls.append(2))
-    check(module, torch.randn(3, 4), times=1)
+    assert_same(module, [torch.randn(3, 4)])
     assert sorted(calls) == [1] * 6 + [2] * 6
 
 
 def test_a_gradient_shares_no_memory_with_what_others_read() -> None:
     torch.manual_seed(0)
     module = Calls(lambda m, x: x + m.p.view(3, 4) + m.q.view(3, 4), p=weight(12), q=weight(12))
-    given = torch.randn(3, 4)
     x = torch.randn(3, 4, requires_grad=True)
-    (found,), rest = input_part([module(x)], [given], [x])
+    found: Any
+    (found,), rest = input_part([module(x)], [torch.randn(3, 4)], [x])
     rest.run()
-    for tensor in (given, found, *gradients(module)):
-        assert tensor is not None
-    p, q = gradients(module)
-    assert p is not None
-    assert q is not None
-    assert found is not None
+    p, q = (grad for grad in gradients(module) if grad is not None)
     before = found.clone()
     p.add_(1)
     q.add_(1)
@@ -619,10 +577,8 @@ def test_the_parts_of_microbatches_interleave() -> None:
     inputs = [torch.randn(3, 4) for _ in range(3)]
     for x in inputs:
         run(twin, [x], split=False, weigh=torch.ones_like)
-    parts: list[WeightPart] = []
     outputs = [(leaf := x.clone().requires_grad_(), module(leaf)) for x in inputs]
-    for leaf, output in outputs:
-        parts.append(input_part([output], [torch.ones_like(output)], [leaf])[1])
+    parts = [input_part([y], [torch.ones_like(y)], [leaf])[1] for leaf, y in outputs]
     for part in parts:
         part.run()
-    assert same(gradients(module), gradients(twin))
+    assert_same_grads(gradients(module), gradients(twin))

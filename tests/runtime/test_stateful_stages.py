@@ -75,11 +75,9 @@ def assert_trains(name: str, ranks: int, rank: int | None) -> None:
             assert found == twins.step(batch, recurrence=recurrence_of(schedule))
     twins.assert_equal()
     for s, stage in twins.local.items():
-        plain = twins.whole[s]
-        assert isinstance(stage, Stateful)
-        assert isinstance(plain, Stateful)
+        plain: Any = twins.whole[s]
         assert stage.calls == plain.calls == 3 * 8
-        assert torch.equal(stage.mean, plain.mean)
+        assert torch.equal(stage.mean, plain.mean)  # type: ignore[arg-type]
 
 
 @sweep("name", ONE_COPY, quick=["interleaved-zb", "pipedream"])
@@ -88,7 +86,7 @@ def test_in_one_process(name: str) -> None:
 
 
 @on_ranks(2)
-@sweep("name", ONE_COPY, quick=["interleaved-zb", "pipedream"])
+@sweep("name", ONE_COPY, quick=["interleaved-zb", "pipedream", "zbv"])  # neighbours on a rank
 def test_on_two_ranks(rank: int, name: str) -> None:
     assert_trains(name, 2, rank)
 

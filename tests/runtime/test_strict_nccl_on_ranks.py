@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import schedir
 from schedir.runtime import Executor
@@ -16,6 +16,7 @@ from tests.runtime.kit import MSE, everyone, message_of, momentum, random_batch,
 from tests.runtime.nccl_over_gloo import RefusedError, connect_all, nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.parity import Case, assert_trains_as_one_process
+from tests.runtime.test_nccl_on_ranks import Narrowed, Widened
 
 CPU = torch.device("cpu")
 
@@ -92,32 +93,11 @@ def test_what_is_used_before_it_is_warm_is_refused(rank: int) -> None:
         groups.close()
 
 
-class Counts(nn.Module):
-    """Sends numbers of a type that NCCL does not take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.linear(x), torch.ones(4, dtype=torch.int16)
-
-
-class Counted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        counted: Tensor = self.linear(x) * counts
-        return counted
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("fault", ["", "unsettled", "bytes"])
 def test_a_fault_of_the_transport_is_found(fault: str, rank: int) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    stage: dict[int, nn.Module] = {rank: Counted() if rank else Counts()}
+    stage: dict[int, nn.Module] = {rank: Narrowed(4, 4) if rank else Widened(4, 4)}
     x, y = random_batch()
     said = ""
     with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+from reference import plain_step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,17 +27,17 @@ from tests.runtime.kit import (
     microbatches_of,
     noisy_stages,
     random_batch,
+    random_batches,
 )
 from tests.runtime.on_ranks import on_ranks
+from tests.runtime.test_replicas_on_ranks import clip
 
 
 def pair() -> list[nn.Module]:
     """Two stages whose weights are equal."""
     torch.manual_seed(2)
-    first = nn.Linear(4, 4)
-    last = nn.Linear(4, 4)
-    with torch.no_grad():
-        last.weight.copy_(first.weight)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    last.weight.data.copy_(first.weight)
     return [first, nn.Sequential(nn.Tanh(), last)]
 
 
@@ -48,16 +50,12 @@ def test_tied_copies_are_clipped_and_trained_as_one_parameter(rank: int) -> None
     whole[1][1].weight = whole[0].weight  # type: ignore[index]
     model = nn.Sequential(*whole)
     optimizer = adamw(model.parameters())
-    generator = torch.Generator().manual_seed(1)
     ties = [[(0, "weight"), (1, "1.weight")]]
     with Executor(schedule, {rank: local}, MSE, adamw, ties=ties, clip_grad_norm=0.5) as executor:
-        for _ in range(4):
-            x, y = (torch.randn(8, 4, generator=generator) for _ in range(2))
+        for x, y in random_batches(4):
             result = executor.step(x, target=y)
-            for a, b in microbatches_of((x, y), 4):
-                (MSE(model(a), b) / 4).backward()
-            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
-            assert result.grad_norm == pytest.approx(norm, abs=1e-6)
+            plain_step([model], MSE, (), microbatches_of((x, y), 4))
+            assert result.grad_norm == pytest.approx(clip([model], 0.5), abs=1e-6)
             optimizer.step()
             optimizer.zero_grad()
     mine = dict(local.named_parameters())
@@ -69,15 +67,11 @@ def test_tied_copies_are_clipped_and_trained_as_one_parameter(rank: int) -> None
 def test_clipping_is_that_of_the_whole_model(rank: int) -> None:
     schedule = schedir.build("interleaved-1f1b", ranks=2, microbatches=4)
     twins = Twins(noisy_stages(4), schedule, rank)
-    generator = torch.Generator().manual_seed(1)
-    parameters = [p for stage in twins.whole for p in stage.parameters()]
     with twins.executor(clip_grad_norm=0.05) as executor:
-        for step in range(4):
-            x, y = (torch.randn(8, 4, generator=generator) for _ in range(2))
+        for step, (x, y) in enumerate(random_batches(4)):
             result = executor.step(x, target=y)
             twins.accumulate((x, y), seed=(0, step))
-            norm = float(torch.nn.utils.clip_grad_norm_(parameters, 0.05))
-            assert result.grad_norm == norm
+            assert result.grad_norm == clip(twins.whole, 0.05)
             twins.update()
     twins.assert_equal()
 
@@ -90,8 +84,7 @@ def test_the_norm_passes_a_stage_without_parameters(rank: int) -> None:
     with twins.executor(clip_grad_norm=0.05) as executor:
         result = executor.step(x, target=y)
     twins.accumulate((x, y))
-    parameters = [p for stage in twins.whole for p in stage.parameters()]
-    assert result.grad_norm == float(torch.nn.utils.clip_grad_norm_(parameters, 0.05))
+    assert result.grad_norm == clip(twins.whole, 0.05)
 
 
 @on_ranks(3)
@@ -101,9 +94,8 @@ def test_ties_may_overlap_in_ranks(rank: int) -> None:
     for _ in range(2):
         torch.manual_seed(0)
         layers = [(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)]
-        with torch.no_grad():
-            layers[1][0].weight.copy_(layers[0][0].weight)
-            layers[2][1].weight.copy_(layers[1][1].weight)
+        layers[1][0].weight.data.copy_(layers[0][0].weight)
+        layers[2][1].weight.data.copy_(layers[1][1].weight)
         stage = nn.Sequential(*layers[rank])
         ties = [[(0, "0.weight"), (1, "0.weight")], [(1, "1.weight"), (2, "1.weight")]]
         with Executor(schedule, {rank: stage}, MSE, adamw, ties=ties) as executor:
@@ -122,8 +114,8 @@ def test_tied_copies_that_drift_apart_are_found(rank: int) -> None:
     x, y = random_batch()
 
     def train() -> None:
-        executor = Executor(schedule, {rank: module}, MSE, torch.optim.SGD, ties=ties, timeout=60.0)
-        with executor:
+        options: Any = {"ties": ties, "timeout": 60.0}
+        with Executor(schedule, {rank: module}, MSE, torch.optim.SGD, **options) as executor:
             executor.optimizers[rank].param_groups[0]["lr"] = 0.01 * (1 + rank)
             for _ in range(3):
                 executor.step(x, target=y)

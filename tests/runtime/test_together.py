@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir import Together
+from schedir.ir import flat
 from schedir.runtime import Executor
 from schedir.runtime.processes.groups import Post
 from schedir.runtime.program import program
@@ -72,19 +73,16 @@ def transport() -> Any:
 
 
 def test_a_batch_is_posted_as_one_and_again_at_every_call(transport: Any) -> None:
+    """But not one that carries nothing."""
     batch = Batch(transport)
     for call in range(2):
+        batch.post()
         batch.send(TENSORS[0], 3)
         batch.receive(TENSORS[1], 0)
         batch.send(TENSORS[2], 3)
         assert len(transport.posted) == call
         batch.post()
     assert transport.posted == [[(1, 3, True), (2, 0, False), (3, 3, True)]] * 2
-
-
-def test_a_batch_that_carries_nothing_is_not_posted(transport: Any) -> None:
-    Batch(transport).post()
-    assert not transport.posted
 
 
 def test_what_consumes_a_receive_of_a_batch_waits_for_all_of_it(transport: Any) -> None:
@@ -115,21 +113,19 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, str]]:
     ran: list[tuple[int, int, str]] = []
 
     def recorder(instruction: Instruction) -> Instruction:
-        rank, index, action = instruction.rank, instruction.index, instruction.action
-
-        waits = instruction.wait
+        rank, index, waits = instruction.rank, instruction.index, instruction.wait
 
         def wait() -> None:
-            ran.append((rank, index, f"wait {action}"))
+            ran.append((rank, index, f"wait {instruction.action}"))
             assert waits is not None  # else this takes no place
             waits()
 
         def run() -> None:
             if instruction.listed:
-                ran.append((rank, index, str(action)))
+                ran.append((rank, index, str(instruction.action)))
             instruction.run()
 
-        return attrs.evolve(instruction, wait=None if waits is None else wait, run=run)
+        return attrs.evolve(instruction, wait=waits and wait, run=run)
 
     monkeypatch.setattr(program, "listening", lambda: [recorder])
     return ran
@@ -166,13 +162,9 @@ def test_what_runs_is_the_executors_schedule_entry_by_entry(
         posted = executor.schedule
     assert [e for r in posted.actions for e in r if isinstance(e, Together)]
     for rank, entries in enumerate(posted.actions):
-        expected = [
-            (index, str(part))
-            for index, entry in enumerate(entries)
-            for part in (entry.actions if isinstance(entry, Together) else (entry,))
-        ]
+        listed = [(index, part) for index, entry in enumerate(entries) for part in flat([entry])]
         own = [(at, text) for r, at, text in ran if r == rank and not text.startswith("wait")]
-        assert own == expected
+        assert own == [(index, str(part)) for index, part in listed]
 
 
 def test_each_batch_is_posted_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,18 +186,16 @@ def test_each_batch_is_posted_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Fails(nn.Module):
-    """Its third backward."""
+    """In its third backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.backwards = 0
+    backwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and type(x) is Tensor:
-            x.register_hook(self._count)
+            x.register_hook(self.count)
         return x
 
-    def _count(self, grad: Tensor) -> None:
+    def count(self, grad: Tensor) -> None:
         self.backwards += 1
         if self.backwards == 3:
             raise RuntimeError("of the test")
@@ -213,14 +203,9 @@ class Fails(nn.Module):
 
 def test_an_error_in_an_entry_names_its_part() -> None:
     schedule = bidirectional_v(2, 6)
-    stages: dict[int, nn.Module] = numbered(linear_stages(4))
+    stages = numbered(linear_stages(4))
     stages[3] = nn.Sequential(stages[3], Fails())
-    index, pair = next(
-        (index, entry)
-        for index, entry in enumerate(schedule.actions[0])
-        if isinstance(entry, Together) and any(str(part) == "3B2" for part in entry.actions)
-    )
-    assert str(pair).endswith(";3B2)")
+    (index,) = [i for i, entry in enumerate(schedule.actions[0]) if str(entry).endswith(";3B2)")]
     x, y = random_batch(rows=12)
     with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
         text = message_of(executor.step, x, target=y)

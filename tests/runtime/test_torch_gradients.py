@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from schedir import check
+from tests.runtime.kit import MSE, gradients
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.test_torch_referee import batch, stages
 from tests.sweeps import long
@@ -30,31 +31,26 @@ def run_torch(case: dict[str, Any], local: dict[int, nn.Module], x: Tensor, y: T
     schedule = getattr(torch_schedules, case["schedule"])(
         [PipelineStage(module, stage, number, cpu) for stage, module in local.items()],
         case["microbatches"],
-        loss_fn=nn.functional.mse_loss,
+        loss_fn=MSE,
         defer_pp_recv=case["deferred"],
     )
     inputs = (x,) if 0 in local else ()
     schedule.step(*inputs, target=y if number - 1 in local else None)
 
 
-def gradients(modules: list[nn.Module]) -> list[Tensor]:
-    """Those of all parameters; a missing one counts as zero."""
-    found = [parameter.grad for module in modules for parameter in module.parameters()]
-    return [torch.zeros(()) if grad is None else grad for grad in found]
-
-
 def largest_error(case: dict[str, Any]) -> Tensor:
-    """The largest relative error in this rank's stages; NaN where a gradient holds one."""
+    """The largest relative error in this rank's stages, where a missing gradient counts as zero;
+    NaN where one holds that."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = stages(CHUNKS * ranks)
     local = {s: copy.deepcopy(whole[s]) for s in stages_of(rank, ranks, case["schedule"])}
     x, y = batch(case["microbatches"])
-    nn.functional.mse_loss(nn.Sequential(*whole)(x), y).backward()
+    MSE(nn.Sequential(*whole)(x), y).backward()
     run_torch(case, local, x, y)
-    pairs = zip(gradients(list(local.values())), gradients([whole[s] for s in local]), strict=True)
-    return torch.stack(
-        [(mine - right).abs().max() / right.abs().max() for mine, right in pairs]
-    ).max()
+    found = [torch.zeros(()) if grad is None else grad for grad in gradients(local.values())]
+    expected: Any = gradients(whole[s] for s in local)
+    errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
+    return torch.stack(errors).max()
 
 
 def cases(ranks: int) -> list[dict[str, Any]]:

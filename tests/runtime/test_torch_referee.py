@@ -3,7 +3,6 @@ plain training does."""
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from schedir.render import Page, outputs_of
 from schedir.render.text import plain
 from schedir.runtime import Executor
 from tests.built_in import EVERY, steps_once
-from tests.runtime.kit import MSE
+from tests.runtime.kit import MSE, numbered
 from tests.runtime.on_ranks import on_ranks
 from tests.torch_schedules import GENERATORS, computed, lowered
 
@@ -53,9 +52,8 @@ def assert_plain(local: dict[int, nn.Module], number: int, microbatches: int) ->
 
 
 def run_here(schedule: Schedule, rank: int | None) -> None:
-    own = range(schedule.stages) if rank is None else schedule.stages_of(rank)
-    whole = stages(schedule.stages)
-    local = {stage: whole[stage] for stage in own}
+    whole = numbered(stages(schedule.stages))
+    local = whole if rank is None else {s: whole[s] for s in schedule.stages_of(rank)}
     x, y = batch(schedule.microbatches)
     with Executor(schedule, local, MSE, in_process=rank is None) as executor:
         executor.step(x, target=y)
@@ -68,7 +66,7 @@ def run_on_torch(schedule: Schedule, rank: int, form: str) -> None:
         schedule = strip_communication(schedule)
     written = outputs_of("export")[form].write(schedule, Page())
     whole = stages(schedule.stages)
-    local = {stage: copy.deepcopy(whole[stage]) for stage in schedule.stages_of(rank)}
+    local = {stage: whole[stage] for stage in schedule.stages_of(rank)}
     cpu = torch.device("cpu")
     theirs: Any = _PipelineScheduleRuntime(
         [PipelineStage(module, s, schedule.stages, cpu) for s, module in local.items()],

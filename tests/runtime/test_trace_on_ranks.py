@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
@@ -20,13 +19,7 @@ from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Alignment
 from tests.literals import listed
 from tests.runtime.features import check_timeline
-from tests.runtime.kit import (
-    MSE,
-    everyone,
-    message_of,
-    random_batch,
-    sgd,
-)
+from tests.runtime.kit import MSE, everyone, message_of, random_batch, sgd
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
 
@@ -48,28 +41,23 @@ class Sleep(torch.autograd.Function):
         return grads[0], None, None
 
 
-class Sleeps(nn.Module):
+class Sleeps(nn.Linear):
     """A stage that takes seconds, and twice as many on the way back."""
 
     def __init__(self, seconds: float) -> None:
-        super().__init__()
+        super().__init__(4, 4)
         self.seconds = seconds
-        self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        slept: Tensor = Sleep.apply(self.layer(x), self.seconds, 2 * self.seconds)  # type: ignore[no-untyped-call]
-        return slept
+        made = super().forward(x)
+        return Sleep.apply(made, self.seconds, 2 * self.seconds)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def executor(rank: int, ranks: int, make: Callable[[int], nn.Module], **options: Any) -> Executor:
+def executor(rank: int, ranks: int, stage: nn.Module | None = None, **options: Any) -> Executor:
     schedule = schedir.build("1f1b", ranks=ranks, microbatches=MICROBATCHES)
     torch.manual_seed(0)
-    stages = {stage: make(stage) for stage in schedule.stages_of(rank)}
+    stages = {rank: stage or nn.Linear(4, 4)}
     return Executor(schedule, stages, MSE, sgd, **{"trace": True, **options})
-
-
-def linear(_: int) -> nn.Module:
-    return nn.Linear(4, 4)
 
 
 def run(traced: Executor, steps: int) -> list[Timeline]:
@@ -82,7 +70,7 @@ def run(traced: Executor, steps: int) -> list[Timeline]:
 @on_ranks(2, 4)
 def test_a_stage_that_sleeps_takes_as_long(rank: int, ranks: int) -> None:
     seconds = [0.002 * (1 + (3 * stage) % 4) for stage in range(ranks)]
-    with executor(rank, ranks, lambda stage: Sleeps(seconds[stage])) as traced:
+    with executor(rank, ranks, Sleeps(seconds[rank])) as traced:
         found = run(traced, 3)
     assert bool(found) == (rank == 0)
     for one in found:
@@ -111,8 +99,7 @@ SUMMED = listed(
 def test_a_sum_ends_when_it_is_there_and_not_when_all_are(
     rank: int, options: dict[str, Any]
 ) -> None:
-    torch.manual_seed(0)
-    stages = {0: Sleeps(0.1), 1: linear(1)}
+    stages = {0: Sleeps(0.1), 1: nn.Linear(4, 4)}
     with Executor(SUMMED, stages, MSE, sgd, trace=True, **options) as traced:
         found = run(traced, 4)
     if rank == 0:
@@ -122,15 +109,12 @@ def test_a_sum_ends_when_it_is_there_and_not_when_all_are(
         # While that of stage 1 is under way its ranks do something else for 200 ms. A busy machine
         # may put a rank to sleep where it finds it there.
         assert not (durations[:, first] > 0.1).all()
-        assert np.isfinite(
-            durations[:, last]
-        ).any()  # who comes first has to wait for the other one
+        assert np.isfinite(durations[:, last]).any()  # the first has to wait for the other one
 
 
 @on_ranks(2)
 def test_sums_that_are_posted_without_an_update_have_their_time(rank: int) -> None:
-    torch.manual_seed(0)
-    stages = {0: linear(0), 1: linear(1)}
+    stages = {s: nn.Linear(4, 4) for s in range(2)}
     x, y = random_batch()
     with Executor(SUMMED, stages, MSE, trace=True) as traced:
         traced.step(x, target=y, update=False)
@@ -150,7 +134,7 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
 
     begun: int = everyone(perf_counter_ns())[0]
     monkeypatch.setattr(clocks, "now", lambda: own(perf_counter_ns()))
-    with executor(rank, ranks, linear) as traced:
+    with executor(rank, ranks) as traced:
         control = traced._engine._session.control
         first = control.read_clocks()
         instants = []
@@ -170,20 +154,20 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
 
 @on_ranks(2)
 def test_clocks_of_one_machine_are_found_equal(rank: int) -> None:
-    with executor(rank, 2, linear) as traced:
+    with executor(rank, 2) as traced:
         reading = traced._engine._session.control.read_clocks()
     assert abs(reading.offset) <= reading.error
 
 
 @on_ranks(2)
 def test_all_ranks_record_or_none(rank: int) -> None:
-    message = message_of(executor, rank, 2, linear, trace=rank == 0)
+    message = message_of(executor, rank, 2, trace=rank == 0)
     assert "the ranks were given different arguments: trace is True on process 0" in message
 
 
 @on_ranks(2)
 def test_a_rank_that_does_not_ask_is_not_waited_for_for_ever(rank: int) -> None:
-    traced = executor(rank, 2, linear, timeout=4)
+    traced = executor(rank, 2, timeout=4)
     x, y = random_batch()
     traced.step(x, target=y)
     if rank == 0:

@@ -7,33 +7,24 @@ import signal
 import time
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
-from tests.runtime.kit import MSE, adamw, everyone, linear_stages, random_batch
+from tests.runtime.kit import MSE, adamw, everyone, linear_stages, numbered, random_batch
 from tests.runtime.on_ranks import on_ranks
 
 
-class Sleeps(nn.Module):
-    """A stage that takes some seconds more in its forward, or fails."""
-
-    def __init__(self, stage: nn.Module, seconds: float = 0.0, fails: bool = False) -> None:
-        super().__init__()
-        self.stage, self.seconds, self.fails = stage, seconds, fails
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        if self.fails:
-            raise OSError("no more of this")
-        y: Tensor = self.stage(x)
-        return y
-
-
 def executor_on(rank: int, seconds: float = 0.0, fails: bool = False) -> Executor:
+    """Of a stage that takes some seconds more in its forward, or fails."""
     schedule = schedir.build("1f1b", ranks=2, microbatches=4)
-    stage = Sleeps(linear_stages(2)[rank], seconds, fails)
+    stage = linear_stages(2)[rank]
+
+    def delay(*_: object) -> None:
+        time.sleep(seconds)
+        if fails:
+            raise OSError("no more of this")
+
+    stage.register_forward_pre_hook(delay)
     return Executor(schedule, {rank: stage}, MSE, adamw, timeout=60)
 
 
@@ -97,8 +88,7 @@ def test_sigterm_ends_a_forked_process_and_only_that(rank: int) -> None:
 
 def test_with_one_process_nobody_is_slow_or_stops() -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=4)
-    stages = dict(enumerate(linear_stages(2)))
-    executor = Executor(schedule, stages, MSE, torch.optim.SGD, in_process=True)
+    executor = Executor(schedule, numbered(linear_stages()), MSE, in_process=True)
     x, y = random_batch(8)
     assert executor.step(x, target=y).stragglers == ()
     assert not executor.stop_requested
