@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +15,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-import schedir
-from schedir import Schedule
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, deferred, gathered_state, partition
 from schedir.training.checkpoint import storage, whole_names
-from tests.literals import listed
 from tests.runtime.kit import MSE, adamw, everyone, message_of, momentum, random_batches
 from tests.runtime.on_ranks import on_ranks
-
-
-def layers(width: int = 4, dropout: float = 0.0) -> list[nn.Module]:
-    torch.manual_seed(5)
-    return [
-        nn.Linear(4, width),
-        nn.BatchNorm1d(width),
-        nn.Dropout(dropout),
-        nn.Linear(width, 4),
-        nn.LayerNorm(4),
-        nn.Linear(4, 4),
-    ]
-
-
-def executor_of(
-    schedule: Schedule, make: Any = adamw, of: list[nn.Module] | None = None, **options: Any
-) -> Executor:
-    rank = options["mesh"].get_local_rank("pp") if "mesh" in options else None
-    whole = options.get("in_process")
-    stages = partition(
-        of or layers(), schedule.stages if whole else schedule, by="uniform", rank=rank
-    )
-    return Executor(schedule, stages, MSE, make, ties=stages.ties, **options)
-
-
-def built(name: str, ranks: int = 2, **options: Any) -> Schedule:
-    return schedir.build(name, ranks=ranks, microbatches=4, **options)
+from tests.training.test_batches_on_ranks import REPLICATED
+from tests.training.test_checkpoint import (
+    assert_same,
+    built,
+    executor_of,
+    layers,
+    step_plainly,
+    whole,
+)
 
 
 def shared(folder: Path) -> Path:
@@ -57,35 +36,12 @@ def shared(folder: Path) -> Path:
     return Path(everyone(str(folder))[0])
 
 
-def assert_same(one: Any, other: Any) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
-class Noisy:
-    """A data set that draws from every generator whose state is kept."""
-
-    def __iter__(self) -> Any:
-        for _ in range(3):
-            yield torch.randn(8, 4) * random.random(), torch.randn(8, 4) * np.random.rand()
-
-
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("name", "make", "options"),
-    [
-        ("1f1b", adamw, {}),
-        ("interleaved-1f1b", momentum, {"chunks": 2}),
-        ("pipedream", momentum, {}),
-    ],
-)
-def test_a_resumed_run_is_the_uninterrupted_one(
-    name: str, make: Any, options: Any, rank: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "pipedream"])
+def test_a_resumed_run_is_the_uninterrupted_one(name: str, rank: int, tmp_path: Path) -> None:
     """With dropout, with a loader that shuffles, and noise that is drawn between the steps."""
     folder = shared(tmp_path)
-    schedule = built(name, **options)
+    schedule, make = built(name), adamw if name == "1f1b" else momentum
 
     def trained(begin: int, end: int, resume: bool) -> tuple[list[float], list[Tensor]]:
         x, y = torch.randn(2, 24, 4, generator=torch.Generator().manual_seed(1))
@@ -124,30 +80,25 @@ def test_any_number_of_processes_goes_on(rank: int, tmp_path: Path) -> None:
     """From two to one, to one that has all stages, and back from a plain model to two."""
     folder = shared(tmp_path)
     batches = random_batches(6)
-    model = partition(layers(), 1)[0]
+    model = whole()
     optimizer = adamw(model.parameters())
 
-    def step_plainly(x: Tensor, y: Tensor) -> None:
-        for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
-            (MSE(model(a), b) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def train(executor: Executor, *steps: int) -> None:
+        for step in steps:
+            executor.step(batches[step][0], target=batches[step][1])
+            step_plainly(model, optimizer, batches[step])
 
     with executor_of(built("1f1b")) as executor:
-        for x, y in batches[:2]:
-            executor.step(x, target=y)
-            step_plainly(x, y)
+        train(executor, 0, 1)
         Checkpoint(executor).save(folder / "two")
-    own = partition(layers(), 1)[0]
+    own = whole()
     checkpoint = Checkpoint(own, adamw(own.parameters()))
     checkpoint.load(folder / "two")  # every rank by itself
     assert checkpoint.step == 2
     assert_same(own.state_dict(), model.state_dict())
     with executor_of(built("interleaved-1f1b", 3, chunks=2), in_process=True) as alone:
         Checkpoint(alone).load(folder / "two")
-        for x, y in batches[2:4]:
-            alone.step(x, target=y)
-            step_plainly(x, y)
+        train(alone, 2, 3)
         assert_same(gathered_state(alone), model.state_dict())
     if rank == 0:
         saved = Checkpoint(model, optimizer)
@@ -157,13 +108,8 @@ def test_any_number_of_processes_goes_on(rank: int, tmp_path: Path) -> None:
     with executor_of(built("interleaved-1f1b", chunks=3)) as executor:
         Checkpoint(executor).load(folder / "plain")
         assert executor.steps == 4
-        for x, y in batches[4:]:
-            executor.step(x, target=y)
-            step_plainly(x, y)
-        whole = gathered_state(executor)
-        assert (whole is None) == (rank == 1)
-        if whole is not None:
-            assert_same(whole, model.state_dict())
+        train(executor, 4, 5)
+        assert_same(gathered_state(executor), None if rank else model.state_dict())
 
 
 @on_ranks(2)
@@ -216,9 +162,7 @@ def test_pipelines_in_parallel_are_kept_once(rank: int, tmp_path: Path) -> None:
         Checkpoint(executor, batches=batches).save(folder)
         drawn = torch.randn(3)
         first = everyone(executor.stages[0].state_dict())[0]
-        whole = gathered_state(executor)
-        if whole is not None:
-            assert_same(whole, first)
+        assert_same(gathered_state(executor), None if rank else first)
     own = Batches(random_batches(2))
     with executor_of(built("1f1b", 1), mesh=mesh) as executor:
         Checkpoint(executor, batches=own).load(folder)
@@ -234,17 +178,15 @@ def test_pipelines_in_parallel_are_kept_once(rank: int, tmp_path: Path) -> None:
 @on_ranks(2)
 def test_replicas_of_a_stage_are_kept_once(rank: int, tmp_path: Path) -> None:
     folder = shared(tmp_path)
-    rest = "0REDUCE_GRAD 0OPTIM_STEP"
-    replicated = listed(4, "0,1", f"0F0 0B0 0F2 0B2 {rest}", f"0F1 0B1 0F3 0B3 {rest}")
-    with executor_of(replicated) as executor:
+    with executor_of(REPLICATED) as executor:
         for x, y in random_batches(2):
             executor.step(x, target=y)
         Checkpoint(executor).save(folder)
         first = everyone(executor.stages[0].state_dict())[0]
-    with executor_of(replicated) as executor:
+    with executor_of(REPLICATED) as executor:
         Checkpoint(executor).load(folder)
         assert_same(executor.stages[0].state_dict(), first)
-    model = partition(layers(), 1)[0]
+    model = whole()
     Checkpoint(model, adamw(model.parameters())).load(folder)
     assert_same(model.state_dict(), first)
 
@@ -258,38 +200,37 @@ def tied_layers() -> list[Any]:
 def test_ties_have_all_their_names(rank: int, tmp_path: Path) -> None:
     """A plain model with one parameter in two places, and two ranks with a copy each."""
     folder = shared(tmp_path)
-    batches = random_batches(6)
-    make: Callable[[Any], Any] = momentum
-    with executor_of(built("1f1b"), make, tied_layers()) as executor:
+    *batches, last = random_batches(4)
+
+    def tied() -> Executor:
+        return executor_of(built("1f1b"), momentum, tied_layers())
+
+    with tied() as executor:
         assert len(executor.ties) == 1
-        for x, y in batches[:3]:
+        for x, y in batches:
             executor.step(x, target=y)
         Checkpoint(executor).save(folder / "ranks")
-        whole = gathered_state(executor)
+        found = gathered_state(executor)
     model = partition(tied_layers(), 1)[0]
-    optimizer = make(model.parameters())
+    optimizer = momentum(model.parameters())
     Checkpoint(model, optimizer).load(folder / "ranks")
     assert len(optimizer.state) == 3
     state = model.state_dict()
-    if whole is not None:
-        assert_same(state, whole)
+    assert_same(found, None if rank else state)
     assert state["0.weight"].data_ptr() == state["3.weight"].data_ptr()
-    for a, b in zip(batches[3][0].chunk(4), batches[3][1].chunk(4), strict=True):
-        (MSE(model(a), b) / 4).backward()
-    optimizer.step()
+    step_plainly(model, optimizer, last)
     if rank == 0:
         Checkpoint(model, optimizer).save(folder / "plain")
     everyone(None)
-    with executor_of(built("1f1b"), make, tied_layers()) as executor:
+    with tied() as executor, tied() as other:
         Checkpoint(executor).load(folder / "ranks")
-        executor.step(batches[3][0], target=batches[3][1])
-        with executor_of(built("1f1b"), make, tied_layers()) as other:
-            Checkpoint(other).load(folder / "plain")
-            for stage, module in executor.stages.items():
-                for name, value in module.state_dict().items():
-                    torch.testing.assert_close(value, other.stages[stage].state_dict()[name])
-            for own in other.optimizers.values():
-                assert all("momentum_buffer" in own.state[p] for p in own.param_groups[0]["params"])
+        executor.step(last[0], target=last[1])
+        Checkpoint(other).load(folder / "plain")
+        for stage, module in executor.stages.items():
+            for name, value in module.state_dict().items():
+                torch.testing.assert_close(value, other.stages[stage].state_dict()[name])
+        for own in other.optimizers.values():
+            assert all("momentum_buffer" in own.state[p] for p in own.param_groups[0]["params"])
 
 
 @on_ranks(2)
@@ -300,8 +241,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_spoils_nothing(
     with executor_of(built("1f1b")) as executor:
         checkpoint = Checkpoint(executor)
         checkpoint.save(folder)
-        before = [m.state_dict() for m in executor.stages.values()]
-        before = [{name: value.clone() for name, value in state.items()} for state in before]
+        before = copy.deepcopy([m.state_dict() for m in executor.stages.values()])
         x, y = random_batches(1)[0]
         executor.step(x, target=y)
 

@@ -309,12 +309,7 @@ def test_steps_that_are_skipped_are_no_part_of_the_loss() -> None:
         with an_executor(None, nonfinite="skip") as executor:
             rates = torch.optim.lr_scheduler.StepLR(executor.optimizer, step_size=100)
             trainer = Trainer(
-                executor,
-                data,
-                epochs=1,
-                scheduler=rates,
-                callbacks=[Sees()],
-                progress=False,
+                executor, data, epochs=1, scheduler=rates, callbacks=[Sees()], progress=False
             )
             losses.append(trainer.fit()[0].loss)
             assert rates.last_epoch == len(data)
@@ -554,10 +549,7 @@ def once() -> Iterator[Batch]:
         ({"batches": [{"x": 1}]}, "batch 1 is no pair .* but dict; .* Batches"),
         ({"batches": [torch.ones(2, 4)]}, "batch 1 is no pair .* but Tensor"),
         ({"batches": Batches(TRAINED, repeat=True)}, "batches never ends"),
-        (
-            {"checkpoint": "nowhere"},
-            r"a list does not know where .* batches=Batches\(…\)",
-        ),
+        ({"checkpoint": "nowhere"}, r"a list does not know where .* batches=Batches\(…\)"),
         ({"evaluation": []}, "evaluation: there is no batch"),
         ({"evaluation": HELD_OUT, "metrics": {"m": lambda o, t: 0.5}}, "metric 'm' must return .*"),
         ({"evaluation": HELD_OUT, "metrics": {"m": lambda o, t: (o, t)}}, "metric 'm' must return"),
