@@ -18,15 +18,16 @@ from torch import nn
 
 from schedir import ExecutionError
 from schedir.runtime import Executor, StepResult
-from schedir.training import Callback, Checkpoint, Saving
+from schedir.training import Callback, Checkpoint, Saving, Trainer
 from schedir.training.checkpoint import background
 from schedir.training.checkpoint.storage import Part, Save
 from tests.runtime.kit import everyone, message_of
 from tests.runtime.on_ranks import on_ranks
+from tests.training.killed_saves import async_save
 from tests.training.test_checkpoint import assert_same
 from tests.training.test_damaged_checkpoints import data_of
-from tests.training.test_resuming import folders, rates_and_weights, trainer_of
-from tests.training.test_trainer import TRAINED, noisy_executor
+from tests.training.test_resuming import assert_goes_on, folders, rates_and_weights
+from tests.training.test_trainer import TRAINED, noisy_executor, trainer_of
 
 
 @pytest.fixture
@@ -60,37 +61,23 @@ def train(executor: Executor, steps: int) -> None:
         executor.step(x, target=y)
 
 
-def check_the_moment(rank: int | None, folder: Path, may_write: Event) -> None:
-    with noisy_executor(rank) as executor:
+def test_all_is_of_the_moment(tmp_path: Path, may_write: Event) -> None:
+    with noisy_executor(None) as executor:
         train(executor, 2)
         expected, drawn = state_of(executor), torch.get_rng_state()
-        saving = Checkpoint(executor).async_save(folder)
+        saving = Checkpoint(executor).async_save(tmp_path)
         train(executor, 3)
         torch.rand(3)
         assert not any(torch.equal(x, expected[name]) for name, x in state_of(executor).items())
-        assert not Checkpoint.is_at(folder)
-        if rank is not None:
-            everyone(None)
+        assert not Checkpoint.is_at(tmp_path)
         may_write.set()
         saving.wait()
-        assert Checkpoint.is_at(folder)
-    with noisy_executor(rank) as executor:
-        Checkpoint(executor).load(folder)
+        assert Checkpoint.is_at(tmp_path)
+    with noisy_executor(None) as executor:
+        Checkpoint(executor).load(tmp_path)
         assert executor.steps == 2
         assert_same(state_of(executor), expected)
         assert torch.equal(torch.get_rng_state(), drawn)
-
-
-def test_weights_are_those_of_the_moment(tmp_path: Path, may_write: Event) -> None:
-    check_the_moment(None, tmp_path, may_write)
-
-
-@on_ranks(2)
-def test_weights_of_all_ranks_are_those_of_the_moment(
-    rank: int, tmp_path: Path, may_write: Event
-) -> None:
-    (folder, _) = everyone(tmp_path)
-    check_the_moment(rank, folder, may_write)
 
 
 @on_ranks(2)
@@ -174,14 +161,6 @@ def wide(value: float) -> nn.Module:
     return model
 
 
-def saved_at_once(checkpoint: Checkpoint, folder: Path) -> None:
-    checkpoint.save(folder)
-
-
-def saved_aside(checkpoint: Checkpoint, folder: Path) -> None:
-    checkpoint.async_save(folder).wait()
-
-
 def saved_twice(checkpoint: Checkpoint, folder: Path) -> None:
     """The next save says what was wrong with the one before."""
     saving = checkpoint.async_save(folder)
@@ -190,7 +169,7 @@ def saved_twice(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.03, 0.5, 0.999])
-@pytest.mark.parametrize("save", [saved_at_once, saved_aside, saved_twice])
+@pytest.mark.parametrize("save", [Checkpoint.save, async_save, saved_twice])
 def test_a_full_disk_is_named_and_the_old_checkpoint_stays(
     save: Callable[[Checkpoint, Path], None], share: float, tmp_path: Path
 ) -> None:
@@ -213,7 +192,7 @@ def test_a_full_disk_is_named_and_the_old_checkpoint_stays(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("save", [saved_at_once, saved_aside])
+@pytest.mark.parametrize("save", [Checkpoint.save, async_save])
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk_of_one_rank_is_told_to_all(
     full: int, save: Callable[[Checkpoint, Path], None], rank: int, tmp_path: Path
@@ -234,31 +213,14 @@ def test_a_full_disk_of_one_rank_is_told_to_all(
         assert executor.steps == 0
 
 
-def trained(rank: int | None, folder: Path | None, epochs: int, **options: Any) -> Any:
-    return rates_and_weights(rank, folder, epochs, async_save=folder is not None, **options)
-
-
 @pytest.mark.parametrize("options", [{}, {"save_every": 2, "keep": 1}])
 def test_a_trainer_goes_on_from_it(options: dict[str, Any], tmp_path: Path) -> None:
     """And its checkpoints are complete when it ends, with the same names as else."""
-    expected = trained(None, None, 4)
-    trained(None, tmp_path / "run", 2, **options)
+    expected = rates_and_weights(None, None, 4)
+    rates_and_weights(None, tmp_path / "run", 2, async_save=True, **options)
     rates_and_weights(None, tmp_path / "else", 2, **options)
     assert folders(tmp_path / "run") == folders(tmp_path / "else")
-    rates, weights = trained(None, tmp_path / "run", 4, **options)
-    assert rates == expected[0]
-    assert_same(weights, expected[1])
-
-
-@on_ranks(2)
-def test_a_trainer_on_ranks_goes_on_from_it(rank: int, tmp_path: Path) -> None:
-    (folder, _) = everyone(tmp_path)
-    expected = trained(rank, None, 4)
-    trained(rank, folder, 2, save_every=2)
-    rates, weights = trained(rank, folder, 4, save_every=2)
-    assert rates == expected[0]
-    if weights is not None:
-        assert_same(weights, expected[1])
+    assert_goes_on(None, tmp_path / "run", expected, async_save=True, **options)
 
 
 class Raises(Callback):
@@ -274,16 +236,14 @@ class Raises(Callback):
             raise RuntimeError("enough")
 
 
+def saving_trainer(executor: Executor, folder: Path, save_every: int, *callbacks: Any) -> Trainer:
+    options = {"checkpoint": folder, "save_every": save_every, "callbacks": callbacks}
+    return trainer_of(executor, epochs=2, async_save=True, **options)
+
+
 def test_after_an_error_it_is_completed(tmp_path: Path, may_write: Event) -> None:
     with noisy_executor(None) as executor:
-        trainer = trainer_of(
-            executor,
-            tmp_path,
-            2,
-            save_every=2,
-            async_save=True,
-            callbacks=[Raises(executor, 3, may_write)],
-        )
+        trainer = saving_trainer(executor, tmp_path, 2, Raises(executor, 3, may_write))
         with pytest.raises(RuntimeError, match="enough"):
             trainer.fit()
     assert folders(tmp_path) == ["step-2"]
@@ -306,14 +266,7 @@ def test_after_the_loss_of_a_rank_nobody_waits_for_its_files(
     if rank == 0:
         may_write.set()
     with noisy_executor(rank) as executor:
-        trainer = trainer_of(
-            executor,
-            folder,
-            2,
-            save_every=2,
-            async_save=True,
-            callbacks=[Raises(executor, 3)] if rank == 1 else [],
-        )
+        trainer = saving_trainer(executor, folder, 2, *[Raises(executor, 3)] * rank)
         if rank == 1:
             monkeypatch.setattr(Saving, "end", lambda self: None)  # as if it were killed
         with pytest.raises(RuntimeError if rank == 1 else ExecutionError):
@@ -321,10 +274,8 @@ def test_after_the_loss_of_a_rank_nobody_waits_for_its_files(
         executor.close()
     if rank == 0:
         (said,) = (one.getMessage() for one in caplog.records if one.levelno == logging.WARNING)
-        assert (
-            said
-            == f"a checkpoint was not completed: {folder}/saving: not all processes have written"
-        )
+        lacking = f"{folder}/saving: not all processes have written"
+        assert said == f"a checkpoint was not completed: {lacking}"
         assert folders(folder) == ["saving"]
         assert not Checkpoint.is_at(folder / "saving")
     everyone(None)  # only then may rank 1 write
@@ -332,16 +283,15 @@ def test_after_the_loss_of_a_rank_nobody_waits_for_its_files(
 
 def test_a_full_disk_ends_a_training_at_its_next_save(tmp_path: Path) -> None:
     with noisy_executor(None) as executor:
-        trainer = trainer_of(executor, tmp_path, 1, save_every=1, async_save=True)
         with full_disk(300):
-            said = message_of(trainer.fit)
+            said = message_of(saving_trainer(executor, tmp_path, 1).fit)
         assert executor.steps == 2  # the save after step 1 has failed; that after step 2 says so
         assert said.startswith(f"{tmp_path}/saving/__0_")
 
 
 def test_a_full_disk_at_the_end_is_told_too(tmp_path: Path) -> None:
     with noisy_executor(None) as executor:
-        trainer = trainer_of(executor, tmp_path, 1, async_save=True)
+        trainer = trainer_of(executor, checkpoint=tmp_path, epochs=1, async_save=True)
         with full_disk(300):
             assert "make room there" in message_of(trainer.fit)
         assert trainer.fit() is trainer.history
@@ -355,10 +305,9 @@ def test_the_log_has_the_time_and_size_of_a_copy(tmp_path: Path) -> None:
         def after_log(self, step: int, figures: Any) -> None:
             logged.append(figures)
 
+    options = {"checkpoint": tmp_path, "save_every": 1, "log_every": 1, "callbacks": [Keeps()]}
     with noisy_executor(None) as executor:
-        trainer_of(
-            executor, tmp_path, 1, save_every=1, log_every=1, async_save=True, callbacks=[Keeps()]
-        ).fit()
+        trainer_of(executor, epochs=1, async_save=True, **options).fit()
     assert "copy_seconds" not in logged[0]  # nothing has been saved yet
     assert logged[1]["copy_seconds"] > 0
     assert 0 < logged[1]["copy_gib"] < 1e-3
