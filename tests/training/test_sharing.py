@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from reference import plain_step
 from torch import Tensor, nn
 
 import schedir
 from schedir import ExecutionError
 from schedir.runtime import Executor
 from schedir.training import Stages, deferred, partition
+from tests.runtime.kit import message_of
 from tests.runtime.on_ranks import on_ranks
+from tests.training.test_partition import assert_trains_as
 
 
 def projected(embedding: nn.Embedding, x: Tensor) -> Tensor:
@@ -81,16 +82,8 @@ MADE: list[Made] = [by_key_rounded, by_identity_cut]
 def _train(sched: schedir.Schedule, stages: Stages, uncut: nn.Module, **options: Any) -> None:
     """One step, whose sums are exact, leaves both the same, bit for bit; so do more, but for what
     the order of sums rounds."""
-    optimizer = sgd(uncut.parameters())
-    pieces = list(zip(*(t.chunk(4) for t in BATCH), strict=True))
-    with Executor(sched, stages, loss_fn, sgd, ties=stages.ties, **options) as executor:
-        for exact in (0, 1e-12, 1e-12):
-            loss = plain_step([uncut], loss_fn, [optimizer], pieces)
-            assert executor.step(BATCH[0], target=BATCH[1]).loss == pytest.approx(loss, rel=exact)
-            state = uncut.state_dict()
-            for stage in stages.values():
-                for name, value in stage.state_dict().items():
-                    torch.testing.assert_close(value, state[name], rtol=exact, atol=exact)
+    options |= {"ties": stages.ties, "near": (0, 1e-12, 1e-12)}
+    assert_trains_as(uncut, sched, stages, loss_fn, sgd, [BATCH] * 3, **options)
 
 
 @pytest.mark.parametrize("made", MADE)
@@ -164,10 +157,9 @@ def test_layers_of_one_key_that_are_not_alike_are_refused() -> None:
 
 
 def test_statistics_can_not_be_shared_by_stages() -> None:
-    norm = nn.BatchNorm1d(4)
-    partition([norm, nn.ReLU(), norm], 1)
-    with pytest.raises(ExecutionError, match="share the running statistics of a normalisation"):
-        partition([norm, nn.ReLU(), norm], 2)
+    layers: list[Any] = [nn.BatchNorm1d(4), nn.ReLU()] * 2
+    partition(layers, 1)
+    assert "share the running statistics of a normalis" in message_of(partition, layers, 2)
 
 
 def test_tied_modules_on_meta_need_a_key_to_be_filled() -> None:
