@@ -14,26 +14,23 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import schedir
 from schedir.runtime import Executor, StepResult
-from schedir.training import Batches, Callback, Trainer, gathered_state, partition
+from schedir.training import Batches, Callback, gathered_state, partition
+from tests.runtime.kit import MSE, Batch, linear_stages, random_batches
+from tests.training.test_trainer import trainer_of
 
-STEPS, DIES, MICROBATCHES = 12, 5, 4
-LOSS = nn.functional.mse_loss
+STEPS, DIES = 12, 5
 
 
 def layers() -> list[nn.Module]:
-    torch.manual_seed(3)
-    return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    return linear_stages(4)
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(5)
-    return [
-        (torch.randn(8, 4, generator=draw), torch.randn(8, 4, generator=draw)) for _ in range(STEPS)
-    ]
+def batches() -> list[Batch]:
+    return random_batches(STEPS)
 
 
 class LosesANode(Callback):
@@ -49,19 +46,12 @@ class LosesANode(Callback):
 
 def main() -> None:
     folder, ranks = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
-    schedule = schedir.build("1f1b", ranks=ranks, microbatches=MICROBATCHES)
+    schedule = schedir.build("1f1b", ranks=ranks, microbatches=4)
     stages = partition(layers(), schedule)
-    with Executor(schedule, stages, LOSS, torch.optim.AdamW, timeout=60) as executor:
-        trainer = Trainer(
-            executor,
-            Batches(batches()),
-            max_steps=STEPS,
-            save_every=2,
-            checkpoint=folder / "run",
-            callbacks=[LosesANode(executor)],
-            progress=False,
-        )
-        trainer.fit()
+    with Executor(schedule, stages, MSE, torch.optim.AdamW, timeout=60) as executor:
+        every = {"max_steps": STEPS, "save_every": 2}
+        options = {"checkpoint": folder / "run", "callbacks": [LosesANode(executor)]}
+        trainer_of(executor, Batches(batches()), **every, **options).fit()
         weights = gathered_state(executor)
     if os.environ["RANK"] == "0":
         torch.save({"ranks": ranks, "weights": weights}, folder / "found")
