@@ -1,4 +1,4 @@
-"""What the tests of the examples share."""
+"""What the tests here share: how an example runs, and the folder of all ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests.runtime.kit import everyone
 from tests.runtime.launch import ROOT
+
+
+@pytest.fixture
+def folder(rank: int, tmp_path: Path) -> Path:
+    """The first rank's folder, on every rank."""
+    return Path(everyone(tmp_path)[0]) if dist.is_initialized() else tmp_path
 
 
 @pytest.fixture

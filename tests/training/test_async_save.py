@@ -18,7 +18,7 @@ from torch import nn
 
 from schedir import ExecutionError
 from schedir.runtime import Executor, StepResult
-from schedir.training import Callback, Checkpoint, Saving, Trainer
+from schedir.training import Checkpoint, Saving, Trainer
 from schedir.training.checkpoint import background
 from schedir.training.checkpoint.storage import Part, Save
 from tests.runtime.kit import everyone, message_of
@@ -27,7 +27,7 @@ from tests.training.killed_saves import async_save
 from tests.training.test_checkpoint import assert_same
 from tests.training.test_damaged_checkpoints import data_of
 from tests.training.test_resuming import assert_goes_on, folders, rates_and_weights
-from tests.training.test_trainer import TRAINED, noisy_executor, trainer_of
+from tests.training.test_trainer import TRAINED, Calls, Ends, noisy_executor, trainer_of
 
 
 @pytest.fixture
@@ -81,9 +81,8 @@ def test_all_is_of_the_moment(tmp_path: Path, may_write: Event) -> None:
 
 
 @on_ranks(2)
-def test_it_is_complete_without_a_word_between_ranks(rank: int, tmp_path: Path) -> None:
+def test_it_is_complete_without_a_word_between_ranks(rank: int, folder: Path) -> None:
     """A thread of the first process finds what the others have written, and tells when all is."""
-    (folder, _) = everyone(tmp_path)
     complete = Event()
     with noisy_executor(rank) as executor:
         train(executor, 1)
@@ -195,9 +194,8 @@ def test_a_full_disk_is_named_and_the_old_checkpoint_stays(
 @pytest.mark.parametrize("save", [Checkpoint.save, async_save])
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk_of_one_rank_is_told_to_all(
-    full: int, save: Callable[[Checkpoint, Path], None], rank: int, tmp_path: Path
+    full: int, save: Callable[[Checkpoint, Path], None], rank: int, folder: Path
 ) -> None:
-    (folder, _) = everyone(tmp_path)
     with noisy_executor(rank) as executor:
         checkpoint = Checkpoint(executor)
         checkpoint.save(folder)
@@ -223,19 +221,6 @@ def test_a_trainer_goes_on_from_it(options: dict[str, Any], tmp_path: Path) -> N
     assert_goes_on(None, tmp_path / "run", expected, async_save=True, **options)
 
 
-class Raises(Callback):
-    """Raises after a step, and lets what waits be written only then."""
-
-    def __init__(self, executor: Executor, step: int, may_write: Event | None = None) -> None:
-        self.executor, self.step, self.may_write = executor, step, may_write
-
-    def after_step(self, result: StepResult) -> None:
-        if self.executor.steps == self.step:
-            if self.may_write is not None:
-                self.may_write.set()
-            raise RuntimeError("enough")
-
-
 def saving_trainer(executor: Executor, folder: Path, save_every: int, *callbacks: Any) -> Trainer:
     options = {"checkpoint": folder, "save_every": save_every, "callbacks": callbacks}
     return trainer_of(executor, epochs=2, async_save=True, **options)
@@ -243,9 +228,14 @@ def saving_trainer(executor: Executor, folder: Path, save_every: int, *callbacks
 
 def test_after_an_error_it_is_completed(tmp_path: Path, may_write: Event) -> None:
     with noisy_executor(None) as executor:
-        trainer = saving_trainer(executor, tmp_path, 2, Raises(executor, 3, may_write))
-        with pytest.raises(RuntimeError, match="enough"):
-            trainer.fit()
+
+        def lets(result: StepResult) -> None:
+            if executor.steps == 3:
+                may_write.set()
+
+        callbacks = Calls(after_step=lets), Ends(executor, 3, RuntimeError)
+        with pytest.raises(RuntimeError):
+            saving_trainer(executor, tmp_path, 2, *callbacks).fit()
     assert folders(tmp_path) == ["step-2"]
     with noisy_executor(None) as executor:
         Checkpoint(executor).load(tmp_path / "step-2")
@@ -255,18 +245,17 @@ def test_after_an_error_it_is_completed(tmp_path: Path, may_write: Event) -> Non
 @on_ranks(2)
 def test_after_the_loss_of_a_rank_nobody_waits_for_its_files(
     rank: int,
-    tmp_path: Path,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     may_write: Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Rank 1 fails, and never writes; rank 0 says what is missing, and the old one stays."""
-    (folder, _) = everyone(tmp_path)
     monkeypatch.setattr(background, "_PATIENCE", 0.2)
     if rank == 0:
         may_write.set()
     with noisy_executor(rank) as executor:
-        trainer = saving_trainer(executor, folder, 2, *[Raises(executor, 3)] * rank)
+        trainer = saving_trainer(executor, folder, 2, *[Ends(executor, 3, RuntimeError)] * rank)
         if rank == 1:
             monkeypatch.setattr(Saving, "end", lambda self: None)  # as if it were killed
         with pytest.raises(RuntimeError if rank == 1 else ExecutionError):
@@ -300,12 +289,8 @@ def test_a_full_disk_at_the_end_is_told_too(tmp_path: Path) -> None:
 
 def test_the_log_has_the_time_and_size_of_a_copy(tmp_path: Path) -> None:
     logged: list[Any] = []
-
-    class Keeps(Callback):
-        def after_log(self, step: int, figures: Any) -> None:
-            logged.append(figures)
-
-    options = {"checkpoint": tmp_path, "save_every": 1, "log_every": 1, "callbacks": [Keeps()]}
+    keeps = Calls(after_log=lambda step, figures: logged.append(figures))
+    options = {"checkpoint": tmp_path, "save_every": 1, "log_every": 1, "callbacks": [keeps]}
     with noisy_executor(None) as executor:
         trainer_of(executor, epochs=1, async_save=True, **options).fit()
     assert "copy_seconds" not in logged[0]  # nothing has been saved yet

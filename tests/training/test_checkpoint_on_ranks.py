@@ -31,16 +31,10 @@ from tests.training.test_checkpoint import (
 )
 
 
-def shared(folder: Path) -> Path:
-    """The first rank's folder, on every rank."""
-    return Path(everyone(str(folder))[0])
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "pipedream"])
-def test_a_resumed_run_is_the_uninterrupted_one(name: str, rank: int, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(name: str, rank: int, folder: Path) -> None:
     """With dropout, with a loader that shuffles, and noise that is drawn between the steps."""
-    folder = shared(tmp_path)
     schedule, make = built(name), adamw if name == "1f1b" else momentum
 
     def trained(begin: int, end: int, resume: bool) -> tuple[list[float], list[Tensor]]:
@@ -76,9 +70,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, rank: int, tmp_path: 
 
 
 @on_ranks(2)
-def test_any_number_of_processes_goes_on(rank: int, tmp_path: Path) -> None:
+def test_any_number_of_processes_goes_on(rank: int, folder: Path) -> None:
     """From two to one, to one that has all stages, and back from a plain model to two."""
-    folder = shared(tmp_path)
     batches = random_batches(6)
     model = whole()
     optimizer = adamw(model.parameters())
@@ -113,9 +106,8 @@ def test_any_number_of_processes_goes_on(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_without_parameters_goes_on(rank: int, tmp_path: Path) -> None:
+def test_a_rank_without_parameters_goes_on(rank: int, folder: Path) -> None:
     """Its scheduler does as well, and it reads no tensor of another rank's stages."""
-    folder = shared(tmp_path)
     reads: list[str] = []
     read_into = storage.Stored.read_into
 
@@ -149,9 +141,8 @@ def test_a_rank_without_parameters_goes_on(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_pipelines_in_parallel_are_kept_once(rank: int, tmp_path: Path) -> None:
+def test_pipelines_in_parallel_are_kept_once(rank: int, folder: Path) -> None:
     """The weights, and the first one's statistics; each one's generators and place in the data."""
-    folder = shared(tmp_path)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(rank)
     batches = Batches([(x + rank, y) for x, y in random_batches(2)])
@@ -176,8 +167,7 @@ def test_pipelines_in_parallel_are_kept_once(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_replicas_of_a_stage_are_kept_once(rank: int, tmp_path: Path) -> None:
-    folder = shared(tmp_path)
+def test_replicas_of_a_stage_are_kept_once(rank: int, folder: Path) -> None:
     with executor_of(REPLICATED) as executor:
         for x, y in random_batches(2):
             executor.step(x, target=y)
@@ -197,9 +187,8 @@ def tied_layers() -> list[Any]:
 
 
 @on_ranks(2)
-def test_ties_have_all_their_names(rank: int, tmp_path: Path) -> None:
+def test_ties_have_all_their_names(rank: int, folder: Path) -> None:
     """A plain model with one parameter in two places, and two ranks with a copy each."""
-    folder = shared(tmp_path)
     *batches, last = random_batches(4)
 
     def tied() -> Executor:
@@ -235,9 +224,8 @@ def test_ties_have_all_their_names(rank: int, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_what_fails_on_one_rank_fails_on_all_and_spoils_nothing(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = shared(tmp_path)
     with executor_of(built("1f1b")) as executor:
         checkpoint = Checkpoint(executor)
         checkpoint.save(folder)

@@ -18,7 +18,6 @@ from schedir.training import Checkpoint
 from tests.runtime.kit import adamw, everyone, message_of
 from tests.runtime.on_ranks import on_ranks
 from tests.training.test_checkpoint import assert_same, built, executor_of, layers
-from tests.training.test_checkpoint_on_ranks import shared
 
 
 def model_of(seed: int) -> nn.Module:
@@ -181,8 +180,7 @@ def test_hashes_are_those_of_what_was_meant(
 
 
 @on_ranks(2)
-def test_damage_of_files_of_several_ranks_is_found_by_all(rank: int, tmp_path: Path) -> None:
-    folder = shared(tmp_path)
+def test_damage_of_files_of_several_ranks_is_found_by_all(rank: int, folder: Path) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         with executor_of(built("1f1b")) as executor:
             for module in executor.stages.values():

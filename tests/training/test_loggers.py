@@ -9,6 +9,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -193,8 +194,7 @@ def test_weights_and_biases_has_the_figures_offline(
 
 
 @on_ranks(2)
-def test_the_first_process_alone_writes(rank: int, tmp_path: Path) -> None:
-    (folder, _) = everyone(tmp_path)
+def test_the_first_process_alone_writes(rank: int, folder: Path) -> None:
     told, _ = fit(CSV(folder / f"{rank}.csv"), rank=rank)
     everyone(None)
     assert (not told) == (rank == 1)
@@ -207,9 +207,10 @@ def test_the_first_process_alone_writes(rank: int, tmp_path: Path) -> None:
 def test_a_library_that_is_not_there_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, make in {"tensorboard": TensorBoard, "wandb": WandB}.items():
+    made: dict[str, Any] = {"tensorboard": partial(TensorBoard, "run")}
+    for name, make in {**made, "wandb": partial(WandB, project="tried")}.items():
         monkeypatch.setitem(sys.modules, name, None)
-        said = message_of(make, "run")
+        said = message_of(make)
         assert said == f"{name} is not installed: pip install 'schedir[{name}]'"
 
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers.optimization import GreedyLR
 
-from schedir.runtime import Executor, StepResult
+from schedir.runtime import Executor
 from schedir.training import (
     Batches,
     Callback,
@@ -39,6 +39,7 @@ from tests.training.test_trainer import (
     CLASSES,
     HELD_OUT,
     TRAINED,
+    Calls,
     Ends,
     Plain,
     an_executor,
@@ -103,21 +104,19 @@ def reads(name: str, reader: str, executor: Executor) -> Batches:
     return Batches(given, repeat=name == "endless", reader=reader, executor=executor)
 
 
-class Keeps(Callback):
-    """What is logged, without what depends on the time."""
+Log: TypeAlias = tuple[int, float, float]
 
-    def __init__(self) -> None:
-        self.logged: list[tuple[int, float, float]] = []
 
-    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-        self.logged.append((step, figures["loss"], figures["lr"]))
+def keeps(logged: list[Log]) -> Callback:
+    """Adds what is logged, without what depends on the time."""
+    return Calls(after_log=lambda step, f: logged.append((step, f["loss"], f["lr"])))
 
 
 @frozen
 class Fitted:
     history: History
     weights: dict[str, Tensor] | None
-    logged: list[tuple[int, float, float]]
+    logged: list[Log]
 
 
 def cosine(optimizer: Optimizer) -> Any:
@@ -135,7 +134,7 @@ def fitted(
     **options: Any,
 ) -> Fitted:
     """A training of 13 steps, which may be interrupted before."""
-    keeps = Keeps()
+    logged: list[Log] = []
     with noisy_executor(rank, segment=options.get("segment")) as executor:
         given: dict[str, Any] = {
             "max_steps": 13,
@@ -143,14 +142,14 @@ def fitted(
             "evaluation": reads("sized", reader, executor),
             "metrics": {"accuracy": accuracy},
             "checkpoint": folder,
-            "callbacks": [keeps, *([] if ends is None else [Ends(executor, ends)])],
+            "callbacks": [keeps(logged), *([] if ends is None else [Ends(executor, ends)])],
             **options,
         }
         batches = reads(source, reader, executor) if isinstance(source, str) else source
         trainer = trainer_of(executor, batches, **given)
         with nullcontext() if ends is None else pytest.raises(KeyboardInterrupt):
             trainer.fit()
-        return Fitted(trainer.history, gathered_state(executor), keeps.logged)
+        return Fitted(trainer.history, gathered_state(executor), logged)
 
 
 EVERY: dict[str, Any] = {"eval_every": 4, "save_every": 3, "log_every": 2}
@@ -178,10 +177,7 @@ def test_it_goes_on_from_any_step_bit_for_bit(name: str, ends: int, tmp_path: Pa
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["sized", "endless", "stream"])
 @pytest.mark.parametrize("reader", ["all", "first"])
-def test_it_goes_on_from_any_step_on_ranks(
-    name: str, reader: str, rank: int, tmp_path: Path
-) -> None:
-    (folder, _) = everyone(tmp_path)
+def test_it_goes_on_from_any_step_on_ranks(name: str, reader: str, rank: int, folder: Path) -> None:
     whole = fitted(name, rank=rank, **EVERY)
     assert everyone(whole.history) == [whole.history] * 2
     fitted(name, folder, ends=8, rank=rank, reader=reader, **EVERY)
@@ -204,22 +200,22 @@ def mean(losses: list[tuple[float, int]]) -> float:
 
 
 def test_the_loss_of_an_entry_or_a_log_is_the_mean_since_the_one_before() -> None:
-    plain, keeps = Plain(steps=12), Keeps()
-    losses = []
+    plain, losses = Plain(steps=12), []
+    logged: list[Log] = []
     for batch in TRAINED * 4:
         losses.append((plain.step(batch), len(batch[1])))
         for scheduler in plain.schedulers:
             scheduler.step()
     with an_executor(None) as executor:
         rates = warmup_cosine(executor.optimizer, warmup=2, steps=12)
-        options = {"scheduler": rates, "evaluation": HELD_OUT, "callbacks": [keeps]}
+        options = {"scheduler": rates, "evaluation": HELD_OUT, "callbacks": [keeps(logged)]}
         every = {"max_steps": 12, "eval_every": 5, "log_every": 4}
         history = trainer_of(executor, Batches(TRAINED, repeat=True), **every, **options).fit()
     assert history[-1].evaluation_loss == plain.evaluation()[0]
     parts = [(5, losses[:5]), (10, losses[5:10]), (12, losses[10:])]
     assert [(record.step, record.loss) for record in history] == [(n, mean(p)) for n, p in parts]
     logs = [(4, losses[:4]), (8, losses[4:8]), (12, losses[8:])]
-    assert [log[:2] for log in keeps.logged] == [(n, mean(part)) for n, part in logs]
+    assert [log[:2] for log in logged] == [(n, mean(part)) for n, part in logs]
 
 
 @pytest.mark.parametrize(
@@ -235,15 +231,12 @@ def test_the_loss_of_an_entry_or_a_log_is_the_mean_since_the_one_before() -> Non
 def test_what_comes_first_ends_it(
     limits: dict[str, int], records: list[tuple[int | None, int]], tmp_path: Path
 ) -> None:
-    seen: list[int] = []
-
-    class Epochs(Callback):
-        def after_epoch(self, history: History) -> None:
-            seen.append(len(history))
+    seen: list[History] = []
 
     def run(**limits: Any) -> tuple[list[tuple[int | None, int]], dict[str, Tensor] | None]:
         with noisy_executor(None) as executor:
-            given = {"checkpoint": tmp_path, "callbacks": [Epochs()], **limits}
+            callbacks = [Calls(after_epoch=seen.append)]
+            given = {"checkpoint": tmp_path, "callbacks": callbacks, **limits}
             trainer = trainer_of(executor, Batches(shuffled()), **given)
             found = [(record.epoch, record.step) for record in trainer.fit()]
             assert executor.steps == found[-1][1]
@@ -260,14 +253,11 @@ def test_what_comes_first_ends_it(
 
 def test_the_newest_of_both_kinds_of_checkpoints_is_gone_on_from(tmp_path: Path) -> None:
     began: list[int] = []
-
-    class Begins(Callback):
-        def before_training(self, step: int) -> None:
-            began.append(step)
+    callbacks = [Calls(before_training=began.append)]
 
     def run(**options: Any) -> History:
         with an_executor(None) as executor:
-            given = {"checkpoint": tmp_path, "callbacks": [Begins()], **options}
+            given = {"checkpoint": tmp_path, "callbacks": callbacks, **options}
             return trainer_of(executor, **given).fit()
 
     run(max_steps=10)
@@ -538,8 +528,7 @@ def test_segments_of_a_batch_or_of_all_go_on_bit_for_bit(segment: int, tmp_path:
 
 
 @on_ranks(2)
-def test_what_is_due_within_a_segment_waits_on_ranks(rank: int, tmp_path: Path) -> None:
-    (folder, _) = everyone(tmp_path)
+def test_what_is_due_within_a_segment_waits_on_ranks(rank: int, folder: Path) -> None:
     every: dict[str, Any] = {"eval_every": 3, "save_every": 5, "log_every": 2}
     quiet = fitted("endless", rank=rank, segment=8, eval_every=99)
     whole = fitted("endless", rank=rank, segment=8, **every)
@@ -553,57 +542,39 @@ def test_what_is_due_within_a_segment_waits_on_ranks(rank: int, tmp_path: Path) 
 def test_callbacks_are_called_in_their_order() -> None:
     seen: list[str] = []
 
-    class Watches(Callback):
-        def before_training(self, step: int) -> None:
-            seen.append(f"before {step}")
+    def figures() -> dict[str, float]:
+        executor.gather(None)  # the pipeline is drained
+        return {"found": 4.5}
 
-        def after_step(self, result: StepResult) -> None:
-            seen.append(f"step of {result.samples:.0f}")
-
-        def figures(self) -> Mapping[str, float]:
-            executor.gather(None)  # the pipeline is drained
-            return {"found": 4.5}
-
-        def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-            assert figures["found"] == 4.5
-            seen.append(f"log {step}")
-
-        def after_record(self, history: History) -> None:
-            seen.append(f"record {history[-1].step}")
-
-        def after_epoch(self, history: History) -> None:
-            seen.append("epoch")
-
-        def after_training(self, history: History) -> None:
-            seen.append(f"after {len(history)}")
-
-    def function(history: History) -> None:
-        seen.append(f"function {len(history)}")
-
+    watches = Calls(
+        before_training=lambda step: seen.append(f"before {step}"),
+        after_step=lambda result: seen.append(f"step of {result.samples:.0f}"),
+        figures=figures,
+        after_log=lambda step, figures: seen.append(f"log {step} {figures['found']}"),
+        after_record=lambda history: seen.append(f"record {history[-1].step}"),
+        after_epoch=lambda history: seen.append("epoch"),
+        after_training=lambda history: seen.append(f"after {len(history)}"),
+    )
+    callbacks = [watches, lambda history: seen.append(f"function {len(history)}")]
     with an_executor(None) as executor:
-        given: dict[str, Any] = {"callbacks": [Watches(), function], "eval_every": 2}
-        trainer_of(executor, TRAINED, max_steps=4, log_every=2, **given).fit()
+        every = {"max_steps": 4, "eval_every": 2, "log_every": 2}
+        trainer_of(executor, TRAINED, callbacks=callbacks, **every).fit()
     assert seen == [
-        *("before 0", "step of 8", "step of 8", "log 2", "record 2", "function 1"),
-        *("step of 6", "epoch", "step of 8", "log 4", "record 4", "function 2", "after 2"),
+        *("before 0", "step of 8", "step of 8", "log 2 4.5", "record 2", "function 1"),
+        *("step of 6", "epoch", "step of 8", "log 4 4.5", "record 4", "function 2", "after 2"),
     ]
 
 
 def test_what_a_callback_raises_ends_the_training_once_it_is_saved(tmp_path: Path) -> None:
-    class Fails(Callback):
-        ended = False
+    def fails(step: int, figures: Mapping[str, float]) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
 
-        def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-            if step == 4:
-                raise KeyboardInterrupt
-
-        def after_training(self, history: History) -> None:
-            self.ended = True
-
-    fails = Fails()
+    ended: list[History] = []
+    callbacks = [Calls(after_log=fails, after_training=ended.append)]
     with pytest.raises(KeyboardInterrupt):
-        fitted("endless", tmp_path, callbacks=[fails], **EVERY)
-    assert fails.ended
+        fitted("endless", tmp_path, callbacks=callbacks, **EVERY)
+    assert ended
     assert folders(tmp_path) == ["step-3", "step-4"]
     resumed = fitted("endless", tmp_path, **EVERY)
     assert resumed.history == fitted("endless", **EVERY).history
@@ -626,19 +597,13 @@ def test_the_first_rank_logs_and_knows_the_bubble_of_all(
     rank: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told: list[Mapping[str, float]] = []
-
-    class Told(Callback):
-        def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-            told.append(dict(figures))
-
     times: list[tuple[float, float]] = []
-
-    class Times(Callback):
-        def after_step(self, result: StepResult) -> None:
-            times.append((result.busy, result.elapsed))
-
+    notes = Calls(
+        after_log=lambda step, figures: told.append(dict(figures)),
+        after_step=lambda result: times.append((result.busy, result.elapsed)),
+    )
     with an_executor(rank) as executor:
-        callbacks = [Told(), Times(), Monitor(executor)]
+        callbacks = [notes, Monitor(executor)]
         Trainer(executor, TRAINED, max_steps=3, log_every=3, callbacks=callbacks).fit()
     (figures,) = told
     (first, second) = everyone((figures, times[-1]))

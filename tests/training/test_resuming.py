@@ -205,9 +205,8 @@ def test_what_can_not_be_kept_is_refused(options: Any, text: str, tmp_path: Path
 @on_ranks(2)
 @pytest.mark.parametrize("damage", [flip, lose_metadata])
 def test_ranks_agree_on_the_checkpoint_before_a_damaged_one(
-    damage: Callable[..., None], rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: Callable[..., None], rank: int, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (folder, _) = everyone(tmp_path)
     expected = rates_and_weights(rank, None, 4)
     rates_and_weights(rank, folder, 3)
     if rank == 0:
@@ -308,9 +307,8 @@ def test_without_checkpoints_a_stop_saves_nothing(
 
 @on_ranks(2)
 def test_ranks_stop_after_the_same_step(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder, _) = everyone(tmp_path)
     expected = trained(rank)
     history, weights = stopped_and_resumed(rank, folder, 4, monkeypatch, async_save=True)
     assert history == expected[0]

@@ -44,9 +44,8 @@ def assert_near(mine: dict[str, Tensor] | None, theirs: nn.Module) -> None:
 @sweep("saved", SAVED, quick=["fsdp 2 x tp 2"])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_layout_resumes_what_another_has_saved(
-    rank: int, saved: str, later: bool, tmp_path: Path
+    rank: int, saved: str, later: bool, folder: Path
 ) -> None:
-    (folder, *_) = everyone(str(tmp_path))
     reference = nn.Sequential(*blocks())
     optimizer = adamw(reference.parameters())
     plain(range(2), reference, optimizer)
@@ -82,8 +81,7 @@ def test_a_layout_resumes_what_another_has_saved(
 
 
 @on_ranks(4)
-def test_what_can_not_be_put_together_is_refused(rank: int, tmp_path: Path) -> None:
-    (folder, *_) = everyone(str(tmp_path))
+def test_what_can_not_be_put_together_is_refused(rank: int, folder: Path) -> None:
     with executor_of("pp 2 x tp 2", blocks()) as executor:
         (stage,) = executor.stages.values()
         assert "only a part of this model" in message_of(Checkpoint, stage)

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -30,7 +30,6 @@ from schedir.training import (
     warmup_cosine,
 )
 from tests.runtime.kit import (
-    Batch,
     adamw,
     assert_equal_stages,
     everyone,
@@ -43,6 +42,7 @@ from tests.training.test_checkpoint import assert_same
 
 LOSS = nn.functional.cross_entropy
 CLASSES = 3
+Labelled: TypeAlias = tuple[Tensor, Tensor]
 
 
 def classifier() -> list[nn.Module]:
@@ -50,12 +50,11 @@ def classifier() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, CLASSES)]
 
 
-def labelled(*rows: int, seed: int = 0) -> list[Batch]:
+def labelled(*rows: int, seed: int = 0) -> list[Labelled]:
     """A batch of each number of rows."""
     draw = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(n, 4, generator=draw), torch.randint(CLASSES, (n,), generator=draw))
-        for n in rows
+        (torch.randn(n, 4, generator=draw), torch.randint(3, (n,), generator=draw)) for n in rows
     ]
 
 
@@ -107,7 +106,7 @@ class Plain:
                 scheduler.step()
         return total / sum(len(y) for _, y in TRAINED), lr
 
-    def step(self, batch: Batch) -> float:
+    def step(self, batch: Labelled) -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             return plain_step(self.stages, LOSS, self.optimizers, microbatches_of(batch, 4))
 
@@ -208,15 +207,22 @@ def test_it_stops_once_patience_ends_on_every_rank_alike(
     assert (history.best.epoch if history.best else 0) == best
 
 
+class Calls(Callback):
+    """Calls functions in place of methods: `Calls(after_log=print)`."""
+
+    def __init__(self, **methods: Callable[..., Any]) -> None:
+        vars(self).update(methods)
+
+
 class Ends(Callback):
     """What ends a training after so many steps."""
 
-    def __init__(self, executor: Executor, steps: int) -> None:
-        self.executor, self.steps = executor, steps
+    def __init__(self, executor: Executor, steps: int, error: Any = KeyboardInterrupt) -> None:
+        self.executor, self.steps, self.error = executor, steps, error
 
     def after_step(self, result: StepResult) -> None:
         if self.executor.steps == self.steps:
-            raise KeyboardInterrupt
+            raise self.error
 
 
 def test_what_a_callback_raises_ends_the_training_which_may_go_on() -> None:
@@ -241,7 +247,8 @@ class Diverges(Callback):
         return grad * (math.nan if self._executor.steps >= self._step else 1.0)
 
 
-def assert_keeps_the_good_checkpoint(rank: int | None, folder: Path) -> None:
+@on_ranks(2)
+def test_a_training_that_diverges_keeps_the_good_checkpoint(rank: int, folder: Path) -> None:
     """What is not finite in the last step of the second epoch, which the last stage can't know."""
 
     def fit(executor: Executor, epochs: int, *callbacks: Callback) -> History:
@@ -254,39 +261,22 @@ def assert_keeps_the_good_checkpoint(rank: int | None, folder: Path) -> None:
     executor = an_executor(rank, timeout=60.0)
     with pytest.raises(ExecutionError, match=r"the gradient of 0\.bias of stage 0 has NaN"):
         fit(executor, 3, Diverges(executor, 2 * len(TRAINED) - 1))
-    if rank is not None:
-        dist.barrier()  # both have failed: whoever is to write has had its turn
+    dist.barrier()  # both have failed: whoever is to write has had its turn
     with an_executor(rank) as executor:
         history = fit(executor, 1)
         assert [*history] == [first]
         assert_equal_stages(executor.stages, [good.get(s, nn.Module()) for s in range(2)])
 
 
-def test_a_training_that_diverges_keeps_the_good_checkpoint(tmp_path: Path) -> None:
-    assert_keeps_the_good_checkpoint(None, tmp_path / "run")
-
-
-@on_ranks(2)
-def test_a_training_on_ranks_that_diverges_keeps_the_good_checkpoint(
-    rank: int, tmp_path: Path
-) -> None:
-    (folder, _) = everyone(tmp_path)
-    assert_keeps_the_good_checkpoint(rank, folder / "run")
-
-
 def test_steps_that_are_skipped_are_no_part_of_the_loss() -> None:
     skipped: list[tuple[tuple[int, int], ...]] = []
-
-    class Sees(Callback):
-        def after_step(self, result: StepResult) -> None:
-            skipped.append(result.skipped)
-
+    sees = Calls(after_step=lambda result: skipped.append(result.skipped))
     (x, y), *others = TRAINED
     losses = []
     for data in ([(x, y), *others], [(x, y), (x * math.nan, y), *others]):
         with an_executor(None, nonfinite="skip") as executor:
             rates = torch.optim.lr_scheduler.StepLR(executor.optimizer, step_size=100)
-            options = {"epochs": 1, "scheduler": rates, "callbacks": [Sees()]}
+            options = {"epochs": 1, "scheduler": rates, "callbacks": [sees]}
             losses.append(trainer_of(executor, data, **options).fit()[0].loss)
             assert rates.last_epoch == len(data)
     assert losses[0] == losses[1]
@@ -322,8 +312,7 @@ def test_it_goes_on_under_another_cut(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_checkpoint_that_not_all_ranks_see_is_refused(rank: int, tmp_path: Path) -> None:
-    (folder, _) = everyone(tmp_path)
+def test_a_checkpoint_that_not_all_ranks_see_is_refused(rank: int, folder: Path) -> None:
     with noisy_executor(rank) as executor:
         trainer_of(executor, checkpoint=folder / "run", epochs=1).fit()
         mine = folder / ("run" if rank else "elsewhere")
