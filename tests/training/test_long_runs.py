@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 import pytest
 import torch
@@ -33,8 +34,8 @@ from schedir.training import (
 from tests.runtime.kit import everyone, message_of
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
-from tests.training.test_checkpoint import assert_same
-from tests.training.test_resuming import folders
+from tests.training.test_checkpoint import Kept, assert_same
+from tests.training.test_resuming import folders, interrupted_at
 from tests.training.test_trainer import (
     CLASSES,
     HELD_OUT,
@@ -204,8 +205,6 @@ def test_the_loss_of_an_entry_or_a_log_is_the_mean_since_the_one_before() -> Non
     logged: list[Log] = []
     for batch in TRAINED * 4:
         losses.append((plain.step(batch), len(batch[1])))
-        for scheduler in plain.schedulers:
-            scheduler.step()
     with an_executor(None) as executor:
         rates = warmup_cosine(executor.optimizer, warmup=2, steps=12)
         options = {"scheduler": rates, "evaluation": HELD_OUT, "callbacks": [keeps(logged)]}
@@ -277,12 +276,10 @@ def test_endless_batches_are_saved_with_each_entry(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["step-10", "step-13", "step-5"]
 
 
-def step_and_weights(folder: Path) -> tuple[int, dict[str, Tensor]]:
+def step_and_weights(folder: Path) -> tuple[int, dict[str, Tensor] | None]:
     with noisy_executor(None) as executor:
         Checkpoint(executor).load(folder)
-        state = gathered_state(executor)
-        assert state is not None
-        return executor.steps, state
+        return executor.steps, gathered_state(executor)
 
 
 @pytest.mark.parametrize(("best", "mode"), [("loss", "min"), ("loss", "max"), ("accuracy", "max")])
@@ -305,21 +302,14 @@ def test_the_best_is_kept_whatever_its_age(best: str, mode: Any, tmp_path: Path)
     assert found.loss == pytest.approx(history.best.evaluation_loss)
 
 
-def test_the_best_is_whole_whenever_a_save_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def dies(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
+def test_the_best_is_whole_whenever_a_save_is_interrupted(tmp_path: Path) -> None:
     options: dict[str, Any] = {"eval_every": 1, "best": "loss", "best_mode": "max"}
     fitted("endless", tmp_path, max_steps=2, **options)
     before = step_and_weights(tmp_path / "best")
     options |= {"best_mode": "min"}  # the next one is better, surely
     for place in ("replace", "rename"):
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, place, dies)
-            with pytest.raises(KeyboardInterrupt):
-                fitted("endless", tmp_path, **options)
+        with interrupted_at(Path, place):
+            fitted("endless", tmp_path, **options)
         step, weights = step_and_weights(tmp_path / "best")
         if place == "replace":
             assert step == before[0]
@@ -341,45 +331,30 @@ def test_patience_goes_by_the_measure() -> None:
     assert history.best is history[0]
 
 
-def test_a_checkpoint_of_the_same_step_stays_one_while_it_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_the_same_step_stays_one_while_it_is_replaced(tmp_path: Path) -> None:
     """One with the entry at the end, which was not known to be one when it was saved."""
-    removed: list[str] = []
-    remove = shutil.rmtree
-
-    def remembers(path: Path, *options: Any, **others: Any) -> None:
-        removed.append(path.name)
-        remove(path, *options, **others)
-
-    monkeypatch.setattr(shutil, "rmtree", remembers)
     options: dict[str, Any] = {"epochs": 2, "max_steps": None, "save_every": 3, "keep": 1}
-    whole = fitted("unsized", tmp_path, **options)
-    assert removed == ["step-3"]
+    with mock.patch.object(shutil, "rmtree", wraps=shutil.rmtree) as remove:
+        whole = fitted("unsized", tmp_path, **options)
+    assert [call.args[0].name for call in remove.call_args_list] == ["step-3"]
     assert folders(tmp_path) == ["step-6"]
     again = fitted("unsized", tmp_path, **options)
     assert again.history == whole.history
     assert [record.step for record in whole.history] == [3, 6]
 
 
-class Follows:
+class Follows(Kept):
     """A scheduler of one's own that halves the rate where a metric is no better than the last."""
 
     def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(last=float("inf"))
         self.optimizer = optimizer
-        self.last = float("inf")
 
     def step(self, metric: float) -> None:
-        if metric >= self.last:
+        if metric >= self.state["last"]:
             for group in self.optimizer.param_groups:
                 group["lr"] /= 2
-        self.last = metric
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": self.last}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.last = state["last"]
+        self.state["last"] = metric
 
 
 def plateau(optimizer: Optimizer, mode: Any = "max") -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -128,22 +129,22 @@ def test_a_damaged_last_checkpoint_does_not_end_a_run(
     assert not caplog.records
 
 
-def test_the_only_good_checkpoint_is_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def interrupted_at(place: Any, name: str) -> Iterator[None]:
+    """As if the process were killed at this call."""
+    killed = mock.patch.object(place, name, side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), killed:
+        yield
+
+
+def test_the_only_good_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     """Whenever a save ends, with the fewest that can be kept, and the last one damaged."""
     expected = rates_and_weights(None, None, 4)
     rates_and_weights(None, tmp_path, 3)
     damaged(tmp_path, 3)
-
-    def dies(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     for place, name in ((Path, "rename"), (Path, "replace"), (shutil, "rmtree")):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, dies)
-            with pytest.raises(KeyboardInterrupt):
-                rates_and_weights(None, tmp_path, 4, keep=1)
+        with interrupted_at(place, name):
+            rates_and_weights(None, tmp_path, 4, keep=1)
         with noisy_executor(None) as executor:
             Checkpoint(executor).load(tmp_path / "epoch-2")
     assert_goes_on(None, tmp_path, expected, keep=1)

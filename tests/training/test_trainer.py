@@ -102,13 +102,14 @@ class Plain:
         for batch in TRAINED:
             lr = self.optimizers[0].param_groups[0]["lr"]
             total += self.step(batch) * len(batch[1])
-            for scheduler in self.schedulers:
-                scheduler.step()
         return total / sum(len(y) for _, y in TRAINED), lr
 
     def step(self, batch: Labelled) -> float:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            return plain_step(self.stages, LOSS, self.optimizers, microbatches_of(batch, 4))
+            loss = plain_step(self.stages, LOSS, self.optimizers, microbatches_of(batch, 4))
+        for scheduler in self.schedulers:
+            scheduler.step()
+        return loss
 
     @torch.no_grad()
     def evaluation(self) -> tuple[float, float]:

@@ -21,6 +21,8 @@ from tests.runtime.kit import assert_equal_gradients, message_of
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
 from tests.training.model_classes import CLASSES, TOKENS
+from tests.training.test_checkpoint import assert_same
+from tests.training.test_partition import state_of
 
 SPARSE = CLASSES["MixtralForCausalLM"] | {"head_dim": 8, "num_experts_per_tok": 2}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -141,17 +143,13 @@ def test_a_model_trains_as_if_uncut(name: str, ranks: int) -> None:
 
 def check_weights(name: str, stages: Stages, number: int) -> None:
     """The stages have the uncut model's weights and buffers, and nothing else."""
-    expected = uncut(name).state_dict()
+    expected, found = uncut(name).state_dict(), state_of(stages)
+    assert_same(found, {key: expected[key] for key in found})
+    assert len(stages) < number or found.keys() == expected.keys()
     buffers = dict(uncut(name).named_buffers())
-    together: set[str] = set()
     for stage in stages.values():
-        for key, value in stage.state_dict().items():
-            assert torch.equal(value, expected[key]), key
-            together.add(key)
-        for key, value in stage.named_buffers():
-            assert torch.equal(value, buffers[key]), key
-    if len(stages) == number:
-        assert together == set(expected)
+        held = dict(stage.named_buffers())
+        assert_same(held, {key: buffers[key] for key in held})
     ties = [[(0, TIED[name][0]), (number - 1, TIED[name][1])]] if name in TIED else []
     assert list(stages.ties) == ties
 
