@@ -57,8 +57,6 @@ def async_save(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 SAVES: dict[str, Save] = {"save": Checkpoint.save, "async_save": async_save}
-
-
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
 LAST = 12
 
@@ -89,8 +87,7 @@ def on_every_touch(folder: Path, do: Callable[[], object]) -> None:
 
 def forked(work: Callable[[], object]) -> int:
     """Do some work in a process of its own; how it has ended."""
-    process = os.fork()
-    if process:
+    if process := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     status = 1
     try:

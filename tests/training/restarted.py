@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DataLoader, TensorDataset
 
-from schedir.runtime import Executor, StepResult
-from schedir.training import Batches, Callback, gathered_state, warmup_cosine
+from schedir.runtime import StepResult
+from schedir.training import Batches, gathered_state, warmup_cosine
 from tests.training.test_checkpoint import Kept
-from tests.training.test_trainer import HELD_OUT, labelled, noisy_executor, trainer_of
+from tests.training.test_trainer import HELD_OUT, Calls, labelled, noisy_executor, trainer_of
 
 STEPS, DIES, RAISES = 14, 5, 8
 
@@ -44,28 +44,22 @@ class Watched(Batches):
             yield inputs, target
 
 
-class Fails(Callback):
-    """Fails on one rank of the first two attempts."""
-
-    def __init__(self, executor: Executor, attempt: int) -> None:
-        self.executor, self.attempt = executor, attempt
-
-    def after_step(self, result: StepResult) -> None:
-        now = self.attempt, self.executor.rank, self.executor.steps
-        if now == (0, 1, DIES):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if now == (1, 0, RAISES):
-            raise RuntimeError("as it happens")
-
-
 def trained(rank: int | None, folder: Path | None, attempt: int, **options: Any) -> dict[str, Any]:
     """What a training has come to: weights on the first rank, history, order of the data."""
     order = Kept(seen=[])
     options |= {"max_steps": STEPS, "eval_every": 4, "save_every": 2, "evaluation": HELD_OUT}
     options |= {"checkpoint": folder, "others": {"order": order}}
     with noisy_executor(rank) as executor:
+
+        def fails(result: StepResult) -> None:
+            now = attempt, executor.rank, executor.steps
+            if now == (0, 1, DIES):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if now == (1, 0, RAISES):
+                raise RuntimeError("as it happens")
+
         options["scheduler"] = warmup_cosine(executor.optimizer, warmup=2, steps=STEPS)
-        options["callbacks"] = [Fails(executor, attempt)]
+        options["callbacks"] = [Calls(after_step=fails)]
         history = trainer_of(executor, Watched(order), **options).fit()
         weights = gathered_state(executor)
     entries = [attrs.asdict(entry) for entry in history]

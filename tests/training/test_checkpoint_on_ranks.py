@@ -22,14 +22,7 @@ from schedir.training.checkpoint import storage, whole_names
 from tests.runtime.kit import MSE, adamw, everyone, message_of, momentum, random_batches
 from tests.runtime.on_ranks import on_ranks
 from tests.training.test_batches_on_ranks import REPLICATED
-from tests.training.test_checkpoint import (
-    assert_same,
-    built,
-    executor_of,
-    layers,
-    step_plainly,
-    whole,
-)
+from tests.training.test_checkpoint import assert_same, built, executor_of, layers, step_plainly
 
 
 @on_ranks(2)
@@ -74,7 +67,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, rank: int, folder: Pa
 def test_any_number_of_processes_goes_on(rank: int, folder: Path) -> None:
     """From two to one, to one that has all stages, and back from a plain model to two."""
     batches = random_batches(6)
-    model = whole()
+    model = nn.Sequential(*layers())
     optimizer = adamw(model.parameters())
 
     def train(executor: Executor, *steps: int) -> None:
@@ -85,7 +78,7 @@ def test_any_number_of_processes_goes_on(rank: int, folder: Path) -> None:
     with executor_of(built("1f1b")) as executor:
         train(executor, 0, 1)
         Checkpoint(executor).save(folder / "two")
-    own = whole()
+    own = nn.Sequential(*layers())
     checkpoint = Checkpoint(own, adamw(own.parameters()))
     checkpoint.load(folder / "two")  # every rank by itself
     assert checkpoint.step == 2
@@ -172,7 +165,7 @@ def test_replicas_of_a_stage_are_kept_once(rank: int, folder: Path) -> None:
     with executor_of(REPLICATED) as executor:
         Checkpoint(executor).load(folder)
         assert_same(executor.stages[0].state_dict(), first)
-    model = whole()
+    model = nn.Sequential(*layers())
     Checkpoint(model, adamw(model.parameters())).load(folder)
     assert_same(model.state_dict(), first)
 

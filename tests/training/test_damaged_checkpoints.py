@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from schedir import ExecutionError
 from schedir.training import Checkpoint
 from tests.runtime.kit import adamw, everyone, message_of
 from tests.runtime.on_ranks import on_ranks
@@ -175,8 +174,7 @@ def test_hashes_are_those_of_what_was_meant(
 
     monkeypatch.setattr(FileSystemWriter, "finish", damaging)
     saved(tmp_path)
-    with pytest.raises(ExecutionError, match="is damaged"):
-        Checkpoint(model_of(1)).load(tmp_path)
+    assert "is damaged" in message_of(Checkpoint(model_of(1)).load, tmp_path)
 
 
 @on_ranks(2)

@@ -411,7 +411,8 @@ def takes_two(optimizer: Optimizer) -> Any:
     return Takes(optimizer)
 
 
-EVALUATED = {"evaluation": HELD_OUT}
+EVALUATED, ENDLESS = {"evaluation": HELD_OUT}, Batches(HELD_OUT, repeat=True)
+EVERY_TWO = {"max_steps": 4, "eval_every": 2}
 
 
 @pytest.mark.parametrize(
@@ -444,23 +445,16 @@ def test_a_scheduler_that_can_not_be_stepped_is_refused(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "nothing says when the training ends"),
         ({"max_steps": 0}, "max_steps must be an int of at least 1, not 0"),
         ({"max_steps": 4, "eval_every": 2.5}, "eval_every must be an int of at least 1, not 2.5"),
         ({"max_steps": 4, "best": "loss"}, "best needs an evaluation set"),
-        (
-            {"max_steps": 4, "best": "f1", "eval_every": 2, **EVALUATED},
-            'must be "loss" or the name of a metric',
-        ),
+        ({**EVERY_TWO, "best": "f1", **EVALUATED}, 'must be "loss" or the name of a metric'),
         ({"max_steps": 4, "best_mode": "most"}, 'best_mode must be "min" or "max", not \'most\''),
         ({"epochs": 2}, "batches never ends, so no epoch ends"),
         ({"epochs": 2, "max_steps": 4}, "batches never ends, so no epoch ends"),
         ({"max_steps": 4, **EVALUATED}, "max_steps, eval_every, and scheduler_by"),
         ({"max_steps": 4, "scheduler_by": "epoch"}, "batches never ends"),
-        (
-            {"max_steps": 4, "eval_every": 2, "evaluation": Batches(HELD_OUT, repeat=True)},
-            "evaluation never ends, so no epoch ends: leave out repeat=True",
-        ),
+        ({**EVERY_TWO, "evaluation": ENDLESS}, "evaluation never ends, so no epoch ends: leave o"),
     ],
 )
 def test_what_does_not_go_with_endless_batches_is_refused(

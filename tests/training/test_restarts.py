@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.runtime.kit import linear_stages, random_batches
 from tests.runtime.launch import IMPORTABLE, ROOT, end, torchrun
 from tests.sweeps import long, sweep
 from tests.training import elastic
@@ -68,8 +69,8 @@ def test_after_the_loss_of_a_node_a_training_goes_on_with_fewer_ranks(tmp_path: 
     found = torch.load(tmp_path / "found")
     assert found["ranks"] == 2
 
-    model = nn.Sequential(*elastic.layers())
+    model = nn.Sequential(*linear_stages(4))
     optimizer = torch.optim.AdamW(model.parameters())
-    for batch in elastic.batches():
+    for batch in random_batches(elastic.STEPS):
         step_plainly(model, optimizer, batch)
     assert_same(found["weights"], model.state_dict())

@@ -126,7 +126,8 @@ class Plain:
         return total / number, right / number
 
 
-def assert_fits_as_by_hand(rank: int | None, autocast: torch.dtype | None = None) -> None:
+@pytest.mark.parametrize(("rank", "autocast"), [(None, None), (None, torch.bfloat16)])
+def test_it_trains_as_the_loop_by_hand(rank: int | None, autocast: torch.dtype | None) -> None:
     plain = Plain(steps=9, autocast=autocast is not None)
     with an_executor(rank) as executor:
         scheduler = warmup_cosine(executor.optimizer, warmup=2, steps=9)
@@ -142,14 +143,9 @@ def assert_fits_as_by_hand(rank: int | None, autocast: torch.dtype | None = None
     assert_equal_stages(stages, plain.stages)
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_it_trains_as_the_loop_by_hand(autocast: torch.dtype | None) -> None:
-    assert_fits_as_by_hand(None, autocast)
-
-
 @on_ranks(2)
 def test_it_trains_as_the_loop_by_hand_on_ranks(rank: int) -> None:
-    assert_fits_as_by_hand(rank)
+    test_it_trains_as_the_loop_by_hand(rank, None)
 
 
 @on_ranks(4)
