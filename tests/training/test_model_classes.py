@@ -11,11 +11,10 @@ from torch import Tensor
 
 import schedir
 from schedir.training import stages_of
-from tests.runtime.kit import MSE, message_of
+from tests.runtime.kit import MSE
 from tests.sweeps import sweep
 from tests.test_golden import compare
 from tests.training.model_classes import CLASSES, PAGE, SIZE, TOKENS, page
-from tests.training.test_transformers import T5
 from tests.training.test_transformers import compare as compare_step
 
 QUICK = ("MambaForCausalLM", "BartForCausalLM", "CLIPForImageClassification")
@@ -58,21 +57,3 @@ def test_a_class_trains_as_if_uncut(name: str) -> None:
 def test_the_page_lists_them(request: pytest.FixtureRequest) -> None:
     assert len(CLASSES) >= 30
     compare(PAGE, page(), request)
-
-
-def test_encoder_decoders_are_refused_with_the_classes_that_work() -> None:
-    decoder = CLASSES["BartForCausalLM"] | {"is_encoder_decoder": True, "encoder_layers": 2}
-    decoder |= {"encoder_attention_heads": 4, "encoder_ffn_dim": 48}
-    bart = transformers.BartConfig(**decoder)
-    whisper = transformers.WhisperConfig(**CLASSES["WhisperForCausalLM"] | decoder)
-    t5 = transformers.T5Config(**T5)
-    for name, config, said in (
-        ("BartForConditionalGeneration", bart, "; of its family, BartForCausalLM can be"),
-        ("BartModel", bart, "; of its family, BartForCausalLM can be"),
-        ("BartForSequenceClassification", bart, "; of its family, BartForCausalLM can be"),
-        ("WhisperForConditionalGeneration", whisper, "; of its family, WhisperForCausalLM can be"),
-        ("T5ForConditionalGeneration", t5, "; nor can its family"),
-    ):
-        found = message_of(stages_of, config, 2, model_class=getattr(transformers, name))
-        assert found.startswith(f"{name} can't be cut: it is an encoder-decoder")
-        assert found.endswith(said)

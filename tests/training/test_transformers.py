@@ -252,59 +252,47 @@ def test_a_checkpointed_model_trains_as_before() -> None:
 
 
 BERT, VIT = CLASSES["BertForMaskedLM"], CLASSES["ViTForImageClassification"]
-T5: dict[str, Any] = {
-    "d_model": 32,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "vocab_size": TOKENS,
-}
-TEXT, VISION = CLASSES["CLIPTextModelWithProjection"], CLASSES["CLIPVisionModelWithProjection"]
-REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "blocks that are one": (
-        *("AlbertConfig", "AlbertForMaskedLM", BERT),
-        "the 1 blocks of .*albert_layer_groups do not run",
-    ),
-    "relative positions of parameters": (
-        *("DebertaV2Config", "DebertaV2ForMaskedLM", BERT | {"relative_attention": True}),
-        "block 0 of .* takes more .*rel_embeddings",
-    ),
-    "what a block hands the next one beside its output, without a gradient": (
-        *("HYV4Config", "HYV4ForCausalLM", SPARSE),
-        "block 1 of model.layers takes more .*prev_topk_indices",
-    ),
-    "a bias that blocks share": (
-        *("T5Config", "T5EncoderModel", T5),
-        "block 1 of encoder.block takes more than the hidden states of what other stages compute: "
-        "position_bias$",
-    ),
-    "embeddings that are taken apart": (
-        *("Data2VecVisionConfig", "Data2VecVisionForImageClassification", VIT),
-        "stage 1 of 2 does not run without",
-    ),
-    "the loss of routers": (
-        *("MixtralConfig", "MixtralForCausalLM", SPARSE | {"output_router_logits": True}),
-        "output_router_logits",
-    ),
-    "blocks left out": ("OPTConfig", "OPTForCausalLM", BERT | {"layerdrop": 0.1}, "layerdrop"),
-    "sound": (
-        *("Wav2Vec2Config", "Wav2Vec2ForCTC", BERT | {"layerdrop": 0.0}),
-        "it takes input_values",
-    ),
-    "two towers": (
-        *("CLIPConfig", "CLIPModel", {"text_config": TEXT, "vision_config": VISION}),
-        r"its towers take different inputs, text_model \(input_ids\) and vision_model.*"
-        "CLIPTextModelWithProjection, CLIPVisionModel, CLIPVisionModelWithProjection",
-    ),
-}
+T5 = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": TOKENS}
+CLIP = {"text_config": CLASSES["CLIPTextModelWithProjection"]}
+CLIP |= {"vision_config": CLASSES["CLIPVisionModelWithProjection"]}
+_ENCODER = {"is_encoder_decoder": True, "encoder_layers": 2}
+_ENCODER |= {"encoder_attention_heads": 4, "encoder_ffn_dim": 48}
+BART = CLASSES["BartForCausalLM"] | _ENCODER
+WHISPER = CLASSES["WhisperForCausalLM"] | BART
+OF_BART = "it is an encoder-decoder.*; of its family, BartForCausalLM can be$"
+OF_WHISPER = "it is an encoder-decoder.*; of its family, WhisperForCausalLM can be$"
+NOT_OF_T5 = "it is an encoder-decoder.*; nor can its family$"
+CLIP_TOWERS = r"its towers take different inputs, text_model \(input_ids\) and vision_model.*"
+CLIP_TOWERS += "CLIPTextModelWithProjection, CLIPVisionModel, CLIPVisionModelWithProjection"
+T5_BIAS = "block 1 of encoder.block takes more than the hidden states of what other stages compute"
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_can_not_be_cut_is_refused(what: str) -> None:
-    config, model, settings, message = REFUSED[what]
-    made = getattr(transformers, config)(**settings)
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("BartForConditionalGeneration", BART, OF_BART),
+        ("BartModel", BART, OF_BART),
+        ("BartForSequenceClassification", BART, OF_BART),
+        ("WhisperForConditionalGeneration", WHISPER, OF_WHISPER),
+        ("T5ForConditionalGeneration", T5, NOT_OF_T5),
+        ("T5EncoderModel", T5, f"{T5_BIAS}: position_bias$"),
+        ("CLIPModel", CLIP, CLIP_TOWERS),
+        ("AlbertForMaskedLM", BERT, "the 1 blocks of .*albert_layer_groups do not run"),
+        # Relative positions are parameters.
+        ("DebertaV2ForMaskedLM", BERT | {"relative_attention": True}, "block 0 .*rel_embeddings"),
+        # A block hands the next one something beside its output, without a gradient.
+        ("HYV4ForCausalLM", SPARSE, "block 1 of model.layers takes more .*prev_topk_indices"),
+        # The embeddings are taken apart.
+        ("Data2VecVisionForImageClassification", VIT, "stage 1 of 2 does not run without"),
+        ("MixtralForCausalLM", SPARSE | {"output_router_logits": True}, "output_router_logits"),
+        ("OPTForCausalLM", BERT | {"layerdrop": 0.1}, "layerdrop"),
+        ("Wav2Vec2ForCTC", BERT | {"layerdrop": 0.0}, "it takes input_values"),
+    ],
+)
+def test_what_can_not_be_cut_is_refused(model: str, settings: Any, message: str) -> None:
+    made = getattr(transformers, model)
     with pytest.raises(ExecutionError, match=f"^{model} can't be cut: .*{message}"):
-        stages_of(made, 2, model_class=getattr(transformers, model))
+        stages_of(made.config_class(**settings), 2, model_class=made)
 
 
 def test_bad_arguments_are_said() -> None:
