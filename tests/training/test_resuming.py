@@ -47,9 +47,7 @@ def folders(folder: Path) -> list[str]:
 def test_others_that_callbacks_step_go_on(raises: bool, tmp_path: Path) -> None:
     """After steps, and after epochs; what a callback raises does not undo the epoch."""
 
-    def trained(
-        folder: Path | None, epochs: int, ends: int | None = None
-    ) -> tuple[list[float], Any]:
+    def trained(folder: Path | None, epochs: int, ends: int | None = None) -> Any:
         average = Kept(mean=0.0, epochs=0)  # a mean of the losses so far, and epochs that are over
         with noisy_executor(None) as executor:
             scheduler = lr_scheduler.StepLR(executor.optimizer, 2, gamma=0.5)
@@ -219,18 +217,17 @@ def test_ranks_agree_on_the_checkpoint_before_a_damaged_one(
     assert folders(folder) == ["epoch-3", "epoch-4"]
 
 
-def asked_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def asked_after(step: int) -> Any:
     """Let executors be asked to stop, as by the runtime, from the end of a step on."""
     stop = property(lambda self: self.steps >= step)
-    monkeypatch.setattr(Executor, "stop_requested", stop, raising=False)
+    return mock.patch.object(Executor, "stop_requested", stop)
 
 
 def stopped_and_resumed(
-    rank: int | None, folder: Path, step: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+    rank: int | None, folder: Path, step: int, **options: Any
 ) -> tuple[History, Any]:
     options |= {"checkpoint": folder, "epochs": 3}
-    with monkeypatch.context() as patch, noisy_executor(rank) as executor:
-        asked_after(step, patch)
+    with asked_after(step), noisy_executor(rank) as executor:
         trainer = trainer_of(executor, **options)
         trainer.fit()
         assert executor.steps == step
@@ -254,13 +251,9 @@ def trained(rank: int | None, **options: Any) -> tuple[History, Any]:
 )
 @sweep("step", range(1, 9), quick=(2, 3))  # within an epoch, and at its end
 def test_a_stopped_training_goes_on_as_if_it_had_not(
-    step: int,
-    options: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    step: int, options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = stopped_and_resumed(None, tmp_path, step, monkeypatch, **options)
+    found = stopped_and_resumed(None, tmp_path, step, **options)
     expected = trained(None, **{**options, "async_save": False})
     assert found[0] == expected[0]
     assert_same(found[1], expected[1])
@@ -269,24 +262,20 @@ def test_a_stopped_training_goes_on_as_if_it_had_not(
 
 
 def test_a_training_that_is_over_has_not_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked_after(9, monkeypatch)
-    with noisy_executor(None) as executor:
+    with asked_after(9), noisy_executor(None) as executor:
         trainer = trainer_of(executor, checkpoint=tmp_path, epochs=3)
         assert len(trainer.fit()) == 3
         assert not trainer.stopped
     assert not caplog.records
 
 
-def test_a_stop_waits_for_the_end_of_a_segment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_waits_for_the_end_of_a_segment(tmp_path: Path) -> None:
     """Of 2 steps, as a call of the executor is one: the pipeline is full before."""
     found = []
     for folder, asked in ((None, False), (tmp_path, True), (tmp_path, False)):
-        monkeypatch.setattr(Executor, "stop_requested", asked, raising=False)
-        with noisy_executor(None, segment=8) as executor:
+        with asked_after(0 if asked else 99), noisy_executor(None, segment=8) as executor:
             trainer = trainer_of(executor, checkpoint=folder, epochs=2, segment=8)
             found.append((trainer.fit(), gathered_state(executor)))
             assert trainer.stopped == asked
@@ -295,11 +284,8 @@ def test_a_stop_waits_for_the_end_of_a_segment(
     assert_same(found[2][1], found[0][1])
 
 
-def test_without_checkpoints_a_stop_saves_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked_after(2, monkeypatch)
-    with noisy_executor(None) as executor:
+def test_without_checkpoints_a_stop_saves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with asked_after(2), noisy_executor(None) as executor:
         trainer = trainer_of(executor, epochs=3)
         assert not trainer.fit()
         assert trainer.stopped
@@ -307,10 +293,8 @@ def test_without_checkpoints_a_stop_saves_nothing(
 
 
 @on_ranks(2)
-def test_ranks_stop_after_the_same_step(
-    rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_stop_after_the_same_step(rank: int, folder: Path) -> None:
     expected = trained(rank)
-    history, weights = stopped_and_resumed(rank, folder, 4, monkeypatch, async_save=True)
+    history, weights = stopped_and_resumed(rank, folder, 4, async_save=True)
     assert history == expected[0]
     assert_same(weights, expected[1])
