@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import pickle
@@ -49,11 +50,10 @@ def state_of(executor: Executor) -> dict[str, Any]:
     """The weights and the optimisers' tensors here, copied."""
     found = {}
     for stage, module in executor.stages.items():
-        optimizer = executor.optimizers[stage]
-        found.update({f"{stage}.{n}": x.clone() for n, x in module.state_dict().items()})
-        for at, state in enumerate(optimizer.state.values()):
-            found.update({f"{stage}.{at}.{key}": x.clone() for key, x in state.items()})
-    return found
+        for at, state in enumerate(executor.optimizers[stage].state.values()):
+            found.update({f"{stage}.{at}.{key}": x for key, x in state.items()})
+        found.update({f"{stage}.{name}": x for name, x in module.state_dict().items()})
+    return copy.deepcopy(found)
 
 
 def train(executor: Executor, steps: int) -> None:

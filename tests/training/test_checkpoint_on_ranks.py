@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,7 +31,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, rank: int, folder: Pa
     """With dropout, with a loader that shuffles, and noise that is drawn between the steps."""
     schedule, make = built(name), adamw if name == "1f1b" else momentum
 
-    def trained(begin: int, end: int, resume: bool) -> tuple[list[float], list[Tensor]]:
+    def trained(begin: int, end: int, resume: bool) -> tuple[list[float], Any]:
         x, y = torch.randn(2, 24, 4, generator=torch.Generator().manual_seed(1))
         torch.manual_seed(begin)  # what is loaded counts
         random.seed(begin)
@@ -53,14 +53,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, rank: int, folder: Pa
                     checkpoint.save(folder)
                 if executor.steps == end:
                     break
-            return losses, [
-                value.clone() for m in executor.stages.values() for value in m.state_dict().values()
-            ]
+            return losses, gathered_state(executor)
 
     losses, expected = trained(0, 7, resume=False)
     resumed, found = trained(4, 7, resume=True)
     assert resumed == losses[4:]
-    assert all(map(torch.equal, found, expected))
+    assert_same(found, expected)
 
 
 @on_ranks(2)
@@ -170,26 +168,19 @@ def test_replicas_of_a_stage_are_kept_once(rank: int, folder: Path) -> None:
     assert_same(model.state_dict(), first)
 
 
-def tied_layers() -> list[Any]:
-    table = deferred(nn.Linear, 4, 4, bias=False)
-    return [table.tied("table"), nn.Tanh(), nn.Linear(4, 4), table.tied("table")]
-
-
 @on_ranks(2)
 def test_ties_have_all_their_names(rank: int, folder: Path) -> None:
     """A plain model with one parameter in two places, and two ranks with a copy each."""
     *batches, last = random_batches(4)
-
-    def tied() -> Executor:
-        return executor_of(built("1f1b"), momentum, tied_layers())
-
-    with tied() as executor:
+    table = deferred(nn.Linear, 4, 4, bias=False).tied("table")
+    tied: list[Any] = [table, nn.Tanh(), deferred(nn.Linear, 4, 4), table]
+    with executor_of(built("1f1b"), momentum, tied) as executor:
         assert len(executor.ties) == 1
         for x, y in batches:
             executor.step(x, target=y)
         Checkpoint(executor).save(folder / "ranks")
         found = gathered_state(executor)
-    model = partition(tied_layers(), 1)[0]
+    model = partition(tied, 1)[0]
     optimizer = momentum(model.parameters())
     Checkpoint(model, optimizer).load(folder / "ranks")
     assert len(optimizer.state) == 3
@@ -200,7 +191,8 @@ def test_ties_have_all_their_names(rank: int, folder: Path) -> None:
     if rank == 0:
         Checkpoint(model, optimizer).save(folder / "plain")
     everyone(None)
-    with tied() as executor, tied() as other:
+    one, other = (executor_of(built("1f1b"), momentum, tied) for _ in range(2))
+    with one as executor, other:
         Checkpoint(executor).load(folder / "ranks")
         executor.step(last[0], target=last[1])
         Checkpoint(other).load(folder / "plain")

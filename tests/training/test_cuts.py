@@ -18,8 +18,6 @@ from schedir.training import balanced, deferred, partition
 from schedir.training.cutting.cuts import spans_of, written_out
 from schedir.training.cutting.stages import Span
 
-NUMBERS = st.integers(0, 12)
-
 
 def by_brute_force(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
     """The best of all cuts, by the same three measures."""
@@ -36,7 +34,7 @@ def by_brute_force(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(NUMBERS, min_size=1, max_size=12).filter(any), st.integers(1, 5))
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any), st.integers(1, 5))
 def test_the_cut_is_that_of_brute_force(costs: list[int], stages: int) -> None:
     stages = min(stages, len(costs))
     assert balanced(costs, stages) == by_brute_force(costs, stages)

@@ -7,8 +7,9 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -161,19 +162,17 @@ def test_a_folder_that_can_not_be_one_is_named(tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
-def test_hashes_are_those_of_what_was_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hashes_are_those_of_what_was_meant(tmp_path: Path) -> None:
     """What a disk makes of it between the writing and the end of the save is noticed too."""
     finish = FileSystemWriter.finish
 
-    def damaging(self: FileSystemWriter, *given: object) -> None:
+    def damaging(self: FileSystemWriter, *given: Any) -> None:
         (file,) = data_of(Path(self.path))
         flip(file, file, random.Random(1))
-        finish(self, *given)  # type: ignore[arg-type]
+        finish(self, *given)
 
-    monkeypatch.setattr(FileSystemWriter, "finish", damaging)
-    saved(tmp_path)
+    with mock.patch.object(FileSystemWriter, "finish", damaging):
+        saved(tmp_path)
     assert "is damaged" in message_of(Checkpoint(model_of(1)).load, tmp_path)
 
 

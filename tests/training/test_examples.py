@@ -90,7 +90,6 @@ def test_verify_tells_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
     def training(lr: float) -> Reference:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-
         sched = schedir.build("1f1b", ranks=1, microbatches=2)
         return Reference(sched, [model], MSE, partial(torch.optim.SGD, lr=lr))
 

@@ -25,7 +25,6 @@ from schedir.training import (
     Checkpoint,
     History,
     Monitor,
-    Trainer,
     accuracy,
     evaluate,
     gathered_state,
@@ -37,7 +36,6 @@ from tests.sweeps import sweep
 from tests.training.test_checkpoint import Kept, assert_same
 from tests.training.test_resuming import folders, interrupted_at
 from tests.training.test_trainer import (
-    CLASSES,
     HELD_OUT,
     TRAINED,
     Calls,
@@ -72,8 +70,8 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         while self.at != self.ends:
             self.at, self.read = self.at + 1, self.read + 1
-            draw = torch.Generator().manual_seed(self.at)
-            yield torch.randn(4, generator=draw), torch.randint(CLASSES, (), generator=draw)
+            ((x, y),) = labelled(1, seed=self.at)
+            yield x[0], y[0]
         self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,6 +104,7 @@ def reads(name: str, reader: str, executor: Executor) -> Batches:
 
 
 Log: TypeAlias = tuple[int, float, float]
+MakeScheduler: TypeAlias = Callable[[Optimizer], Any]
 
 
 def keeps(logged: list[Log]) -> Callback:
@@ -128,7 +127,7 @@ def fitted(
     source: str | Batches,
     folder: Path | None = None,
     ends: int | None = None,
-    make: Callable[[Optimizer], Any] = cosine,
+    make: MakeScheduler = cosine,
     *,
     rank: int | None = None,
     reader: str = "all",
@@ -365,7 +364,7 @@ def steps(optimizer: Optimizer) -> Any:
     return lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
 
 
-BY_METRIC: dict[str, Callable[[Optimizer], Any]] = {
+BY_METRIC: dict[str, MakeScheduler] = {
     "plateau": plateau,
     "greedy": lambda o: GreedyLR(o, "max", patience=0, factor=0.7, min_lr=1e-6),
     "one's own": Follows,
@@ -386,7 +385,7 @@ EACH_EVALUATION = {"scheduler_by": "evaluation", "eval_every": 2, "save_every": 
     ids=["by epochs", "plateau by epochs", "by evaluations", *BY_METRIC],
 )
 def test_a_scheduler_is_stepped_by_what_it_is_said(
-    make: Callable[[Optimizer], Any], options: dict[str, Any], tmp_path: Path
+    make: MakeScheduler, options: Any, tmp_path: Path
 ) -> None:
     """As it is alone, by the measure if it takes one, and where it goes on."""
     whole = fitted("sized", tmp_path / "whole", make=make, **options).history
@@ -434,11 +433,11 @@ EVERY_TWO = {"max_steps": 4, "eval_every": 2}
     ],
 )
 def test_a_scheduler_that_can_not_be_stepped_is_refused(
-    make: Callable[[Optimizer], Any], options: dict[str, Any], text: str
+    make: MakeScheduler, options: Any, text: str
 ) -> None:
     with an_executor(None) as executor:
         scheduler = make(executor.optimizer)
-        said = message_of(Trainer, executor, TRAINED, epochs=1, scheduler=scheduler, **options)
+        said = message_of(trainer_of, executor, epochs=1, scheduler=scheduler, **options)
     assert re.search(text, said)
 
 
@@ -457,18 +456,14 @@ def test_a_scheduler_that_can_not_be_stepped_is_refused(
         ({**EVERY_TWO, "evaluation": ENDLESS}, "evaluation never ends, so no epoch ends: leave o"),
     ],
 )
-def test_what_does_not_go_with_endless_batches_is_refused(
-    options: dict[str, Any], text: str
-) -> None:
+def test_what_does_not_go_with_endless_batches_is_refused(options: Any, text: str) -> None:
     with an_executor(None) as executor:
-        assert text in message_of(Trainer, executor, SOURCES["endless"](executor), **options)
+        assert text in message_of(trainer_of, executor, SOURCES["endless"](executor), **options)
         assert executor.steps == 0
 
 
 @pytest.mark.parametrize("every", [{"eval_every": 1}, {"eval_every": 4, "save_every": 5}])
-def test_what_is_due_within_a_segment_waits_and_changes_nothing(
-    every: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_is_due_within_a_segment_waits_and_changes_nothing(every: Any, tmp_path: Path) -> None:
     """Segments of two batches, in epochs of three: they end at steps 2, 3, 5, 6 and so on."""
     quiet = fitted("sized", segment=8, eval_every=99)
     whole = fitted("sized", tmp_path / "whole", segment=8, keep=9, log_every=1, **every)
@@ -552,8 +547,9 @@ def test_what_a_callback_raises_ends_the_training_once_it_is_saved(tmp_path: Pat
 def test_logs_are_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"log_every": 2, "max_steps": 5, "unit": "tokens"}
     with an_executor(None) as executor:
-        Trainer(executor, TRAINED, callbacks=[Monitor(executor)], **options).fit()
-        trainer_of(executor, **options).fit()
+        options["callbacks"] = [Monitor(executor)]
+        for progress in (True, False):
+            trainer_of(executor, TRAINED, progress=progress, **options).fit()
     number = r"[\d.,e+-]+"
     lines = capsys.readouterr().out.splitlines()
     figures = f"  loss {number}  lr 0.05  tokens_per_second {number}  peak_memory_gib {number}"
@@ -572,8 +568,8 @@ def test_the_first_rank_logs_and_knows_the_bubble_of_all(
         after_step=lambda result: times.append((result.busy, result.elapsed)),
     )
     with an_executor(rank) as executor:
-        callbacks = [notes, Monitor(executor)]
-        Trainer(executor, TRAINED, max_steps=3, log_every=3, callbacks=callbacks).fit()
+        options = {"callbacks": [notes, Monitor(executor)], "progress": True}
+        trainer_of(executor, TRAINED, max_steps=3, log_every=3, **options).fit()
     (figures,) = told
     (first, second) = everyone((figures, times[-1]))
     assert {**first[0], "samples_per_second": 0} == {**second[0], "samples_per_second": 0}

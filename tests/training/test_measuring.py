@@ -25,11 +25,10 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> type[Clock]:
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands still but for what layers take."""
     monkeypatch.setattr(Clock, "time", 0.0)
     monkeypatch.setattr(clocks, "now", lambda: Clock.time * 1e9)
-    return Clock
 
 
 class Taking(nn.Linear):

@@ -213,9 +213,8 @@ def test_how_a_layer_is_called_is_found_once_for_each_form() -> None:
 
 def test_what_no_layer_takes_is_said() -> None:
     stage = partition([nn.ReLU(), torch.tanh], 1)[0]
-    expected = r"no layer of this stage, 0 \(ReLU\), 1 \(tanh\), has a parameter named mask"
-    with pytest.raises(ExecutionError, match=expected):
-        stage(torch.ones(1), mask=1)
+    expected = "no layer of this stage, 0 (ReLU), 1 (tanh), has a parameter named mask"
+    assert expected in message_of(stage, torch.ones(1), mask=1)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
@@ -282,6 +281,7 @@ class Counted(nn.Linear):
 
 
 def test_only_what_is_owned_is_made() -> None:
+    Counted.made.clear()
     sched = schedir.build("1f1b", ranks=4, microbatches=4)
     stages = partition([deferred(Counted) for _ in range(8)], sched, rank=2)
     assert list(stages) == [2]

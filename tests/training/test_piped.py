@@ -24,7 +24,6 @@ from tests.training.test_partition import assert_trains_as, state_of
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
 
-MICROBATCHES = 2
 SPLITS = ("blocks.1", "blocks.2")
 
 
@@ -72,7 +71,7 @@ def pipe_of(model: nn.Module, given: Any, *splits: str) -> Pipe:
 
 
 GIVEN = tuple(x[:2] for x in batch()[0])  # a microbatch
-ON_TWO = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
+ON_TWO = schedir.build("1f1b", ranks=2, microbatches=2)
 
 
 def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
@@ -87,7 +86,7 @@ def compare(sched: schedir.Schedule, stages: Stages, model: nn.Module, **options
 
 def test_values_that_skip_stages_are_carried_along() -> None:
     model = skipping()
-    sched = schedir.build("1f1b", ranks=3, microbatches=MICROBATCHES)
+    sched = schedir.build("1f1b", ranks=3, microbatches=2)
     stages = stages_of_pipe(pipe_of(model, GIVEN, *SPLITS), sched)
     assert state_of(stages).keys() == model.state_dict().keys()
     assert stages.ties == ([(0, "embedding.weight"), (2, "head.weight")],)
@@ -143,7 +142,7 @@ def test_statistics_can_not_be_shared_by_stages() -> None:
 @on_ranks(2)
 def test_a_pipe_trains_on_ranks(rank: int) -> None:
     model = skipping()
-    sched = schedir.build("interleaved-1f1b", ranks=2, microbatches=MICROBATCHES)
+    sched = schedir.build("interleaved-1f1b", ranks=2, microbatches=2)
     stages = stages_of_pipe(pipe_of(model, GIVEN, *SPLITS, "head"), sched)
     assert list(stages) == list(sched.stages_of(rank))
     compare(sched, stages, model)
@@ -158,7 +157,7 @@ def test_inputs_go_in_by_name_too() -> None:
 
 
 def test_a_pipe_of_another_number_of_stages_is_refused() -> None:
-    sched = schedir.build("1f1b", ranks=4, microbatches=MICROBATCHES)
+    sched = schedir.build("1f1b", ranks=4, microbatches=2)
     pipe = pipe_of(skipping(), GIVEN, SPLITS[0])
     assert "split into 2 stages, but the schedule has 4" in message_of(stages_of_pipe, pipe, sched)
     with pytest.raises(ExecutionError, match=r"what torch's pipeline.* returns, not Skipping"):

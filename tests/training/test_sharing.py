@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,10 +58,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output * target).sum() / 16
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=2**-6)
-
-
+SGD = partial(torch.optim.SGD, lr=2**-6)
 BATCH = (
     torch.randint(0, 5, (8,), generator=torch.Generator().manual_seed(0)),
     torch.randint(-2, 3, (8, 5), generator=torch.Generator().manual_seed(1)).double(),
@@ -83,7 +81,7 @@ def _train(sched: schedir.Schedule, stages: Stages, uncut: nn.Module, **options:
     """One step, whose sums are exact, leaves both the same, bit for bit; so do more, but for what
     the order of sums rounds."""
     options |= {"ties": stages.ties, "near": (0, 1e-12, 1e-12)}
-    assert_trains_as(uncut, sched, stages, loss_fn, sgd, [BATCH] * 3, **options)
+    assert_trains_as(uncut, sched, stages, loss_fn, SGD, [BATCH] * 3, **options)
 
 
 @pytest.mark.parametrize("made", MADE)
@@ -104,9 +102,9 @@ def test_shared_parameters_train_as_one_on_ranks(rank: int, made: Made) -> None:
 
 @pytest.mark.parametrize("made", MADE)
 def test_ties_are_found_across_stages_alone(made: Made) -> None:
-    last = "0", str(len(made(1).summaries[0].layers) - 1)
+    last = len(made(1).summaries[0].layers) - 1
     assert made(1).ties == ()
-    assert made(2, by="uniform").ties[0] == [(0, "0.weight"), (1, f"{last[1]}.weight")]
+    assert made(2, by="uniform").ties[0] == [(0, "0.weight"), (1, f"{last}.weight")]
 
 
 def test_one_module_listed_twice_is_one_on_a_stage_and_tied_across() -> None:
@@ -124,7 +122,7 @@ def test_ties_must_not_be_forgotten() -> None:
     sched = schedir.build("1f1b", ranks=2, microbatches=4)
     stages = by_key_rounded(sched, by="uniform")
     expected = r"0.weight of stage 0, 4.weight of stage 1 are one parameter.* ties=stages.ties"
-    for optimizer in (sgd, None):
+    for optimizer in (SGD, None):
         with pytest.raises(ExecutionError, match=expected):
             Executor(sched, stages, loss_fn, optimizer, in_process=True)
 

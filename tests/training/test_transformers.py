@@ -41,6 +41,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "ctrl": ("CTRLLMHeadModel", {}),
     "vit": ("ViTForImageClassification", {}),
 }
+ON_TWO = schedir.build("1f1b", ranks=2, microbatches=2)
 TIED = {
     "llama-tied": ("model.embed_tokens.weight", "lm_head.weight"),
     "gemma": ("model.embed_tokens.weight", "lm_head.weight"),
@@ -157,9 +158,8 @@ def check_weights(name: str, stages: Stages, number: int) -> None:
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2"])
 @pytest.mark.parametrize("boundaries", [[1], [3]])
 def test_weights_depend_on_no_cut_and_no_rank(name: str, boundaries: list[int]) -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     for rank in range(2):  # each as if alone
-        stages = stages_of(config_of(name), schedule, rank=rank, boundaries=boundaries)
+        stages = stages_of(config_of(name), ON_TWO, rank=rank, boundaries=boundaries)
         assert list(stages) == [rank]
         check_weights(name, stages, 2)
 
@@ -185,10 +185,9 @@ def test_another_seed_or_block_has_other_weights() -> None:
 @on_ranks(2)
 @sweep("name", ["gpt2", "llama"], quick=["gpt2"])
 def test_each_rank_makes_its_own(rank: int, name: str) -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    stages = stages_of(config_of(name), schedule)
+    stages = stages_of(config_of(name), ON_TWO)
     check_weights(name, stages, 2)
-    compare(uncut(name), schedule, stages, *batch(name))
+    compare(uncut(name), ON_TWO, stages, *batch(name))
 
 
 def test_stages_are_balanced_and_say_what_they_got() -> None:
@@ -210,14 +209,13 @@ def test_the_stages_of_a_model_are_its_own_modules(name: str) -> None:
     model = made(name)
     own = dict(model.named_parameters())
     before = copy.deepcopy(model.state_dict())
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    stages = stages_of(model, schedule)
+    stages = stages_of(model, ON_TWO)
     held = [named for stage in stages.values() for named in stage.named_parameters()]
     copied = [key for key, p in held if own.get(key) is not p]
     assert copied == ([TIED[name][1]] if name in TIED else [])
     inputs, target = batch(name)
     options: Any = {"ties": stages.ties, "in_process": True}
-    with Executor(schedule, stages, loss_fn, torch.optim.SGD, **options) as executor:
+    with Executor(ON_TWO, stages, loss_fn, torch.optim.SGD, **options) as executor:
         expected = loss_fn(model.train()(**inputs).logits, target).item()
         assert executor.step(inputs, target=target).loss == pytest.approx(expected, rel=1e-5)
     assert list(model.state_dict()) == list(before)
@@ -247,8 +245,7 @@ def test_a_checkpointed_model_trains_as_before() -> None:
     model = made("llama")
     whole = copy.deepcopy(model)
     model.activation_checkpointing_enable()
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    compare(whole, schedule, stages_of(model, schedule), *batch("llama"), in_process=True)
+    compare(whole, ON_TWO, stages_of(model, ON_TWO), *batch("llama"), in_process=True)
 
 
 BERT, VIT = CLASSES["BertForMaskedLM"], CLASSES["ViTForImageClassification"]
@@ -285,7 +282,6 @@ T5_BIAS = "block 1 of encoder.block takes more than the hidden states of what ot
         # The embeddings are taken apart.
         ("Data2VecVisionForImageClassification", VIT, "stage 1 of 2 does not run without"),
         ("MixtralForCausalLM", SPARSE | {"output_router_logits": True}, "output_router_logits"),
-        ("OPTForCausalLM", BERT | {"layerdrop": 0.1}, "layerdrop"),
         ("Wav2Vec2ForCTC", BERT | {"layerdrop": 0.0}, "it takes input_values"),
     ],
 )
@@ -300,7 +296,9 @@ def test_bad_arguments_are_said() -> None:
     llama, auto = transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM
     stage = stages_of(config, 2)[0]
     ids = batch("llama")[0]["input_ids"]
+    opt = transformers.OPTConfig(**BERT, layerdrop=0.1)
     for call, message in (
+        (lambda: stages_of(opt, 2), "^OPTForCausalLM can't be cut: layerdrop"),
         (lambda: stages_of(nn.Linear(1, 1), 2), "not Linear; partition cuts other models"),
         (lambda: stages_of(config_of("vit"), 2, model_class=auto), "no .*CausalLM of this ViTC"),
         (lambda: stages_of(config, 5), r"5 stages .* 4 blocks .*\(model.layers\)"),
