@@ -346,18 +346,18 @@ class Follows(Kept):
     """A scheduler of one's own that halves the rate where a metric is no better than the last."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(last=float("inf"))
+        super().__init__(last=0.0)
         self.optimizer = optimizer
 
     def step(self, metric: float) -> None:
-        if metric >= self.state["last"]:
+        if metric <= self.state["last"]:
             for group in self.optimizer.param_groups:
                 group["lr"] /= 2
         self.state["last"] = metric
 
 
-def plateau(optimizer: Optimizer, mode: Any = "max") -> Any:
-    return lr_scheduler.ReduceLROnPlateau(optimizer, mode, patience=0, threshold=0.5)
+def plateau(optimizer: Optimizer, mode: Any = "max", threshold: float = 0.1) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, mode, patience=0, threshold=threshold)
 
 
 def steps(optimizer: Optimizer) -> Any:
@@ -370,7 +370,7 @@ BY_METRIC: dict[str, MakeScheduler] = {
     "one's own": Follows,
 }
 BY_ACCURACY = {"best": "accuracy", "best_mode": "max"}
-EACH_EPOCH = {"scheduler_by": "epoch", "epochs": 6, "max_steps": None}
+EACH_EPOCH = {"scheduler_by": "epoch", "epochs": 8, "max_steps": None}
 EACH_EVALUATION = {"scheduler_by": "evaluation", "eval_every": 2, "save_every": 3, "max_steps": 20}
 
 
@@ -378,7 +378,7 @@ EACH_EVALUATION = {"scheduler_by": "evaluation", "eval_every": 2, "save_every": 
     ("make", "options"),
     [
         (steps, EACH_EPOCH),
-        (lambda o: plateau(o, "min"), EACH_EPOCH),
+        (lambda o: plateau(o, "min", 0.03), EACH_EPOCH),
         (steps, EACH_EVALUATION),
         *((make, EACH_EVALUATION | BY_ACCURACY) for make in BY_METRIC.values()),
     ],
