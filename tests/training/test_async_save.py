@@ -81,12 +81,17 @@ def test_all_is_of_the_moment(tmp_path: Path, may_write: Event) -> None:
 
 
 @on_ranks(2)
-def test_it_is_complete_without_a_word_between_ranks(rank: int, folder: Path) -> None:
+def test_it_is_complete_without_a_word_between_ranks(
+    rank: int, folder: Path, may_write: Event
+) -> None:
     """A thread of the first process finds what the others have written, and tells when all is."""
     complete = Event()
     with noisy_executor(rank) as executor:
         train(executor, 1)
+        expected = state_of(executor)
         saving = Checkpoint(executor).async_save(folder, then=complete.set)
+        train(executor, 1)
+        may_write.set()
         if rank == 0:
             complete.wait()
             assert Checkpoint.is_at(folder)
@@ -95,6 +100,8 @@ def test_it_is_complete_without_a_word_between_ranks(rank: int, folder: Path) ->
         saving.wait()
         assert complete.is_set() == (rank == 0)
         saving.wait()
+        Checkpoint(executor).load(folder)
+        assert_same(state_of(executor), expected)
 
 
 def test_one_copy_is_kept_and_used_again(
