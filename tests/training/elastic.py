@@ -14,54 +14,29 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor, StepResult
-from schedir.training import Batches, Callback, Trainer, gathered_state, partition
+from schedir.training import Batches, gathered_state, partition
+from tests.runtime.kit import MSE, linear_stages, random_batches
+from tests.training.test_trainer import Calls, trainer_of
 
-STEPS, DIES, MICROBATCHES = 12, 5, 4
-LOSS = nn.functional.mse_loss
-
-
-def layers() -> list[nn.Module]:
-    torch.manual_seed(3)
-    return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(5)
-    return [
-        (torch.randn(8, 4, generator=draw), torch.randn(8, 4, generator=draw)) for _ in range(STEPS)
-    ]
-
-
-class LosesANode(Callback):
-    """Kills the launcher of a node."""
-
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-
-    def after_step(self, result: StepResult) -> None:
-        if "LOST" in os.environ and self.executor.steps == DIES:
-            os.kill(os.getppid(), signal.SIGKILL)
+STEPS, DIES = 12, 5
 
 
 def main() -> None:
     folder, ranks = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
-    schedule = schedir.build("1f1b", ranks=ranks, microbatches=MICROBATCHES)
-    stages = partition(layers(), schedule)
-    with Executor(schedule, stages, LOSS, torch.optim.AdamW, timeout=60) as executor:
-        trainer = Trainer(
-            executor,
-            Batches(batches()),
-            max_steps=STEPS,
-            save_every=2,
-            checkpoint=folder / "run",
-            callbacks=[LosesANode(executor)],
-            progress=False,
-        )
-        trainer.fit()
+    schedule = schedir.build("1f1b", ranks=ranks, microbatches=4)
+    stages = partition(linear_stages(4), schedule)
+    with Executor(schedule, stages, MSE, torch.optim.AdamW, timeout=60) as executor:
+
+        def loses_a_node(result: StepResult) -> None:
+            if "LOST" in os.environ and executor.steps == DIES:
+                os.kill(os.getppid(), signal.SIGKILL)
+
+        every = {"max_steps": STEPS, "save_every": 2}
+        options = {"checkpoint": folder / "run", "callbacks": [Calls(after_step=loses_a_node)]}
+        trainer_of(executor, Batches(random_batches(STEPS)), **every, **options).fit()
         weights = gathered_state(executor)
     if os.environ["RANK"] == "0":
         torch.save({"ranks": ranks, "weights": weights}, folder / "found")

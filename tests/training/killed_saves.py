@@ -3,8 +3,8 @@
     python -m tests.training.killed_saves FOLDER HOW SEED TRIALS
 
 A moment is one before the n-th time that the save opens, writes, syncs, renames or removes a file.
-The last ones, in which a checkpoint becomes valid, are all tried. Each trial forks processes, so
-none waits for the start of Python, and prints a line of JSON: see `trial`.
+The last ones, in which a checkpoint becomes valid, are all tried over another one. Each trial forks
+processes, so none waits for the start of Python, and prints a line of JSON: see `trial`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ def async_save(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 SAVES: dict[str, Save] = {"save": Checkpoint.save, "async_save": async_save}
-
-
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir")
 LAST = 12
 
@@ -89,8 +87,7 @@ def on_every_touch(folder: Path, do: Callable[[], object]) -> None:
 
 def forked(work: Callable[[], object]) -> int:
     """Do some work in a process of its own; how it has ended."""
-    process = os.fork()
-    if process:
+    if process := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     status = 1
     try:
@@ -157,9 +154,9 @@ def main() -> None:
     values_in(folder)
     number = touches(folder, save)
     draw = random.Random(seed)
-    moments = {*draw.sample(range(number - LAST), trials), *range(number - LAST, number)}
-    for moment in sorted(moments):
-        trial(folder, save, moment, is_over=draw.random() < 0.7)
+    drawn = [(moment, draw.random() < 0.4) for moment in draw.sample(range(number), trials)]
+    for moment, is_over in [*drawn, *((moment, True) for moment in range(number - LAST, number))]:
+        trial(folder, save, moment, is_over)
 
 
 if __name__ == "__main__":

@@ -22,79 +22,48 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import DataLoader, TensorDataset
 
-from schedir.runtime import Executor, StepResult
-from schedir.training import Batches, Callback, Trainer, gathered_state, warmup_cosine
-from tests.training.test_trainer import CLASSES, HELD_OUT, noisy_executor
+from schedir.runtime import StepResult
+from schedir.training import Batches, gathered_state, warmup_cosine
+from tests.training.test_checkpoint import Kept
+from tests.training.test_trainer import HELD_OUT, Calls, labelled, noisy_executor, trainer_of
 
 STEPS, DIES, RAISES = 14, 5, 8
 
 
-class Order:
-    """The order of the data that was trained on: saved, but never used."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
-
-
 class Watched(Batches):
-    """Notes what it hands out."""
+    """Notes what it hands out, in an order that is saved, but never used."""
 
-    def __init__(self, order: Order) -> None:
-        draw = torch.Generator().manual_seed(1)
-        samples = TensorDataset(
-            torch.randn(40, 4, generator=draw), torch.randint(CLASSES, (40,), generator=draw)
-        )
+    def __init__(self, order: Kept) -> None:
+        samples = TensorDataset(*labelled(40, seed=1)[0])
         super().__init__(DataLoader(samples, 8, shuffle=True), repeat=True, seed=4)
         self.order = order
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for inputs, target in super().__iter__():
-            self.order.seen.append(float(inputs.sum()))
+            self.order.state["seen"].append(float(inputs.sum()))
             yield inputs, target
-
-
-class Fails(Callback):
-    """Fails on one rank of the first two attempts."""
-
-    def __init__(self, executor: Executor, attempt: int) -> None:
-        self.executor, self.attempt = executor, attempt
-
-    def after_step(self, result: StepResult) -> None:
-        now = self.attempt, self.executor.rank, self.executor.steps
-        if now == (0, 1, DIES):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if now == (1, 0, RAISES):
-            raise RuntimeError("as it happens")
 
 
 def trained(rank: int | None, folder: Path | None, attempt: int, **options: Any) -> dict[str, Any]:
     """What a training has come to: weights on the first rank, history, order of the data."""
-    order = Order()
+    order = Kept(seen=[])
+    options |= {"max_steps": STEPS, "eval_every": 4, "save_every": 2, "evaluation": HELD_OUT}
+    options |= {"checkpoint": folder, "others": {"order": order}}
     with noisy_executor(rank) as executor:
-        trainer = Trainer(
-            executor,
-            Watched(order),
-            max_steps=STEPS,
-            eval_every=4,
-            save_every=2,
-            scheduler=warmup_cosine(executor.optimizer, warmup=2, steps=STEPS),
-            evaluation=HELD_OUT,
-            checkpoint=folder,
-            others={"order": order},
-            callbacks=[Fails(executor, attempt)],
-            progress=False,
-            **options,
-        )
-        history = trainer.fit()
+
+        def fails(result: StepResult) -> None:
+            now = attempt, executor.rank, executor.steps
+            if now == (0, 1, DIES):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if now == (1, 0, RAISES):
+                raise RuntimeError("as it happens")
+
+        options["scheduler"] = warmup_cosine(executor.optimizer, warmup=2, steps=STEPS)
+        options["callbacks"] = [Calls(after_step=fails)]
+        history = trainer_of(executor, Watched(order), **options).fit()
         weights = gathered_state(executor)
     entries = [attrs.asdict(entry) for entry in history]
-    return {"history": entries, "order": order.seen, "weights": weights}
+    return {"history": entries, "order": order.state["seen"], "weights": weights}
 
 
 def main() -> None:

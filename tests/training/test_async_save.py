@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import pickle
@@ -18,15 +19,16 @@ from torch import nn
 
 from schedir import ExecutionError
 from schedir.runtime import Executor, StepResult
-from schedir.training import Callback, Checkpoint, Saving
+from schedir.training import Checkpoint, Saving, Trainer
 from schedir.training.checkpoint import background
 from schedir.training.checkpoint.storage import Part, Save
 from tests.runtime.kit import everyone, message_of
 from tests.runtime.on_ranks import on_ranks
+from tests.training.killed_saves import async_save, checkpoint_of, values_in
 from tests.training.test_checkpoint import assert_same
 from tests.training.test_damaged_checkpoints import data_of
-from tests.training.test_resuming import folders, rates_and_weights, trainer_of
-from tests.training.test_trainer import TRAINED, noisy_executor
+from tests.training.test_resuming import assert_goes_on, folders, rates_and_weights
+from tests.training.test_trainer import TRAINED, Calls, Ends, noisy_executor, trainer_of
 
 
 @pytest.fixture
@@ -48,11 +50,10 @@ def state_of(executor: Executor) -> dict[str, Any]:
     """The weights and the optimisers' tensors here, copied."""
     found = {}
     for stage, module in executor.stages.items():
-        optimizer = executor.optimizers[stage]
-        found.update({f"{stage}.{n}": x.clone() for n, x in module.state_dict().items()})
-        for at, state in enumerate(optimizer.state.values()):
-            found.update({f"{stage}.{at}.{key}": x.clone() for key, x in state.items()})
-    return found
+        for at, state in enumerate(executor.optimizers[stage].state.values()):
+            found.update({f"{stage}.{at}.{key}": x for key, x in state.items()})
+        found.update({f"{stage}.{name}": x for name, x in module.state_dict().items()})
+    return copy.deepcopy(found)
 
 
 def train(executor: Executor, steps: int) -> None:
@@ -60,47 +61,37 @@ def train(executor: Executor, steps: int) -> None:
         executor.step(x, target=y)
 
 
-def check_the_moment(rank: int | None, folder: Path, may_write: Event) -> None:
-    with noisy_executor(rank) as executor:
+def test_all_is_of_the_moment(tmp_path: Path, may_write: Event) -> None:
+    with noisy_executor(None) as executor:
         train(executor, 2)
         expected, drawn = state_of(executor), torch.get_rng_state()
-        saving = Checkpoint(executor).async_save(folder)
+        saving = Checkpoint(executor).async_save(tmp_path)
         train(executor, 3)
         torch.rand(3)
         assert not any(torch.equal(x, expected[name]) for name, x in state_of(executor).items())
-        assert not Checkpoint.is_at(folder)
-        if rank is not None:
-            everyone(None)
+        assert not Checkpoint.is_at(tmp_path)
         may_write.set()
         saving.wait()
-        assert Checkpoint.is_at(folder)
-    with noisy_executor(rank) as executor:
-        Checkpoint(executor).load(folder)
+        assert Checkpoint.is_at(tmp_path)
+    with noisy_executor(None) as executor:
+        Checkpoint(executor).load(tmp_path)
         assert executor.steps == 2
         assert_same(state_of(executor), expected)
         assert torch.equal(torch.get_rng_state(), drawn)
 
 
-def test_weights_are_those_of_the_moment(tmp_path: Path, may_write: Event) -> None:
-    check_the_moment(None, tmp_path, may_write)
-
-
 @on_ranks(2)
-def test_weights_of_all_ranks_are_those_of_the_moment(
-    rank: int, tmp_path: Path, may_write: Event
+def test_it_is_complete_without_a_word_between_ranks(
+    rank: int, folder: Path, may_write: Event
 ) -> None:
-    (folder, _) = everyone(tmp_path)
-    check_the_moment(rank, folder, may_write)
-
-
-@on_ranks(2)
-def test_it_is_complete_without_a_word_between_ranks(rank: int, tmp_path: Path) -> None:
     """A thread of the first process finds what the others have written, and tells when all is."""
-    (folder, _) = everyone(tmp_path)
     complete = Event()
     with noisy_executor(rank) as executor:
         train(executor, 1)
+        expected = state_of(executor)
         saving = Checkpoint(executor).async_save(folder, then=complete.set)
+        train(executor, 1)
+        may_write.set()
         if rank == 0:
             complete.wait()
             assert Checkpoint.is_at(folder)
@@ -109,6 +100,8 @@ def test_it_is_complete_without_a_word_between_ranks(rank: int, tmp_path: Path) 
         saving.wait()
         assert complete.is_set() == (rank == 0)
         saving.wait()
+        Checkpoint(executor).load(folder)
+        assert_same(state_of(executor), expected)
 
 
 def test_one_copy_is_kept_and_used_again(
@@ -167,21 +160,6 @@ def full_disk(room: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def wide(value: float) -> nn.Module:
-    model = nn.Linear(200, 200)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, value)
-    return model
-
-
-def saved_at_once(checkpoint: Checkpoint, folder: Path) -> None:
-    checkpoint.save(folder)
-
-
-def saved_aside(checkpoint: Checkpoint, folder: Path) -> None:
-    checkpoint.async_save(folder).wait()
-
-
 def saved_twice(checkpoint: Checkpoint, folder: Path) -> None:
     """The next save says what was wrong with the one before."""
     saving = checkpoint.async_save(folder)
@@ -190,35 +168,31 @@ def saved_twice(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.03, 0.5, 0.999])
-@pytest.mark.parametrize("save", [saved_at_once, saved_aside, saved_twice])
+@pytest.mark.parametrize("save", [Checkpoint.save, async_save, saved_twice])
 def test_a_full_disk_is_named_and_the_old_checkpoint_stays(
     save: Callable[[Checkpoint, Path], None], share: float, tmp_path: Path
 ) -> None:
     """Wherever in the file it is full."""
-    Checkpoint(wide(1.0)).save(tmp_path)
+    checkpoint_of(1).save(tmp_path)
     room = int(share * data_of(tmp_path)[0].stat().st_size)
     before = folders(tmp_path)
-    checkpoint = Checkpoint(wide(2.0))
+    checkpoint = checkpoint_of(2)
     with full_disk(room):
         said = message_of(save, checkpoint, tmp_path)
     assert said.startswith(f"{tmp_path}/__0_")
     assert "_0.distcp can't be written: File too large; make room there, or save in" in said
     assert folders(tmp_path) == before
-    found = wide(0.0)
-    Checkpoint(found).load(tmp_path)
-    assert_same(found.state_dict(), wide(1.0).state_dict())
+    assert values_in(tmp_path) == {1.0}
     checkpoint.async_save(tmp_path).wait()  # there is room again
-    Checkpoint(found).load(tmp_path)
-    assert_same(found.state_dict(), wide(2.0).state_dict())
+    assert values_in(tmp_path) == {2.0}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("save", [saved_at_once, saved_aside])
+@pytest.mark.parametrize("save", [Checkpoint.save, async_save])
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_full_disk_of_one_rank_is_told_to_all(
-    full: int, save: Callable[[Checkpoint, Path], None], rank: int, tmp_path: Path
+    full: int, save: Callable[[Checkpoint, Path], None], rank: int, folder: Path
 ) -> None:
-    (folder, _) = everyone(tmp_path)
     with noisy_executor(rank) as executor:
         checkpoint = Checkpoint(executor)
         checkpoint.save(folder)
@@ -234,58 +208,31 @@ def test_a_full_disk_of_one_rank_is_told_to_all(
         assert executor.steps == 0
 
 
-def trained(rank: int | None, folder: Path | None, epochs: int, **options: Any) -> Any:
-    return rates_and_weights(rank, folder, epochs, async_save=folder is not None, **options)
-
-
 @pytest.mark.parametrize("options", [{}, {"save_every": 2, "keep": 1}])
 def test_a_trainer_goes_on_from_it(options: dict[str, Any], tmp_path: Path) -> None:
     """And its checkpoints are complete when it ends, with the same names as else."""
-    expected = trained(None, None, 4)
-    trained(None, tmp_path / "run", 2, **options)
+    expected = rates_and_weights(None, None, 4)
+    rates_and_weights(None, tmp_path / "run", 2, async_save=True, **options)
     rates_and_weights(None, tmp_path / "else", 2, **options)
     assert folders(tmp_path / "run") == folders(tmp_path / "else")
-    rates, weights = trained(None, tmp_path / "run", 4, **options)
-    assert rates == expected[0]
-    assert_same(weights, expected[1])
+    assert_goes_on(None, tmp_path / "run", expected, async_save=True, **options)
 
 
-@on_ranks(2)
-def test_a_trainer_on_ranks_goes_on_from_it(rank: int, tmp_path: Path) -> None:
-    (folder, _) = everyone(tmp_path)
-    expected = trained(rank, None, 4)
-    trained(rank, folder, 2, save_every=2)
-    rates, weights = trained(rank, folder, 4, save_every=2)
-    assert rates == expected[0]
-    if weights is not None:
-        assert_same(weights, expected[1])
-
-
-class Raises(Callback):
-    """Raises after a step, and lets what waits be written only then."""
-
-    def __init__(self, executor: Executor, step: int, may_write: Event | None = None) -> None:
-        self.executor, self.step, self.may_write = executor, step, may_write
-
-    def after_step(self, result: StepResult) -> None:
-        if self.executor.steps == self.step:
-            if self.may_write is not None:
-                self.may_write.set()
-            raise RuntimeError("enough")
+def saving_trainer(executor: Executor, folder: Path, save_every: int, *callbacks: Any) -> Trainer:
+    options = {"checkpoint": folder, "save_every": save_every, "callbacks": callbacks}
+    return trainer_of(executor, epochs=2, async_save=True, **options)
 
 
 def test_after_an_error_it_is_completed(tmp_path: Path, may_write: Event) -> None:
     with noisy_executor(None) as executor:
-        trainer = trainer_of(
-            executor,
-            tmp_path,
-            2,
-            save_every=2,
-            async_save=True,
-            callbacks=[Raises(executor, 3, may_write)],
-        )
-        with pytest.raises(RuntimeError, match="enough"):
-            trainer.fit()
+
+        def lets(result: StepResult) -> None:
+            if executor.steps == 3:
+                may_write.set()
+
+        callbacks = Calls(after_step=lets), Ends(executor, 3, RuntimeError)
+        with pytest.raises(RuntimeError):
+            saving_trainer(executor, tmp_path, 2, *callbacks).fit()
     assert folders(tmp_path) == ["step-2"]
     with noisy_executor(None) as executor:
         Checkpoint(executor).load(tmp_path / "step-2")
@@ -295,25 +242,17 @@ def test_after_an_error_it_is_completed(tmp_path: Path, may_write: Event) -> Non
 @on_ranks(2)
 def test_after_the_loss_of_a_rank_nobody_waits_for_its_files(
     rank: int,
-    tmp_path: Path,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     may_write: Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Rank 1 fails, and never writes; rank 0 says what is missing, and the old one stays."""
-    (folder, _) = everyone(tmp_path)
     monkeypatch.setattr(background, "_PATIENCE", 0.2)
     if rank == 0:
         may_write.set()
     with noisy_executor(rank) as executor:
-        trainer = trainer_of(
-            executor,
-            folder,
-            2,
-            save_every=2,
-            async_save=True,
-            callbacks=[Raises(executor, 3)] if rank == 1 else [],
-        )
+        trainer = saving_trainer(executor, folder, 2, *[Ends(executor, 3, RuntimeError)] * rank)
         if rank == 1:
             monkeypatch.setattr(Saving, "end", lambda self: None)  # as if it were killed
         with pytest.raises(RuntimeError if rank == 1 else ExecutionError):
@@ -321,10 +260,8 @@ def test_after_the_loss_of_a_rank_nobody_waits_for_its_files(
         executor.close()
     if rank == 0:
         (said,) = (one.getMessage() for one in caplog.records if one.levelno == logging.WARNING)
-        assert (
-            said
-            == f"a checkpoint was not completed: {folder}/saving: not all processes have written"
-        )
+        lacking = f"{folder}/saving: not all processes have written"
+        assert said == f"a checkpoint was not completed: {lacking}"
         assert folders(folder) == ["saving"]
         assert not Checkpoint.is_at(folder / "saving")
     everyone(None)  # only then may rank 1 write
@@ -332,16 +269,15 @@ def test_after_the_loss_of_a_rank_nobody_waits_for_its_files(
 
 def test_a_full_disk_ends_a_training_at_its_next_save(tmp_path: Path) -> None:
     with noisy_executor(None) as executor:
-        trainer = trainer_of(executor, tmp_path, 1, save_every=1, async_save=True)
         with full_disk(300):
-            said = message_of(trainer.fit)
+            said = message_of(saving_trainer(executor, tmp_path, 1).fit)
         assert executor.steps == 2  # the save after step 1 has failed; that after step 2 says so
         assert said.startswith(f"{tmp_path}/saving/__0_")
 
 
 def test_a_full_disk_at_the_end_is_told_too(tmp_path: Path) -> None:
     with noisy_executor(None) as executor:
-        trainer = trainer_of(executor, tmp_path, 1, async_save=True)
+        trainer = trainer_of(executor, checkpoint=tmp_path, epochs=1, async_save=True)
         with full_disk(300):
             assert "make room there" in message_of(trainer.fit)
         assert trainer.fit() is trainer.history
@@ -350,15 +286,10 @@ def test_a_full_disk_at_the_end_is_told_too(tmp_path: Path) -> None:
 
 def test_the_log_has_the_time_and_size_of_a_copy(tmp_path: Path) -> None:
     logged: list[Any] = []
-
-    class Keeps(Callback):
-        def after_log(self, step: int, figures: Any) -> None:
-            logged.append(figures)
-
+    keeps = Calls(after_log=lambda step, figures: logged.append(figures))
+    options = {"checkpoint": tmp_path, "save_every": 1, "log_every": 1, "callbacks": [keeps]}
     with noisy_executor(None) as executor:
-        trainer_of(
-            executor, tmp_path, 1, save_every=1, log_every=1, async_save=True, callbacks=[Keeps()]
-        ).fit()
+        trainer_of(executor, epochs=1, async_save=True, **options).fit()
     assert "copy_seconds" not in logged[0]  # nothing has been saved yet
     assert logged[1]["copy_seconds"] > 0
     assert 0 < logged[1]["copy_gib"] < 1e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import UserDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -12,20 +12,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import WeightedRandomSampler
 from transformers import BatchEncoding
 
 import schedir
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.training import Batches
+from tests.runtime.kit import MSE, linear_stages, numbered
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -81,33 +77,36 @@ class ReadsAhead(Resumable):
             yield batches[self.at - 1]
 
 
-def loader(kind: str) -> Iterable[Any]:
-    data = Noisy()
-    if kind == "shuffled":
-        return DataLoader(data, 5, shuffle=True)
-    if kind == "own generator":
-        return DataLoader(data, 5, shuffle=True, generator=torch.Generator().manual_seed(3))
-    if kind == "weighted":
-        return DataLoader(data, 5, sampler=WeightedRandomSampler([1.0] * 12, 12))
-    if kind == "workers":
-        return DataLoader(data, 5, shuffle=True, num_workers=2)
-    if kind == "distributed":
-        return DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=2, rank=1))
-    if kind == "stream":
-        return DataLoader(Stream(), 4)
-    if kind == "resumable stream":
-        return DataLoader(Resumable(), 4)
-    if kind == "resumable stream of workers":
-        return DataLoader(Resumable(), 4, num_workers=1)
-    if kind == "reads ahead":
-        return ReadsAhead()
-    return [(torch.ones(2), torch.zeros(2)), (torch.ones(3), torch.zeros(3))]
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
 
 
-KINDS = (
-    *("shuffled", "own generator", "weighted", "workers", "distributed", "stream", "list"),
-    *("resumable stream", "resumable stream of workers", "reads ahead"),
-)
+def half() -> DistributedSampler[Any]:
+    return DistributedSampler(Noisy(), num_replicas=2, rank=1)
+
+
+LOADERS: dict[str, Callable[[], Iterable[Any]]] = {
+    "shuffled": lambda: DataLoader(Noisy(), 5, shuffle=True),
+    "own generator": lambda: DataLoader(Noisy(), 5, shuffle=True, generator=seeded()),
+    "weighted": lambda: DataLoader(Noisy(), 5, sampler=WeightedRandomSampler([1.0] * 12, 12)),
+    "workers": lambda: DataLoader(Noisy(), 5, shuffle=True, num_workers=2),
+    "distributed": lambda: DataLoader(Noisy(), 2, sampler=half()),
+    "stream": lambda: DataLoader(Stream(), 4),
+    "resumable stream": lambda: DataLoader(Resumable(), 4),
+    "resumable stream of workers": lambda: DataLoader(Resumable(), 4, num_workers=1),
+    "reads ahead": ReadsAhead,
+    "list": lambda: [(torch.ones(n), torch.zeros(n)) for n in (2, 3)],
+}
+
+
+def batches_of(kind: str, **options: Any) -> Batches:
+    return Batches(LOADERS[kind](), **options)
+
+
+def resumed_from(state: Any, kind: str, **options: Any) -> Batches:
+    batches = batches_of(kind, **options)
+    batches.load_state_dict(state)
+    return batches
 
 
 def values(pairs: Iterable[Any]) -> list[Any]:
@@ -124,42 +123,37 @@ def drawn() -> tuple[float, float, float]:
     return float(torch.rand(())), float(np.random.rand()), random.random()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOADERS)
 def test_ranks_read_the_same_whatever_they_have_drawn_before(kind: str) -> None:
     found = []
     for rank in range(2):
         disturb(rank)
-        batches = Batches(loader(kind))
+        batches = batches_of(kind)
         found.append([values(batches) for _ in range(2)])
         drawn()
     assert found[0] == found[1]
     assert (found[0][0] == found[0][1]) == (kind == "list")  # another order in every epoch
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOADERS)
 def test_what_the_caller_draws_stays_what_it_was(kind: str) -> None:
     disturb(5)
     expected = [drawn() for _ in range(3)]
     disturb(5)
-    reading = iter(Batches(loader(kind)))
-    found = []
-    for _ in range(2):
-        found.append(drawn())
-        next(reading)
+    found = [drawn() for _ in zip(batches_of(kind), range(2), strict=False)]
     assert [*found, drawn()] == expected
 
 
 @pytest.mark.parametrize("before", [0, 2, 3, 7])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOADERS)
 def test_a_resumed_run_goes_on_with_the_next_batch(kind: str, before: int) -> None:
-    whole = values(islice(Batches(loader(kind), repeat=True), 10))
-    first = Batches(loader(kind), repeat=True)
+    whole = values(islice(batches_of(kind, repeat=True), 10))
+    first = batches_of(kind, repeat=True)
     reading = iter(first)
     assert values(islice(reading, before)) == whole[:before]
     state = first.state_dict()
     disturb(8)
-    resumed = Batches(loader(kind), repeat=True)
-    resumed.load_state_dict(state)
+    resumed = resumed_from(state, kind, repeat=True)
     assert resumed.state_dict()["batch"] == state["batch"]
     assert values(islice(resumed, 10 - before)) == whole[before:]
 
@@ -176,8 +170,7 @@ def test_a_stream_that_knows_its_place_is_not_read_again() -> None:
     resumed.load_state_dict(state)
     assert len(values(resumed)) == 2
     assert stream.read == 6
-    other = Batches(loader("resumable stream of workers"))  # reads it again, to the same end
-    other.load_state_dict(state)
+    other = resumed_from(state, "resumable stream of workers")  # reads it again, to the same end
     assert [x for x, _ in values(other)] == [x for x, _ in values(reading)]
 
 
@@ -192,65 +185,57 @@ def test_the_order_is_the_same_with_workers_and_without() -> None:
 
 
 def test_what_knows_of_epochs_is_told_theirs() -> None:
-    sampler: DistributedSampler[Any] = DistributedSampler(Noisy(), num_replicas=2, rank=1)
-    batches = Batches(DataLoader(Noisy(), 2, sampler=sampler))
+    batches, sampler = batches_of("distributed"), half()
     for epoch in range(3):
-        read = [i for _, target in values(batches) for i in target]
         sampler.set_epoch(epoch)
-        assert read == list(sampler)
+        assert [i for _, target in values(batches) for i in target] == list(sampler)
     stream = Stream()
     list(islice(Batches(DataLoader(stream, 4), repeat=True), 7))
     assert stream.epoch == 2
 
 
 def test_an_epoch_ends_and_the_next_begins_where_it_should() -> None:
-    batches = Batches(DataLoader(Noisy(), 5, shuffle=True))
+    batches = batches_of("shuffled")
     assert len(batches) == 3
     epochs = []
     for epoch in range(3):
         assert (batches.epoch, batches.batch) == (epoch, 0)
         epochs.append(values(batches))
         assert len(epochs[-1]) == 3
-    state = batches.state_dict()
-    expected = values(batches)
-    again = Batches(DataLoader(Noisy(), 5, shuffle=True))
-    again.load_state_dict(state)
-    assert again.epoch == 3
-    assert values(again) == expected
+    assert resumed_from(batches.state_dict(), "shuffled").epoch == 3
     # One that is left early is over: the next iter() begins anew, not in the middle.
-    left = Batches(DataLoader(Noisy(), 5, shuffle=True))
+    left = batches_of("shuffled")
     next(iter(left))
     assert values(left) == epochs[1]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOADERS)
 def test_a_run_that_is_resumed_between_two_epochs_begins_the_next(kind: str) -> None:
-    batches = Batches(loader(kind))
+    batches = batches_of(kind)
     values(batches)
-    resumed = Batches(loader(kind))
-    resumed.load_state_dict(batches.state_dict())
+    resumed = resumed_from(batches.state_dict(), kind)
     assert values(resumed) == values(batches)
     assert len(values(resumed)) == len(values(batches)) > 1
 
 
 def test_a_state_after_the_last_batch_leaves_nothing_of_its_epoch() -> None:
     """Of a loop that saves after each step."""
-    batches = Batches(loader("shuffled"))
+    batches = batches_of("shuffled")
     states = [batches.state_dict() for _ in batches]
-    resumed = Batches(loader("shuffled"))
-    resumed.load_state_dict(states[-1])
+    resumed = resumed_from(states[-1], "shuffled")
     assert values(resumed) == []
     assert values(resumed) == values(batches)
 
 
 def test_the_order_of_a_loader_with_a_generator_is_its_own() -> None:
-    expected = [y.tolist() for _, y in loader("own generator")]
-    assert [y.tolist() for _, y in Batches(loader("own generator"))] == expected
-    seeds = [[y for _, y in values(Batches(loader("shuffled"), seed=seed))] for seed in (0, 1)]
+    expected = [y.tolist() for _, y in LOADERS["own generator"]()]
+    assert [y for _, y in values(batches_of("own generator"))] == expected
+    seeds = [[y for _, y in values(batches_of("shuffled", seed=seed))] for seed in (0, 1)]
     assert seeds[0] != seeds[1]
 
 
 X, Y = torch.ones(4, 3), torch.zeros(4)
+TOO_FEW = DataLoader(TensorDataset(X, Y), 8, drop_last=True)
 
 
 def test_a_batch_is_taken_apart() -> None:
@@ -279,14 +264,8 @@ def test_a_batch_is_taken_apart() -> None:
         (lambda: Batches(X), "not Tensor"),
         (lambda: Batches(3), "not int"),  # type: ignore[arg-type]
         (lambda: Batches([]), "no batch in epoch 0: its data set is empty"),
-        (
-            lambda: Batches(DataLoader(TensorDataset(X, Y), 8, drop_last=True)),
-            "has 4 samples, fewer than the 8 of a batch, and drop_last=True",
-        ),
-        (
-            lambda: Batches(iter([(X, Y)]), repeat=True),
-            "epoch 1: an iterator can be read only once",
-        ),
+        (lambda: Batches(TOO_FEW), "has 4 samples, fewer than the 8 of a batch, and drop_last=T"),
+        (lambda: Batches(iter([(X, Y)]), repeat=True), "epoch 1: an iterator can be read only onc"),
     ],
 )
 def test_what_can_be_no_batches_is_named(make: Any, text: str) -> None:
@@ -295,28 +274,26 @@ def test_what_can_be_no_batches_is_named(make: Any, text: str) -> None:
 
 
 def test_a_state_of_other_data_is_refused() -> None:
-    batches = Batches(loader("shuffled"))
+    batches = batches_of("shuffled")
     states = [batches.state_dict() for _ in batches]
     other = Batches([(X, Y)])
     other.load_state_dict(states[-1])
     with pytest.raises(ExecutionError, match=r"after batch 1 of epoch 0, .* is at batch 3"):
         list(other)
     with pytest.raises(ExecutionError, match=r"has 1 generators of its own, .* that has 0"):
-        Batches(loader("own generator")).load_state_dict(states[0])
+        resumed_from(states[0], "own generator")
 
 
 def test_one_that_reads_for_nobody_else_reads_as_ever() -> None:
     """In one process, which runs all ranks."""
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    stages = {stage: torch.nn.Linear(4, 4) for stage in range(2)}
-    mse = torch.nn.functional.mse_loss
-    with Executor(schedule, stages, mse, in_process=True) as executor:
-        batches = Batches(loader("shuffled"), reader="first", executor=executor)
-        assert values(batches) == values(Batches(loader("shuffled")))
+    with Executor(schedule, numbered(linear_stages()), MSE, in_process=True) as executor:
+        batches = batches_of("shuffled", reader="first", executor=executor)
+        assert values(batches) == values(batches_of("shuffled"))
     with pytest.raises(ExecutionError, match=r"needs the executor .* executor="):
-        Batches(loader("list"), reader="first")
+        batches_of("list", reader="first")
     with pytest.raises(ExecutionError, match=r"reader must be .all. or .first., not 'last'"):
-        Batches(loader("list"), reader="last")
+        batches_of("list", reader="last")
 
 
 def test_what_has_no_end_has_no_length() -> None:

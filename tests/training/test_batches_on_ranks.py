@@ -21,18 +21,15 @@ from tests.runtime.kit import MSE, adamw, everyone, linear_stages, message_of
 from tests.runtime.lists import bidirectional_v
 from tests.runtime.on_ranks import on_ranks
 
+_FILL_DRAIN = "{0}F0 {0}F1 {0}F2 {0}F3 {0}B0 {0}B1 {0}B2 {0}B3 {0}OPTIM_STEP"
 # The first stage is on the last rank.
-BACKWARDS = listed(
-    4,
-    "1 0",
-    "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3 1OPTIM_STEP",
-    "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0OPTIM_STEP",
-)
-
-
+BACKWARDS = listed(4, "1 0", _FILL_DRAIN.format(1), _FILL_DRAIN.format(0))
 _REST = "0REDUCE_GRAD 0OPTIM_STEP"
 # Each rank has all stages, and no rank all microbatches.
 REPLICATED = listed(4, "0,1", f"0F0 0B0 0F2 0B2 {_REST}", f"0F1 0B1 0F3 0B3 {_REST}")
+
+
+ON_TWO = schedir.build("1f1b", ranks=2, microbatches=4)
 
 
 def shuffled(own_generator: bool = False) -> DataLoader[Any]:
@@ -46,6 +43,11 @@ def executor_of(rank: int, schedule: schedir.Schedule) -> Executor:
     modules = linear_stages(schedule.stages)
     stages = {stage: modules[stage] for stage in schedule.stages_of(rank)}
     return Executor(schedule, stages, MSE, adamw, timeout=60)
+
+
+def read_by_first(loader: Any, executor: Executor, first: int = 0) -> Batches:
+    given = loader if executor.rank == first else None
+    return Batches(given, reader="first", executor=executor)
 
 
 def trained(executor: Executor, batches: Batches) -> list[float]:
@@ -69,8 +71,7 @@ def test_one_rank_reads_for_all_what_all_would_read(rank: int, target: Any, own:
         batches = Batches(shuffled(own))
         expected = [trained(executor, batches) for _ in range(3)]
     with executor_of(rank, schedule) as executor:
-        loader = shuffled(own) if rank == 0 else None
-        batches = Batches(loader, reader="first", executor=executor)
+        batches = read_by_first(shuffled(own), executor)
         assert len(batches) == 3
         found = [trained(executor, batches)]
         assert found == expected[:1]
@@ -82,8 +83,7 @@ def test_one_rank_reads_for_all_what_all_would_read(rank: int, target: Any, own:
             assert executor.step(inputs, target=target).loss == loss
         states = everyone(whole(batches))
         assert states == states[:1] * 3
-        loader = shuffled(own) if rank == 0 else None
-        resumed = Batches(loader, reader="first", executor=executor)
+        resumed = read_by_first(shuffled(own), executor)
         resumed.load_state_dict(batches.state_dict())
         assert trained(executor, resumed) == expected[1][2:]
         assert trained(executor, resumed) == expected[2]
@@ -104,8 +104,7 @@ def test_the_target_goes_where_the_loss_is(rank: int, schedule: schedir.Schedule
     with executor_of(rank, schedule) as executor:
         expected = trained(executor, Batches(shuffled()))
     with executor_of(rank, schedule) as executor:
-        loader = shuffled() if rank == schedule.placement[0][0] else None
-        batches = Batches(loader, reader="first", executor=executor)
+        batches = read_by_first(shuffled(), executor, first=schedule.placement[0][0])
         assert trained(executor, batches) == expected
 
 
@@ -120,12 +119,7 @@ class Failing:
 
 @on_ranks(2)
 def test_all_ranks_fail_where_the_one_that_reads_does(rank: int) -> None:
-    with executor_of(rank, schedir.build("1f1b", ranks=2, microbatches=4)) as executor:
-
-        def batches_of(loader: Any) -> Batches:
-            given = loader if rank == 0 else None
-            return Batches(given, reader="first", executor=executor)
-
+    with executor_of(rank, ON_TWO) as executor:
         for loader, reason in (
             (None, "ExecutionError: a loader is an iterable of batches, .* not NoneType"),
             ([], "ExecutionError: the loader yields no batch in epoch 0"),
@@ -135,11 +129,12 @@ def test_all_ranks_fail_where_the_one_that_reads_does(rank: int) -> None:
             where = "" if rank == 0 else "rank 0, which reads the batches, failed: "
             said = reason.partition(": ")[2] if rank == 0 else reason
             with pytest.raises((schedir.ExecutionError, OSError), match=f"^{where}{said}"):
-                trained(executor, batches_of(loader))
+                trained(executor, read_by_first(loader, executor))
         # Nothing has moved: the executor goes on.
-        assert len(trained(executor, batches_of(shuffled()))) == 3
+        assert len(trained(executor, read_by_first(shuffled(), executor))) == 3
         began = monotonic()
-        found = message_of(trained, executor, batches_of([(torch.ones(8, 4), Unsendable())]))
+        unsendable = read_by_first([(torch.ones(8, 4), Unsendable())], executor)
+        found = message_of(trained, executor, unsendable)
         assert "rank 0: hand_out: TypeError: it stays here" in found
         assert monotonic() - began < 30  # nobody waits until the time is up
 
@@ -157,7 +152,7 @@ def test_a_rank_that_reads_other_data_is_told(rank: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     data = TensorDataset(*torch.randn(2, 24, 4))
     loader = DataLoader(data, 8, shuffle=True, generator=generator)
-    executor = executor_of(rank, schedir.build("1f1b", ranks=2, microbatches=4))
+    executor = executor_of(rank, ON_TWO)
     executor.steps = 7
     said = everyone(message_of(trained, executor, Batches(loader)))
     assert "`inputs` is another batch here at step 7 than on rank 0 at its step 7" in said[1]
@@ -168,10 +163,11 @@ def test_a_rank_that_reads_other_data_is_told(rank: int) -> None:
 def test_a_last_batch_too_short_to_be_cut_names_drop_last(rank: int) -> None:
     draw = torch.Generator().manual_seed(1)
     data = TensorDataset(*torch.randn(2, 19, 4, generator=draw))
-    with executor_of(rank, schedir.build("1f1b", ranks=2, microbatches=4)) as executor:
+    with executor_of(rank, ON_TWO) as executor:
         short = Batches(DataLoader(data, 8))
         for inputs, target in short:  # the tail is evaluated all the same
             executor.evaluate(inputs, target=target)
-        assert "3 rows can't be split into 4 microbatches" in message_of(trained, executor, short)
-        assert "drop_last=True" in message_of(trained, executor, short)
+        said = message_of(trained, executor, short)
+        assert "3 rows can't be split into 4 microbatches" in said
+        assert "drop_last=True" in said
         assert len(trained(executor, Batches(DataLoader(data, 8, drop_last=True)))) == 2

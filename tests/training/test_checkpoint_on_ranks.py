@@ -2,92 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-import schedir
-from schedir import Schedule
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, deferred, gathered_state, partition
 from schedir.training.checkpoint import storage, whole_names
-from tests.literals import listed
 from tests.runtime.kit import MSE, adamw, everyone, message_of, momentum, random_batches
 from tests.runtime.on_ranks import on_ranks
-
-
-def layers(width: int = 4, dropout: float = 0.0) -> list[nn.Module]:
-    torch.manual_seed(5)
-    return [
-        nn.Linear(4, width),
-        nn.BatchNorm1d(width),
-        nn.Dropout(dropout),
-        nn.Linear(width, 4),
-        nn.LayerNorm(4),
-        nn.Linear(4, 4),
-    ]
-
-
-def executor_of(
-    schedule: Schedule, make: Any = adamw, of: list[nn.Module] | None = None, **options: Any
-) -> Executor:
-    rank = options["mesh"].get_local_rank("pp") if "mesh" in options else None
-    whole = options.get("in_process")
-    stages = partition(
-        of or layers(), schedule.stages if whole else schedule, by="uniform", rank=rank
-    )
-    return Executor(schedule, stages, MSE, make, ties=stages.ties, **options)
-
-
-def built(name: str, ranks: int = 2, **options: Any) -> Schedule:
-    return schedir.build(name, ranks=ranks, microbatches=4, **options)
-
-
-def shared(folder: Path) -> Path:
-    """The first rank's folder, on every rank."""
-    return Path(everyone(str(folder))[0])
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
-class Noisy:
-    """A data set that draws from every generator whose state is kept."""
-
-    def __iter__(self) -> Any:
-        for _ in range(3):
-            yield torch.randn(8, 4) * random.random(), torch.randn(8, 4) * np.random.rand()
+from tests.training.test_batches_on_ranks import REPLICATED
+from tests.training.test_checkpoint import assert_same, built, executor_of, layers, step_plainly
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("name", "make", "options"),
-    [
-        ("1f1b", adamw, {}),
-        ("interleaved-1f1b", momentum, {"chunks": 2}),
-        ("pipedream", momentum, {}),
-    ],
-)
-def test_a_resumed_run_is_the_uninterrupted_one(
-    name: str, make: Any, options: Any, rank: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "pipedream"])
+def test_a_resumed_run_is_the_uninterrupted_one(name: str, rank: int, folder: Path) -> None:
     """With dropout, with a loader that shuffles, and noise that is drawn between the steps."""
-    folder = shared(tmp_path)
-    schedule = built(name, **options)
+    schedule, make = built(name), adamw if name == "1f1b" else momentum
 
-    def trained(begin: int, end: int, resume: bool) -> tuple[list[float], list[Tensor]]:
+    def trained(begin: int, end: int, resume: bool) -> tuple[list[float], Any]:
         x, y = torch.randn(2, 24, 4, generator=torch.Generator().manual_seed(1))
         torch.manual_seed(begin)  # what is loaded counts
         random.seed(begin)
@@ -109,45 +53,37 @@ def test_a_resumed_run_is_the_uninterrupted_one(
                     checkpoint.save(folder)
                 if executor.steps == end:
                     break
-            return losses, [
-                value.clone() for m in executor.stages.values() for value in m.state_dict().values()
-            ]
+            return losses, gathered_state(executor)
 
     losses, expected = trained(0, 7, resume=False)
     resumed, found = trained(4, 7, resume=True)
     assert resumed == losses[4:]
-    assert all(map(torch.equal, found, expected))
+    assert_same(found, expected)
 
 
 @on_ranks(2)
-def test_any_number_of_processes_goes_on(rank: int, tmp_path: Path) -> None:
+def test_any_number_of_processes_goes_on(rank: int, folder: Path) -> None:
     """From two to one, to one that has all stages, and back from a plain model to two."""
-    folder = shared(tmp_path)
     batches = random_batches(6)
-    model = partition(layers(), 1)[0]
+    model = nn.Sequential(*layers())
     optimizer = adamw(model.parameters())
 
-    def step_plainly(x: Tensor, y: Tensor) -> None:
-        for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
-            (MSE(model(a), b) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def train(executor: Executor, *steps: int) -> None:
+        for step in steps:
+            executor.step(batches[step][0], target=batches[step][1])
+            step_plainly(model, optimizer, batches[step])
 
     with executor_of(built("1f1b")) as executor:
-        for x, y in batches[:2]:
-            executor.step(x, target=y)
-            step_plainly(x, y)
+        train(executor, 0, 1)
         Checkpoint(executor).save(folder / "two")
-    own = partition(layers(), 1)[0]
+    own = nn.Sequential(*layers())
     checkpoint = Checkpoint(own, adamw(own.parameters()))
     checkpoint.load(folder / "two")  # every rank by itself
     assert checkpoint.step == 2
     assert_same(own.state_dict(), model.state_dict())
     with executor_of(built("interleaved-1f1b", 3, chunks=2), in_process=True) as alone:
         Checkpoint(alone).load(folder / "two")
-        for x, y in batches[2:4]:
-            alone.step(x, target=y)
-            step_plainly(x, y)
+        train(alone, 2, 3)
         assert_same(gathered_state(alone), model.state_dict())
     if rank == 0:
         saved = Checkpoint(model, optimizer)
@@ -157,25 +93,13 @@ def test_any_number_of_processes_goes_on(rank: int, tmp_path: Path) -> None:
     with executor_of(built("interleaved-1f1b", chunks=3)) as executor:
         Checkpoint(executor).load(folder / "plain")
         assert executor.steps == 4
-        for x, y in batches[4:]:
-            executor.step(x, target=y)
-            step_plainly(x, y)
-        whole = gathered_state(executor)
-        assert (whole is None) == (rank == 1)
-        if whole is not None:
-            assert_same(whole, model.state_dict())
+        train(executor, 4, 5)
+        assert_same(gathered_state(executor), None if rank else model.state_dict())
 
 
 @on_ranks(2)
-def test_a_rank_without_parameters_goes_on(rank: int, tmp_path: Path) -> None:
+def test_a_rank_without_parameters_goes_on(rank: int, folder: Path) -> None:
     """Its scheduler does as well, and it reads no tensor of another rank's stages."""
-    folder = shared(tmp_path)
-    reads: list[str] = []
-    read_into = storage.Stored.read_into
-
-    def watched(self: storage.Stored, tensors: Any) -> None:
-        reads.extend(tensors)
-        read_into(self, tensors)
 
     def rates(begin: int, end: int, load: bool) -> list[tuple[float, float]]:
         with executor_of(built("1f1b"), of=[nn.Linear(4, 4), nn.Tanh()]) as executor:
@@ -194,18 +118,18 @@ def test_a_rank_without_parameters_goes_on(rank: int, tmp_path: Path) -> None:
             return found
 
     expected = rates(0, 6, load=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage.Stored, "read_into", watched)
+    watched: Any = {"autospec": True, "side_effect": storage.Stored.read_into}
+    with mock.patch.object(storage.Stored, "read_into", **watched) as read:
         assert rates(3, 6, load=True) == expected[3:]
     assert everyone(expected)[0] == expected
+    reads = [name for call in read.call_args_list for name in call.args[1]]
     of_tensors = [name for name in reads if name.startswith(("model.", "optimizer."))]
     assert len(of_tensors) == (0 if rank else 2 + 2 * 3)
 
 
 @on_ranks(2)
-def test_pipelines_in_parallel_are_kept_once(rank: int, tmp_path: Path) -> None:
+def test_pipelines_in_parallel_are_kept_once(rank: int, folder: Path) -> None:
     """The weights, and the first one's statistics; each one's generators and place in the data."""
-    folder = shared(tmp_path)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     torch.manual_seed(rank)
     batches = Batches([(x + rank, y) for x, y in random_batches(2)])
@@ -216,9 +140,7 @@ def test_pipelines_in_parallel_are_kept_once(rank: int, tmp_path: Path) -> None:
         Checkpoint(executor, batches=batches).save(folder)
         drawn = torch.randn(3)
         first = everyone(executor.stages[0].state_dict())[0]
-        whole = gathered_state(executor)
-        if whole is not None:
-            assert_same(whole, first)
+        assert_same(gathered_state(executor), None if rank else first)
     own = Batches(random_batches(2))
     with executor_of(built("1f1b", 1), mesh=mesh) as executor:
         Checkpoint(executor, batches=own).load(folder)
@@ -232,76 +154,63 @@ def test_pipelines_in_parallel_are_kept_once(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_replicas_of_a_stage_are_kept_once(rank: int, tmp_path: Path) -> None:
-    folder = shared(tmp_path)
-    rest = "0REDUCE_GRAD 0OPTIM_STEP"
-    replicated = listed(4, "0,1", f"0F0 0B0 0F2 0B2 {rest}", f"0F1 0B1 0F3 0B3 {rest}")
-    with executor_of(replicated) as executor:
+def test_replicas_of_a_stage_are_kept_once(rank: int, folder: Path) -> None:
+    with executor_of(REPLICATED) as executor:
         for x, y in random_batches(2):
             executor.step(x, target=y)
         Checkpoint(executor).save(folder)
         first = everyone(executor.stages[0].state_dict())[0]
-    with executor_of(replicated) as executor:
+    with executor_of(REPLICATED) as executor:
         Checkpoint(executor).load(folder)
         assert_same(executor.stages[0].state_dict(), first)
-    model = partition(layers(), 1)[0]
+    model = nn.Sequential(*layers())
     Checkpoint(model, adamw(model.parameters())).load(folder)
     assert_same(model.state_dict(), first)
 
 
-def tied_layers() -> list[Any]:
-    table = deferred(nn.Linear, 4, 4, bias=False)
-    return [table.tied("table"), nn.Tanh(), nn.Linear(4, 4), table.tied("table")]
-
-
 @on_ranks(2)
-def test_ties_have_all_their_names(rank: int, tmp_path: Path) -> None:
+def test_ties_have_all_their_names(rank: int, folder: Path) -> None:
     """A plain model with one parameter in two places, and two ranks with a copy each."""
-    folder = shared(tmp_path)
-    batches = random_batches(6)
-    make: Callable[[Any], Any] = momentum
-    with executor_of(built("1f1b"), make, tied_layers()) as executor:
+    *batches, last = random_batches(4)
+    table = deferred(nn.Linear, 4, 4, bias=False).tied("table")
+    tied: list[Any] = [table, nn.Tanh(), deferred(nn.Linear, 4, 4), table]
+    with executor_of(built("1f1b"), momentum, tied) as executor:
         assert len(executor.ties) == 1
-        for x, y in batches[:3]:
+        for x, y in batches:
             executor.step(x, target=y)
         Checkpoint(executor).save(folder / "ranks")
-        whole = gathered_state(executor)
-    model = partition(tied_layers(), 1)[0]
-    optimizer = make(model.parameters())
+        found = gathered_state(executor)
+    model = partition(tied, 1)[0]
+    optimizer = momentum(model.parameters())
     Checkpoint(model, optimizer).load(folder / "ranks")
     assert len(optimizer.state) == 3
     state = model.state_dict()
-    if whole is not None:
-        assert_same(state, whole)
+    assert_same(found, None if rank else state)
     assert state["0.weight"].data_ptr() == state["3.weight"].data_ptr()
-    for a, b in zip(batches[3][0].chunk(4), batches[3][1].chunk(4), strict=True):
-        (MSE(model(a), b) / 4).backward()
-    optimizer.step()
+    step_plainly(model, optimizer, last)
     if rank == 0:
         Checkpoint(model, optimizer).save(folder / "plain")
     everyone(None)
-    with executor_of(built("1f1b"), make, tied_layers()) as executor:
+    one, other = (executor_of(built("1f1b"), momentum, tied) for _ in range(2))
+    with one as executor, other:
         Checkpoint(executor).load(folder / "ranks")
-        executor.step(batches[3][0], target=batches[3][1])
-        with executor_of(built("1f1b"), make, tied_layers()) as other:
-            Checkpoint(other).load(folder / "plain")
-            for stage, module in executor.stages.items():
-                for name, value in module.state_dict().items():
-                    torch.testing.assert_close(value, other.stages[stage].state_dict()[name])
-            for own in other.optimizers.values():
-                assert all("momentum_buffer" in own.state[p] for p in own.param_groups[0]["params"])
+        executor.step(last[0], target=last[1])
+        Checkpoint(other).load(folder / "plain")
+        for stage, module in executor.stages.items():
+            for name, value in module.state_dict().items():
+                torch.testing.assert_close(value, other.stages[stage].state_dict()[name])
+        for own in other.optimizers.values():
+            assert all("momentum_buffer" in own.state[p] for p in own.param_groups[0]["params"])
 
 
 @on_ranks(2)
 def test_what_fails_on_one_rank_fails_on_all_and_spoils_nothing(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = shared(tmp_path)
     with executor_of(built("1f1b")) as executor:
         checkpoint = Checkpoint(executor)
         checkpoint.save(folder)
-        before = [m.state_dict() for m in executor.stages.values()]
-        before = [{name: value.clone() for name, value in state.items()} for state in before]
+        before = copy.deepcopy([m.state_dict() for m in executor.stages.values()])
         x, y = random_batches(1)[0]
         executor.step(x, target=y)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -17,8 +17,6 @@ from schedir import ExecutionError
 from schedir.training import balanced, deferred, partition
 from schedir.training.cutting.cuts import spans_of, written_out
 from schedir.training.cutting.stages import Span
-
-NUMBERS = st.integers(0, 12)
 
 
 def by_brute_force(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
@@ -36,7 +34,7 @@ def by_brute_force(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(NUMBERS, min_size=1, max_size=12).filter(any), st.integers(1, 5))
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any), st.integers(1, 5))
 def test_the_cut_is_that_of_brute_force(costs: list[int], stages: int) -> None:
     stages = min(stages, len(costs))
     assert balanced(costs, stages) == by_brute_force(costs, stages)
@@ -89,11 +87,9 @@ LETTERS = st.sampled_from(["t", "t*2", "tt", "m", "E", "t*3,", "|", "t|"])
 GROUPS = st.builds("({})*{}".format, st.lists(LETTERS, min_size=1).map("".join), st.integers(1, 3))
 
 
-@pytest.mark.parametrize("layout", ["Et*3|(t*2|)*6,tL", "Ettt|(tt|)*29,m|L", "E,t|t*10|t,L"])
-def test_known_layouts_are_written_out_as_by_megatron(layout: str) -> None:
-    assert written_out(layout) == as_megatron_does(layout)
-
-
+@example("Et*3|(t*2|)*6,tL")
+@example("Ettt|(tt|)*29,m|L")
+@example("E,t|t*10|t,L")
 @given(st.lists(LETTERS | GROUPS).map("".join))
 def test_layouts_are_written_out_as_by_megatron(layout: str) -> None:
     assert written_out(layout) == as_megatron_does(layout)
@@ -124,21 +120,17 @@ def layers_by(layout: str, layers: Sequence[object], stages: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "blocks", "expected"),
+    ("layout", "layers", "expected"),
     [
-        ("Et*3|(t*2|)*6,tL", 16, [5, 2, 2, 2, 2, 2, 2, 3]),
-        ("E|t*4|L", 4, [2, 4, 2]),
-        ("Et|tmL", 2, [3, 3]),
-        ("Et|tm|L", 2, [3, 2, 1]),
+        ("Et*3|(t*2|)*6,tL", model(16), [5, 2, 2, 2, 2, 2, 2, 3]),
+        ("E|t*4|L", model(4), [2, 4, 2]),
+        ("Et|tmL", model(2), [3, 3]),
+        ("Et|tm|L", model(2), [3, 2, 1]),
+        ("Et|ttL", [nn.Linear(2, 2)] * 5, [2, 3]),  # no run is as long: each letter is a layer
     ],
 )
-def test_a_layout_cuts_the_layers(layout: str, blocks: int, expected: list[int]) -> None:
-    assert layers_by(layout, model(blocks), len(expected)) == expected
-
-
-def test_where_no_run_is_as_long_each_letter_is_one_layer() -> None:
-    layers = [nn.Linear(2, 2) for _ in range(5)]
-    assert layers_by("Et|ttL", layers, 2) == [2, 3]
+def test_a_layout_cuts_the_layers(layout: str, layers: list[object], expected: list[int]) -> None:
+    assert layers_by(layout, layers, len(expected)) == expected
 
 
 @pytest.mark.parametrize(

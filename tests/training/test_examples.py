@@ -6,10 +6,10 @@ import argparse
 import os
 import pickle
 import re
-import runpy
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -26,56 +26,37 @@ from vit import vit
 
 import schedir
 from schedir.training import partition
-from tests.runtime.launch import ROOT
+from tests.runtime.kit import MSE
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import long
 
-SMALL = {
-    "train_images.py": "--depth 14 --width 4 --batch 256 --epochs 1",
-    "train_images.py --model vit": "--depth 2 --width 16 --batch 256 --epochs 1",
-    "train_alexnet.py": "--width 4 --batch 256 --epochs 1",
-    "train_masked.py": "--layers 2 --width 16 --batch 64 --lines 512 --epochs 1",
-}
+Run: TypeAlias = Callable[[str], str]
+
+ALEXNET = "train_alexnet.py --width 4 --batch 256 --epochs 1"
 
 
-LLAMA = "--layers 2 --width 16 --heads 2 --context 16 --batch 8 --steps 6"
-
-
-def run(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start(f"{example} {SMALL[example]}", monkeypatch)
+@pytest.mark.parametrize(
+    "example",
+    [
+        "train_images.py --depth 14 --width 4 --batch 256 --epochs 1",
+        "train_images.py --model vit --depth 2 --width 16 --batch 256 --epochs 1",
+        ALEXNET,
+        "train_masked.py --layers 2 --width 16 --batch 64 --lines 512 --epochs 1",
+    ],
+)
+@on_ranks(2)
+def test_an_example_equals_its_baseline(example: str, run: Run) -> None:
+    if out := run(example):
+        assert re.search(r"all \d+ losses and \d+ tensors equal, bit for bit\n$", out)
+        assert re.search(r"^stage 1: .* parameters$", out, re.MULTILINE)
+        assert re.search(r"^epoch 1  loss .*accuracy 0\.\d+", out, re.MULTILINE)
     assert not dist.is_initialized()  # a process group that is left would be in others' way
 
 
-def start(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    script, *options = f"{command} --verify".split()
-    path = str(ROOT / "examples" / script)
-    monkeypatch.setattr(sys, "argv", [path, *options])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(path, run_name="__main__")
-    assert ended.value.code == 0
-
-
-@pytest.mark.parametrize("example", SMALL)
-@on_ranks(2)
-def test_an_example_equals_its_baseline(
-    example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(example, monkeypatch)
-    out = capsys.readouterr().out
-    if os.environ["RANK"] != "0":
-        assert out == ""
-        return
-    assert re.search(r"all \d+ losses and \d+ tensors equal, bit for bit\n$", out)
-    assert re.search(r"^stage 1: .* parameters$", out, re.MULTILINE)
-    assert re.search(r"^epoch 1  loss .*accuracy 0\.\d+", out, re.MULTILINE)
-
-
 @on_ranks(4)
-def test_two_pipelines_equal_one_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("train_alexnet.py", monkeypatch)
-    if os.environ["RANK"] == "0":
-        assert "tensors equal, bit for bit" in capsys.readouterr().out
+def test_two_pipelines_equal_one_process(run: Run) -> None:
+    if out := run(ALEXNET):
+        assert "tensors equal, bit for bit" in out
 
 
 @on_ranks(4)
@@ -88,43 +69,29 @@ def test_two_pipelines_equal_one_process(
     ids=["fsdp", "tp"],
 )
 def test_a_sharded_or_split_llama_equals_one_process(
-    rank: int,
-    options: str,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert_llama_equals(options, said, monkeypatch, capsys)
-
-
-@pytest.mark.long
-@on_ranks(8)
-def test_a_llama_in_three_dimensions_equals_one_process(
-    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = "pp 2 x fsdp 2 x tp 2: loss .*equal, to 0.0001"
-    assert_llama_equals("--tp 2", said, monkeypatch, capsys)
-
-
-def assert_llama_equals(
-    options: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: int, options: str, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "destroy_process_group", dist.barrier)  # the test's own group
-    start(f"train_llama.py {LLAMA} {options}", monkeypatch)
-    if os.environ["RANK"] == "0":
-        assert re.search(said, capsys.readouterr().out, re.DOTALL)
+    sizes = "--layers 2 --width 16 --heads 2 --context 16 --batch 8 --steps 6"
+    if out := run(f"train_llama.py {sizes} {options}"):
+        assert re.search(said, out, re.DOTALL)
+
+
+@long
+@on_ranks(8)
+def test_a_llama_in_three_dimensions_equals_one_process(
+    rank: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "pp 2 x fsdp 2 x tp 2: loss .*equal, to 0.0001"
+    test_a_sharded_or_split_llama_equals_one_process(rank, "--tp 2", said, run, monkeypatch)
 
 
 def test_verify_tells_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
     def training(lr: float) -> Reference:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-
-        def optimizer(weights: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-            return torch.optim.SGD(weights, lr=lr)
-
         sched = schedir.build("1f1b", ranks=1, microbatches=2)
-        return Reference(sched, [model], nn.functional.mse_loss, optimizer)
+        return Reference(sched, [model], MSE, partial(torch.optim.SGD, lr=lr))
 
     batches = [(torch.ones(4, 2), torch.ones(4, 1)) for _ in range(2)]
     trained = training(0.1)
@@ -180,16 +147,13 @@ def test_padding_is_not_looked_at() -> None:
         assert (shown[len(line) :] == PADDING).all()
 
 
-def write_batch(path: Path, content: object) -> None:
-    path.write_bytes(pickle.dumps(content, protocol=2))
-
-
 def test_cifar_is_read_from_disk(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     pixels = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
+    content = pickle.dumps({b"data": pixels, b"labels": [3, 9]}, protocol=2)
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-        write_batch(folder / name, {b"data": pixels, b"labels": [3, 9]})
+        (folder / name).write_bytes(content)
     for given in (tmp_path, folder):
         found = cifar(str(given))
         assert (len(found.train), len(found.test)) == (10, 2)
@@ -205,12 +169,13 @@ def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, ...]:
             return os.system, ("touch wicked",)
 
-    write_batch(tmp_path / "data_batch_1", {b"data": Wicked(), b"labels": []})
-    with pytest.raises(argparse.ArgumentTypeError, match=r"data_batch_1 holds .*system"):
-        cifar(str(tmp_path))
-    write_batch(tmp_path / "data_batch_1", [1])
-    with pytest.raises(argparse.ArgumentTypeError, match="holds no batch of CIFAR-10"):
-        cifar(str(tmp_path))
+    for content, message in (
+        ({b"data": Wicked(), b"labels": []}, r"data_batch_1 holds .*system"),
+        ([1], "holds no batch of CIFAR-10"),
+    ):
+        (tmp_path / "data_batch_1").write_bytes(pickle.dumps(content, protocol=2))
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
+            cifar(str(tmp_path))
     with pytest.raises(argparse.ArgumentTypeError, match="No such file"):
         cifar(str(tmp_path / "nowhere"))
 

@@ -6,35 +6,23 @@ import csv
 import json
 import math
 import struct
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-    EventAccumulator,
-)
+from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 
-from schedir.training import (
-    CSV,
-    Batches,
-    History,
-    JSONLines,
-    Logger,
-    Monitor,
-    TensorBoard,
-    Trainer,
-    WandB,
-    accuracy,
-)
+from schedir.training import CSV, Batches, History, JSONLines, Logger, Monitor, TensorBoard, WandB
 from tests.runtime.kit import everyone, message_of
 from tests.runtime.on_ranks import on_ranks
-from tests.training.test_trainer import HELD_OUT, TRAINED, Ends, an_executor
+from tests.test_architecture import imported_by
+from tests.training.test_trainer import EVALUATED, TRAINED, Ends, an_executor, trainer_of
 
 Rows = dict[int, dict[str, float]]
 
@@ -54,55 +42,41 @@ def fit(
 ) -> tuple[Rows, History]:
     """Ten steps, logged every two and evaluated every five, which may be interrupted before."""
     held = Held()
+    every = {"max_steps": 10, "eval_every": 5, "save_every": 3, "log_every": 2}
     with an_executor(rank) as executor:
-        trainer = Trainer(
-            executor,
-            Batches(TRAINED, repeat=True),
-            max_steps=10,
-            eval_every=5,
-            save_every=3,
-            log_every=2,
-            evaluation=HELD_OUT,
-            metrics={"accuracy": accuracy},
-            checkpoint=folder,
-            callbacks=[
-                held,
-                logger,
-                Monitor(executor),
-                *([] if ends is None else [Ends(executor, ends)]),
-            ],
-            progress=False,
-        )
+        callbacks = [held, logger, Monitor(executor)]
+        callbacks += [] if ends is None else [Ends(executor, ends)]
+        options: dict[str, Any] = {"callbacks": callbacks, "checkpoint": folder, **EVALUATED}
+        trainer = trainer_of(executor, Batches(TRAINED, repeat=True), **every, **options)
         with nullcontext() if ends is None else pytest.raises(KeyboardInterrupt):
             trainer.fit()
         return held.rows, trainer.history
 
 
-def of_csv(path: Path) -> Rows:
+def by_step(rows: Iterable[dict[str, Any]]) -> Rows:
+    """The figures of rows that have a step, and nothing twice."""
     found: Rows = {}
-    for row in csv.DictReader(path.read_text().splitlines()):
-        known = {name: float(value) for name, value in row.items() if value and name != "step"}
-        found.setdefault(int(row["step"]), {}).update(known)
+    for row in rows:
+        here = found.setdefault(int(row.pop("step")), {})
+        assert not here.keys() & row.keys(), "twice"
+        here.update(row)
     return found
+
+
+def of_csv(path: Path) -> Rows:
+    rows = csv.DictReader(path.read_text().splitlines())
+    return by_step({name: float(x) for name, x in row.items() if x} for row in rows)
 
 
 def of_json_lines(path: Path) -> Rows:
-    found: Rows = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        found.setdefault(row.pop("step"), {}).update(row)
-    return found
+    return by_step(map(json.loads, path.read_text().splitlines()))
 
 
 def of_tensorboard(path: Path) -> Rows:
-    found: Rows = {}
-    events = EventAccumulator(str(path))
+    events = event_accumulator.EventAccumulator(str(path))
     events.Reload()
-    for name in events.Tags()["scalars"]:
-        for event in events.Scalars(name):
-            assert name not in found.setdefault(event.step, {}), "twice"
-            found[event.step][name] = event.value
-    return found
+    scalars = ((name, x) for name in events.Tags()["scalars"] for x in events.Scalars(name))
+    return by_step({"step": x.step, name: x.value} for name, x in scalars)
 
 
 FILES: dict[str, tuple[Callable[[Path], Logger], Callable[[Path], Rows]]] = {
@@ -128,9 +102,8 @@ def test_a_file_has_the_figures_of_logs_and_entries(kind: str, tmp_path: Path) -
     assert [*told] == [2, 4, 5, 6, 8, 10]
     of_logs = {"loss", "lr", "samples_per_second", "peak_memory_gib"}
     of_entries = {"record/loss", "record/lr", "evaluation/loss", "evaluation/accuracy"}
-    for step, row in told.items():
-        expected = (of_logs if step % 2 == 0 else set()) | (of_entries if step % 5 == 0 else set())
-        assert row.keys() == expected
+    expected = dict.fromkeys((2, 4, 6, 8), of_logs) | {5: of_entries, 10: of_logs | of_entries}
+    assert {step: row.keys() for step, row in told.items()} == expected
     assert told[10]["evaluation/loss"] == history[-1].evaluation_loss
     assert told[10]["record/loss"] == history[-1].loss
     assert read(path) == rounded(told, exact=kind != "tensorboard")
@@ -221,8 +194,7 @@ def test_weights_and_biases_has_the_figures_offline(
 
 
 @on_ranks(2)
-def test_the_first_process_alone_writes(rank: int, tmp_path: Path) -> None:
-    (folder, _) = everyone(tmp_path)
+def test_the_first_process_alone_writes(rank: int, folder: Path) -> None:
     told, _ = fit(CSV(folder / f"{rank}.csv"), rank=rank)
     everyone(None)
     assert (not told) == (rank == 1)
@@ -235,21 +207,12 @@ def test_the_first_process_alone_writes(rank: int, tmp_path: Path) -> None:
 def test_a_library_that_is_not_there_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    makes: dict[str, Callable[[], Logger]] = {
-        "tensorboard": lambda: TensorBoard("run"),
-        "wandb": lambda: WandB(project="tried"),
-    }
-    for name, make in makes.items():
+    made: dict[str, Any] = {"tensorboard": partial(TensorBoard, "run")}
+    for name, make in {**made, "wandb": partial(WandB, project="tried")}.items():
         monkeypatch.setitem(sys.modules, name, None)
         said = message_of(make)
         assert said == f"{name} is not installed: pip install 'schedir[{name}]'"
 
 
 def test_nothing_is_imported_for_loggers_that_are_not_used() -> None:
-    code = (
-        "import sys, schedir.training\n"
-        "print([name for name in ('tensorboard', 'wandb') if name in sys.modules])"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "[]\n", done.stderr
+    assert not imported_by("import schedir.training") & {"tensorboard", "wandb"}

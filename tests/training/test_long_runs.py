@@ -6,9 +6,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+from unittest import mock
 
 import pytest
 import torch
@@ -18,14 +18,13 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers.optimization import GreedyLR
 
-from schedir.runtime import Executor, StepResult
+from schedir.runtime import Executor
 from schedir.training import (
     Batches,
     Callback,
     Checkpoint,
     History,
     Monitor,
-    Trainer,
     accuracy,
     evaluate,
     gathered_state,
@@ -34,16 +33,18 @@ from schedir.training import (
 from tests.runtime.kit import everyone, message_of
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
-from tests.training.test_resuming import folders
+from tests.training.test_checkpoint import Kept, assert_same
+from tests.training.test_resuming import folders, interrupted_at
 from tests.training.test_trainer import (
-    CLASSES,
     HELD_OUT,
     TRAINED,
+    Calls,
     Ends,
     Plain,
     an_executor,
     labelled,
     noisy_executor,
+    trainer_of,
 )
 
 DATA = TensorDataset(*(torch.cat(parts) for parts in zip(*labelled(8, 8, 8), strict=True)))
@@ -69,8 +70,8 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         while self.at != self.ends:
             self.at, self.read = self.at + 1, self.read + 1
-            draw = torch.Generator().manual_seed(self.at)
-            yield torch.randn(4, generator=draw), torch.randint(CLASSES, (), generator=draw)
+            ((x, y),) = labelled(1, seed=self.at)
+            yield x[0], y[0]
         self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,21 +94,29 @@ SOURCES: dict[str, Callable[[Executor], Batches]] = {
 }
 
 
-class Keeps(Callback):
-    """What is logged, without what depends on the time."""
+def reads(name: str, reader: str, executor: Executor) -> Batches:
+    """One of these that every rank reads, or the first one alone."""
+    if reader == "all":
+        return SOURCES[name](executor)
+    loader: Any = DataLoader(Stream(), 8) if name == "stream" else shuffled()
+    given = None if executor.rank else loader
+    return Batches(given, repeat=name == "endless", reader=reader, executor=executor)
 
-    def __init__(self) -> None:
-        self.logged: list[tuple[int, float, float]] = []
 
-    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-        self.logged.append((step, figures["loss"], figures["lr"]))
+Log: TypeAlias = tuple[int, float, float]
+MakeScheduler: TypeAlias = Callable[[Optimizer], Any]
+
+
+def keeps(logged: list[Log]) -> Callback:
+    """Adds what is logged, without what depends on the time."""
+    return Calls(after_log=lambda step, f: logged.append((step, f["loss"], f["lr"])))
 
 
 @frozen
 class Fitted:
     history: History
     weights: dict[str, Tensor] | None
-    logged: list[tuple[int, float, float]]
+    logged: list[Log]
 
 
 def cosine(optimizer: Optimizer) -> Any:
@@ -115,36 +124,32 @@ def cosine(optimizer: Optimizer) -> Any:
 
 
 def fitted(
-    rank: int | None,
-    source: Callable[[Executor], Batches],
+    source: str | Batches,
     folder: Path | None = None,
     ends: int | None = None,
-    make: Callable[[Optimizer], Any] = cosine,
+    make: MakeScheduler = cosine,
+    *,
+    rank: int | None = None,
+    reader: str = "all",
     **options: Any,
 ) -> Fitted:
     """A training of 13 steps, which may be interrupted before."""
-    keeps = Keeps()
+    logged: list[Log] = []
     with noisy_executor(rank, segment=options.get("segment")) as executor:
         given: dict[str, Any] = {
             "max_steps": 13,
             "scheduler": make(executor.optimizer),
-            "evaluation": Batches(DataLoader(DATA, batch_size=8, shuffle=True)),
+            "evaluation": reads("sized", reader, executor),
             "metrics": {"accuracy": accuracy},
             "checkpoint": folder,
-            "callbacks": [keeps, *([] if ends is None else [Ends(executor, ends)])],
-            "progress": False,
+            "callbacks": [keeps(logged), *([] if ends is None else [Ends(executor, ends)])],
             **options,
         }
-        trainer = Trainer(executor, source(executor), **given)
+        batches = reads(source, reader, executor) if isinstance(source, str) else source
+        trainer = trainer_of(executor, batches, **given)
         with nullcontext() if ends is None else pytest.raises(KeyboardInterrupt):
             trainer.fit()
-        return Fitted(trainer.history, gathered_state(executor), keeps.logged)
-
-
-def assert_same(mine: Mapping[str, Tensor] | None, theirs: Mapping[str, Tensor] | None) -> None:
-    assert (mine is None) == (theirs is None)
-    for name, value in (mine or {}).items():
-        assert torch.equal(value, (theirs or {})[name]), name
+        return Fitted(trainer.history, gathered_state(executor), logged)
 
 
 EVERY: dict[str, Any] = {"eval_every": 4, "save_every": 3, "log_every": 2}
@@ -154,15 +159,15 @@ EVERY: dict[str, Any] = {"eval_every": 4, "save_every": 3, "log_every": 2}
 @pytest.mark.parametrize("name", SOURCES)
 def test_it_goes_on_from_any_step_bit_for_bit(name: str, ends: int, tmp_path: Path) -> None:
     """In the midst of an epoch and at its end, where that is known before and where it is not."""
-    whole = fitted(None, SOURCES[name], **EVERY)
+    whole = fitted(name, **EVERY)
     assert [record.step for record in whole.history] == [4, 8, 12, 13]
     # At step 12 the others do not know yet that there is no more.
     assert whole.history[2].epoch == (4 if name == "sized" else None)
     assert [step for step, _, _ in whole.logged] == [2, 4, 6, 8, 10, 12]
-    fitted(None, SOURCES[name], tmp_path, ends=ends, **EVERY)
+    fitted(name, tmp_path, ends=ends, **EVERY)
     saved = (ends - 1) // 3 * 3  # it is interrupted before it saves
     assert folders(tmp_path)[-1] == f"step-{saved}"
-    resumed = fitted(None, SOURCES[name], tmp_path, **EVERY)
+    resumed = fitted(name, tmp_path, **EVERY)
     assert resumed.history == whole.history
     assert_same(resumed.weights, whole.weights)
     assert resumed.logged == [one for one in whole.logged if one[0] > saved]
@@ -170,23 +175,13 @@ def test_it_goes_on_from_any_step_bit_for_bit(name: str, ends: int, tmp_path: Pa
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["endless", "stream"])
+@pytest.mark.parametrize("name", ["sized", "endless", "stream"])
 @pytest.mark.parametrize("reader", ["all", "first"])
-def test_it_goes_on_from_any_step_on_ranks(
-    name: str, reader: str, rank: int, tmp_path: Path
-) -> None:
-    def source(executor: Executor) -> Batches:
-        loader = shuffled() if name == "endless" else DataLoader(Stream(), 8)
-        reads = reader == "all" or rank == 0
-        return Batches(
-            loader if reads else None, repeat=name == "endless", reader=reader, executor=executor
-        )
-
-    (folder, _) = everyone(tmp_path)
-    whole = fitted(rank, SOURCES[name], **EVERY)
+def test_it_goes_on_from_any_step_on_ranks(name: str, reader: str, rank: int, folder: Path) -> None:
+    whole = fitted(name, rank=rank, **EVERY)
     assert everyone(whole.history) == [whole.history] * 2
-    fitted(rank, source, folder, ends=8, **EVERY)
-    resumed = fitted(rank, source, folder, **EVERY)
+    fitted(name, folder, ends=8, rank=rank, reader=reader, **EVERY)
+    resumed = fitted(name, folder, rank=rank, reader=reader, **EVERY)
     assert resumed.history == whole.history
     assert_same(resumed.weights, whole.weights)
 
@@ -195,39 +190,30 @@ def test_a_stream_with_a_state_is_not_read_again(tmp_path: Path) -> None:
     """Neither what was handed out before, nor ahead of what is handed out."""
     for ends, steps in ((7, 7), (None, 13 - 6)):
         stream = Stream()
-        batches = Batches(DataLoader(stream, 8))
-        fitted(None, partial(lambda own, _: own, batches), tmp_path, ends, **EVERY)
+        fitted(Batches(DataLoader(stream, 8)), tmp_path, ends, **EVERY)
         assert stream.read == 8 * steps
 
 
-def by_hand() -> tuple[list[tuple[float, int]], Plain]:
-    """Of 12 steps the losses and rows, in one process."""
-    plain = Plain(steps=12)
-    losses = []
+def mean(losses: list[tuple[float, int]]) -> float:
+    """Of losses and how many rows each is of."""
+    return sum(loss * rows for loss, rows in losses) / sum(rows for _, rows in losses)
+
+
+def test_the_loss_of_an_entry_or_a_log_is_the_mean_since_the_one_before() -> None:
+    plain, losses = Plain(steps=12), []
+    logged: list[Log] = []
     for batch in TRAINED * 4:
         losses.append((plain.step(batch), len(batch[1])))
-        for scheduler in plain.schedulers:
-            scheduler.step()
-    return losses, plain
-
-
-def test_the_loss_of_an_entry_is_the_mean_since_the_one_before() -> None:
-    losses, plain = by_hand()
     with an_executor(None) as executor:
-        trainer = Trainer(
-            executor,
-            Batches(TRAINED, repeat=True),
-            max_steps=12,
-            eval_every=5,
-            scheduler=warmup_cosine(executor.optimizer, warmup=2, steps=12),
-            evaluation=HELD_OUT,
-            progress=False,
-        )
-        history = trainer.fit()
-        assert history[-1].evaluation_loss == plain.evaluation()[0]
-    assert [record.step for record in history] == [5, 10, 12]
-    for record, part in zip(history, (losses[:5], losses[5:10], losses[10:]), strict=True):
-        assert record.loss == sum(loss * rows for loss, rows in part) / sum(r for _, r in part)
+        rates = warmup_cosine(executor.optimizer, warmup=2, steps=12)
+        options = {"scheduler": rates, "evaluation": HELD_OUT, "callbacks": [keeps(logged)]}
+        every = {"max_steps": 12, "eval_every": 5, "log_every": 4}
+        history = trainer_of(executor, Batches(TRAINED, repeat=True), **every, **options).fit()
+    assert history[-1].evaluation_loss == plain.evaluation()[0]
+    parts = [(5, losses[:5]), (10, losses[5:10]), (12, losses[10:])]
+    assert [(record.step, record.loss) for record in history] == [(n, mean(p)) for n, p in parts]
+    logs = [(4, losses[:4]), (8, losses[4:8]), (12, losses[8:])]
+    assert [log[:2] for log in logged] == [(n, mean(part)) for n, part in logs]
 
 
 @pytest.mark.parametrize(
@@ -243,16 +229,13 @@ def test_the_loss_of_an_entry_is_the_mean_since_the_one_before() -> None:
 def test_what_comes_first_ends_it(
     limits: dict[str, int], records: list[tuple[int | None, int]], tmp_path: Path
 ) -> None:
-    seen: list[int] = []
-
-    class Epochs(Callback):
-        def after_epoch(self, history: History) -> None:
-            seen.append(len(history))
+    seen: list[History] = []
 
     def run(**limits: Any) -> tuple[list[tuple[int | None, int]], dict[str, Tensor] | None]:
         with noisy_executor(None) as executor:
-            given = {"checkpoint": tmp_path, "callbacks": [Epochs()], "progress": False, **limits}
-            trainer = Trainer(executor, Batches(shuffled()), **given)
+            callbacks = [Calls(after_epoch=seen.append)]
+            given = {"checkpoint": tmp_path, "callbacks": callbacks, **limits}
+            trainer = trainer_of(executor, Batches(shuffled()), **given)
             found = [(record.epoch, record.step) for record in trainer.fit()]
             assert executor.steps == found[-1][1]
             assert trainer.fit() == trainer.history  # and no further
@@ -268,15 +251,12 @@ def test_what_comes_first_ends_it(
 
 def test_the_newest_of_both_kinds_of_checkpoints_is_gone_on_from(tmp_path: Path) -> None:
     began: list[int] = []
-
-    class Begins(Callback):
-        def before_training(self, step: int) -> None:
-            began.append(step)
+    callbacks = [Calls(before_training=began.append)]
 
     def run(**options: Any) -> History:
         with an_executor(None) as executor:
-            given = {"checkpoint": tmp_path, "progress": False, "callbacks": [Begins()], **options}
-            return Trainer(executor, Batches(TRAINED), **given).fit()
+            given = {"checkpoint": tmp_path, "callbacks": callbacks, **options}
+            return trainer_of(executor, **given).fit()
 
     run(max_steps=10)
     assert folders(tmp_path) == ["epoch-3", "step-10"]
@@ -291,23 +271,21 @@ def test_the_newest_of_both_kinds_of_checkpoints_is_gone_on_from(tmp_path: Path)
 
 
 def test_endless_batches_are_saved_with_each_entry(tmp_path: Path) -> None:
-    fitted(None, SOURCES["endless"], tmp_path, eval_every=5, keep=9)
+    fitted("endless", tmp_path, eval_every=5, keep=9)
     assert folders(tmp_path) == ["step-10", "step-13", "step-5"]
 
 
-def step_and_weights(folder: Path) -> tuple[int, dict[str, Tensor]]:
+def step_and_weights(folder: Path) -> tuple[int, dict[str, Tensor] | None]:
     with noisy_executor(None) as executor:
         Checkpoint(executor).load(folder)
-        state = gathered_state(executor)
-        assert state is not None
-        return executor.steps, state
+        return executor.steps, gathered_state(executor)
 
 
 @pytest.mark.parametrize(("best", "mode"), [("loss", "min"), ("loss", "max"), ("accuracy", "max")])
 def test_the_best_is_kept_whatever_its_age(best: str, mode: Any, tmp_path: Path) -> None:
     options = {"eval_every": 1, "save_every": 1, "keep": 1, "best": best, "best_mode": mode}
-    fitted(None, SOURCES["endless"], tmp_path, ends=9, **options)
-    history = fitted(None, SOURCES["endless"], tmp_path, **options).history
+    fitted("endless", tmp_path, ends=9, **options)
+    history = fitted("endless", tmp_path, **options).history
     assert folders(tmp_path) == ["best", "step-13"]
     measured = [record.metrics.get(best, record.evaluation_loss) for record in history]
     top = (min if mode == "min" else max)(measured)  # type: ignore[type-var]
@@ -323,21 +301,14 @@ def test_the_best_is_kept_whatever_its_age(best: str, mode: Any, tmp_path: Path)
     assert found.loss == pytest.approx(history.best.evaluation_loss)
 
 
-def test_the_best_is_whole_whenever_a_save_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def dies(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
+def test_the_best_is_whole_whenever_a_save_is_interrupted(tmp_path: Path) -> None:
     options: dict[str, Any] = {"eval_every": 1, "best": "loss", "best_mode": "max"}
-    fitted(None, SOURCES["endless"], tmp_path, max_steps=2, **options)
+    fitted("endless", tmp_path, max_steps=2, **options)
     before = step_and_weights(tmp_path / "best")
     options |= {"best_mode": "min"}  # the next one is better, surely
     for place in ("replace", "rename"):
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, place, dies)
-            with pytest.raises(KeyboardInterrupt):
-                fitted(None, SOURCES["endless"], tmp_path, **options)
+        with interrupted_at(Path, place):
+            fitted("endless", tmp_path, **options)
         step, weights = step_and_weights(tmp_path / "best")
         if place == "replace":
             assert step == before[0]
@@ -350,96 +321,84 @@ def test_patience_goes_by_the_measure() -> None:
     def given(output: Any, target: Any) -> tuple[float, float]:
         return next(values), 1.0
 
+    options: dict[str, Any] = {"evaluation": HELD_OUT[:1], "metrics": {"given": given}}
+    options |= {"best": "given", "best_mode": "max", "patience": 2}
     with an_executor(None) as executor:
-        trainer = Trainer(
-            executor,
-            Batches(TRAINED, repeat=True),
-            max_steps=99,
-            eval_every=2,
-            evaluation=HELD_OUT[:1],
-            metrics={"given": given},
-            best="given",
-            best_mode="max",
-            patience=2,
-            progress=False,
-        )
-        history = trainer.fit()
+        batches = Batches(TRAINED, repeat=True)
+        history = trainer_of(executor, batches, max_steps=99, eval_every=2, **options).fit()
     assert [record.metrics["given"] for record in history] == [3, 1, 2]
     assert history.best is history[0]
 
 
-def test_a_checkpoint_of_the_same_step_stays_one_while_it_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_the_same_step_stays_one_while_it_is_replaced(tmp_path: Path) -> None:
     """One with the entry at the end, which was not known to be one when it was saved."""
-    removed: list[str] = []
-    remove = shutil.rmtree
-
-    def remembers(path: Path, *options: Any, **others: Any) -> None:
-        removed.append(path.name)
-        remove(path, *options, **others)
-
-    monkeypatch.setattr(shutil, "rmtree", remembers)
     options: dict[str, Any] = {"epochs": 2, "max_steps": None, "save_every": 3, "keep": 1}
-    whole = fitted(None, SOURCES["unsized"], tmp_path, **options)
-    assert removed == ["step-3"]
+    with mock.patch.object(shutil, "rmtree", wraps=shutil.rmtree) as remove:
+        whole = fitted("unsized", tmp_path, **options)
+    assert [call.args[0].name for call in remove.call_args_list] == ["step-3"]
     assert folders(tmp_path) == ["step-6"]
-    again = fitted(None, SOURCES["unsized"], tmp_path, **options)
+    again = fitted("unsized", tmp_path, **options)
     assert again.history == whole.history
     assert [record.step for record in whole.history] == [3, 6]
 
 
-class Follows:
+class Follows(Kept):
     """A scheduler of one's own that halves the rate where a metric is no better than the last."""
 
     def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(last=0.0)
         self.optimizer = optimizer
-        self.last = float("inf")
 
     def step(self, metric: float) -> None:
-        if metric >= self.last:
+        if metric <= self.state["last"]:
             for group in self.optimizer.param_groups:
                 group["lr"] /= 2
-        self.last = metric
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": self.last}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.last = state["last"]
+        self.state["last"] = metric
 
 
-BY_METRIC: dict[str, Callable[[Optimizer], Any]] = {
-    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, "max", patience=0, threshold=0.5),
+def plateau(optimizer: Optimizer, mode: Any = "max", threshold: float = 0.1) -> Any:
+    return lr_scheduler.ReduceLROnPlateau(optimizer, mode, patience=0, threshold=threshold)
+
+
+def steps(optimizer: Optimizer) -> Any:
+    return lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+BY_METRIC: dict[str, MakeScheduler] = {
+    "plateau": plateau,
     "greedy": lambda o: GreedyLR(o, "max", patience=0, factor=0.7, min_lr=1e-6),
     "one's own": Follows,
 }
+BY_ACCURACY = {"best": "accuracy", "best_mode": "max"}
+EACH_EPOCH = {"scheduler_by": "epoch", "epochs": 8, "max_steps": None}
+EACH_EVALUATION = {"scheduler_by": "evaluation", "eval_every": 2, "save_every": 3, "max_steps": 20}
 
 
-@pytest.mark.parametrize("make", BY_METRIC.values(), ids=BY_METRIC)
-def test_a_scheduler_that_takes_a_metric_goes_by_the_measure(
-    make: Callable[[Optimizer], Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (steps, EACH_EPOCH),
+        (lambda o: plateau(o, "min", 0.03), EACH_EPOCH),
+        (steps, EACH_EVALUATION),
+        *((make, EACH_EVALUATION | BY_ACCURACY) for make in BY_METRIC.values()),
+    ],
+    ids=["by epochs", "plateau by epochs", "by evaluations", *BY_METRIC],
+)
+def test_a_scheduler_is_stepped_by_what_it_is_said(
+    make: MakeScheduler, options: Any, tmp_path: Path
 ) -> None:
-    """As it does alone, and where it goes on."""
-
-    options: dict[str, Any] = {
-        "eval_every": 2,
-        "save_every": 3,
-        "scheduler_by": "evaluation",
-        "best": "accuracy",
-        "best_mode": "max",
-        "max_steps": 20,
-    }
-    whole = fitted(None, SOURCES["endless"], tmp_path / "whole", make=make, **options).history
+    """As it is alone, by the measure if it takes one, and where it goes on."""
+    whole = fitted("sized", tmp_path / "whole", make=make, **options).history
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.05)
     alone = make(optimizer)
     for record in whole:
         assert record.lr == optimizer.param_groups[0]["lr"]
         optimizer.step()
-        alone.step(record.metrics["accuracy"])
+        measure = record.metrics[options["best"]] if "best" in options else record.evaluation_loss
+        alone.step(*([] if make is steps else [measure]))
     assert len({record.lr for record in whole}) > 2
     for ends in (11, None):
-        part = fitted(None, SOURCES["endless"], tmp_path / "part", ends, make, **options).history
+        part = fitted("sized", tmp_path / "part", ends, make, **options).history
     assert part == whole
 
 
@@ -451,7 +410,8 @@ def takes_two(optimizer: Optimizer) -> Any:
     return Takes(optimizer)
 
 
-EVALUATED = {"evaluation": HELD_OUT}
+EVALUATED, ENDLESS = {"evaluation": HELD_OUT}, Batches(HELD_OUT, repeat=True)
+EVERY_TWO = {"max_steps": 4, "eval_every": 2}
 
 
 @pytest.mark.parametrize(
@@ -473,180 +433,128 @@ EVALUATED = {"evaluation": HELD_OUT}
     ],
 )
 def test_a_scheduler_that_can_not_be_stepped_is_refused(
-    make: Callable[[Optimizer], Any], options: dict[str, Any], text: str
+    make: MakeScheduler, options: Any, text: str
 ) -> None:
     with an_executor(None) as executor:
         scheduler = make(executor.optimizer)
-        said = message_of(Trainer, executor, TRAINED, epochs=1, scheduler=scheduler, **options)
+        said = message_of(trainer_of, executor, epochs=1, scheduler=scheduler, **options)
     assert re.search(text, said)
-
-
-@pytest.mark.parametrize("by", ["step", "epoch", "evaluation"])
-def test_a_scheduler_is_stepped_by_what_it_is_said(by: Any) -> None:
-    options = {"scheduler_by": by, "eval_every": 2, "max_steps": 7}
-    steps = []
-
-    def make(optimizer: Optimizer) -> Any:
-        scheduler = lr_scheduler.StepLR(optimizer, 1)
-        steps.append(scheduler)
-        return scheduler
-
-    fitted(None, SOURCES["sized"], make=make, **options)
-    assert steps[0].last_epoch == {"step": 7, "epoch": 2, "evaluation": 4}[by]
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "nothing says when the training ends"),
         ({"max_steps": 0}, "max_steps must be an int of at least 1, not 0"),
         ({"max_steps": 4, "eval_every": 2.5}, "eval_every must be an int of at least 1, not 2.5"),
         ({"max_steps": 4, "best": "loss"}, "best needs an evaluation set"),
-        (
-            {"max_steps": 4, "best": "f1", "eval_every": 2, **EVALUATED},
-            'must be "loss" or the name of a metric',
-        ),
+        ({**EVERY_TWO, "best": "f1", **EVALUATED}, 'must be "loss" or the name of a metric'),
         ({"max_steps": 4, "best_mode": "most"}, 'best_mode must be "min" or "max", not \'most\''),
         ({"epochs": 2}, "batches never ends, so no epoch ends"),
         ({"epochs": 2, "max_steps": 4}, "batches never ends, so no epoch ends"),
         ({"max_steps": 4, **EVALUATED}, "max_steps, eval_every, and scheduler_by"),
         ({"max_steps": 4, "scheduler_by": "epoch"}, "batches never ends"),
-        (
-            {"max_steps": 4, "eval_every": 2, "evaluation": Batches(HELD_OUT, repeat=True)},
-            "evaluation never ends, so no epoch ends: leave out repeat=True",
-        ),
+        ({**EVERY_TWO, "evaluation": ENDLESS}, "evaluation never ends, so no epoch ends: leave o"),
     ],
 )
-def test_what_does_not_go_with_endless_batches_is_refused(
-    options: dict[str, Any], text: str
-) -> None:
+def test_what_does_not_go_with_endless_batches_is_refused(options: Any, text: str) -> None:
     with an_executor(None) as executor:
-        assert text in message_of(Trainer, executor, SOURCES["endless"](executor), **options)
+        assert text in message_of(trainer_of, executor, SOURCES["endless"](executor), **options)
         assert executor.steps == 0
 
 
 @pytest.mark.parametrize("every", [{"eval_every": 1}, {"eval_every": 4, "save_every": 5}])
-def test_what_is_due_within_a_segment_waits_and_changes_nothing(
-    every: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_is_due_within_a_segment_waits_and_changes_nothing(every: Any, tmp_path: Path) -> None:
     """Segments of two batches, in epochs of three: they end at steps 2, 3, 5, 6 and so on."""
-    source = SOURCES["sized"]
-    quiet = fitted(None, source, segment=8, eval_every=99)
-    whole = fitted(None, source, tmp_path / "whole", segment=8, keep=9, log_every=1, **every)
+    quiet = fitted("sized", segment=8, eval_every=99)
+    whole = fitted("sized", tmp_path / "whole", segment=8, keep=9, log_every=1, **every)
     assert_same(whole.weights, quiet.weights)
+    ends_of_segments = [2, 3, 5, 6, 8, 9, 11, 12, 13]
+    assert [step for step, _, _ in whole.logged] == ends_of_segments
     if "save_every" in every:
         assert [record.step for record in whole.history] == [5, 8, 12, 13]
-        saved = ["best", "step-11", "step-13", "step-5"]
-        assert folders(tmp_path / "whole") == [one for one in saved if one != "best"]
+        assert folders(tmp_path / "whole") == ["step-11", "step-13", "step-5"]
     else:
-        assert [record.step for record in whole.history] == [2, 3, 5, 6, 8, 9, 11, 12, 13]
-    assert [step for step, _, _ in whole.logged] == [2, 3, 5, 6, 8, 9, 11, 12, 13]
+        assert [record.step for record in whole.history] == ends_of_segments
     for ends in (5, None):  # calls: of the executor, a segment is a step
-        part = fitted(None, source, tmp_path / "part", ends, segment=8, **every)
+        part = fitted("sized", tmp_path / "part", ends, segment=8, **every)
     assert part.history == whole.history
     assert_same(part.weights, whole.weights)
 
 
+@pytest.mark.parametrize("segment", [4, 64])
+def test_segments_of_a_batch_or_of_all_go_on_bit_for_bit(segment: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"segment": segment, "max_steps": None}
+    expected = fitted("sized", epochs=2, **options)
+    for epochs in (1, 2):
+        found = fitted("sized", tmp_path, epochs=epochs, **options)
+    assert found.history == expected.history
+    assert_same(found.weights, expected.weights)
+
+
 @on_ranks(2)
-def test_what_is_due_within_a_segment_waits_on_ranks(rank: int, tmp_path: Path) -> None:
-    (folder, _) = everyone(tmp_path)
-    quiet = fitted(rank, SOURCES["endless"], segment=8, eval_every=99)
+def test_what_is_due_within_a_segment_waits_on_ranks(rank: int, folder: Path) -> None:
     every: dict[str, Any] = {"eval_every": 3, "save_every": 5, "log_every": 2}
+    quiet = fitted("endless", rank=rank, segment=8, eval_every=99)
+    whole = fitted("endless", rank=rank, segment=8, **every)
     for ends in (5, None):
-        found = fitted(rank, SOURCES["endless"], folder, ends, segment=8, **every)
+        found = fitted("endless", folder, ends, rank=rank, segment=8, **every)
     assert_same(found.weights, quiet.weights)
+    assert found.history == whole.history
     assert [record.step for record in found.history] == [4, 6, 10, 12, 13]
 
 
 def test_callbacks_are_called_in_their_order() -> None:
     seen: list[str] = []
 
-    class Watches(Callback):
-        def before_training(self, step: int) -> None:
-            seen.append(f"before {step}")
+    def figures() -> dict[str, float]:
+        executor.gather(None)  # the pipeline is drained
+        return {"found": 4.5}
 
-        def after_step(self, result: StepResult) -> None:
-            seen.append("step")
-
-        def figures(self) -> Mapping[str, float]:
-            executor.gather(None)  # the pipeline is drained
-            return {"found": 4.5}
-
-        def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-            assert figures["found"] == 4.5
-            seen.append(f"log {step}")
-
-        def after_record(self, history: History) -> None:
-            seen.append(f"record {history[-1].step}")
-
-        def after_epoch(self, history: History) -> None:
-            seen.append("epoch")
-
-        def after_training(self, history: History) -> None:
-            seen.append(f"after {len(history)}")
-
+    watches = Calls(
+        before_training=lambda step: seen.append(f"before {step}"),
+        after_step=lambda result: seen.append(f"step of {result.samples:.0f}"),
+        figures=figures,
+        after_log=lambda step, figures: seen.append(f"log {step} {figures['found']}"),
+        after_record=lambda history: seen.append(f"record {history[-1].step}"),
+        after_epoch=lambda history: seen.append("epoch"),
+        after_training=lambda history: seen.append(f"after {len(history)}"),
+    )
+    callbacks = [watches, lambda history: seen.append(f"function {len(history)}")]
     with an_executor(None) as executor:
-        given: dict[str, Any] = {"callbacks": [Watches()], "eval_every": 2, "log_every": 2}
-        Trainer(executor, TRAINED, max_steps=4, progress=False, **given).fit()
+        every = {"max_steps": 4, "eval_every": 2, "log_every": 2}
+        trainer_of(executor, TRAINED, callbacks=callbacks, **every).fit()
     assert seen == [
-        "before 0",
-        *("step", "step", "log 2", "record 2", "step", "epoch"),
-        *("step", "log 4", "record 4", "after 2"),
+        *("before 0", "step of 8", "step of 8", "log 2 4.5", "record 2", "function 1"),
+        *("step of 6", "epoch", "step of 8", "log 4 4.5", "record 4", "function 2", "after 2"),
     ]
 
 
 def test_what_a_callback_raises_ends_the_training_once_it_is_saved(tmp_path: Path) -> None:
-    class Fails(Callback):
-        ended = False
+    def fails(step: int, figures: Mapping[str, float]) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
 
-        def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-            if step == 4:
-                raise KeyboardInterrupt
-
-        def after_training(self, history: History) -> None:
-            self.ended = True
-
-    fails = Fails()
+    ended: list[History] = []
+    callbacks = [Calls(after_log=fails, after_training=ended.append)]
     with pytest.raises(KeyboardInterrupt):
-        fitted(None, SOURCES["endless"], tmp_path, callbacks=[fails], **EVERY)
-    assert fails.ended
+        fitted("endless", tmp_path, callbacks=callbacks, **EVERY)
+    assert ended
     assert folders(tmp_path) == ["step-3", "step-4"]
-    resumed = fitted(None, SOURCES["endless"], tmp_path, **EVERY)
-    assert resumed.history == fitted(None, SOURCES["endless"], **EVERY).history
+    resumed = fitted("endless", tmp_path, **EVERY)
+    assert resumed.history == fitted("endless", **EVERY).history
 
 
 def test_logs_are_lines_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"log_every": 2, "max_steps": 5, "unit": "tokens"}
     with an_executor(None) as executor:
-        callbacks = [Monitor(executor)]
-        Trainer(executor, TRAINED, callbacks=callbacks, **options).fit()
-        Trainer(executor, TRAINED, progress=False, **options).fit()
+        options["callbacks"] = [Monitor(executor)]
+        for progress in (True, False):
+            trainer_of(executor, TRAINED, progress=progress, **options).fit()
     number = r"[\d.,e+-]+"
     lines = capsys.readouterr().out.splitlines()
     figures = f"  loss {number}  lr 0.05  tokens_per_second {number}  peak_memory_gib {number}"
     patterns = [f"step 2{figures}", "epoch 1  .*", f"step 4{figures}", "step 5  .*"]
-    assert len(lines) == len(patterns)
-    for line, pattern in zip(lines, patterns, strict=True):
-        assert re.fullmatch(pattern, line), line
-
-
-def test_a_log_is_of_the_steps_since_the_last() -> None:
-    losses, _ = by_hand()
-    keeps = Keeps()
-    with an_executor(None) as executor:
-        trainer = Trainer(
-            executor,
-            Batches(TRAINED, repeat=True),
-            max_steps=12,
-            log_every=5,
-            scheduler=warmup_cosine(executor.optimizer, warmup=2, steps=12),
-            callbacks=[keeps],
-            progress=False,
-        )
-        trainer.fit()
-    assert [step for step, _, _ in keeps.logged] == [5, 10]
-    for (_, loss, _), part in zip(keeps.logged, (losses[:5], losses[5:10]), strict=True):
-        assert loss == sum(loss * rows for loss, rows in part) / sum(rows for _, rows in part)
+    assert re.fullmatch("\n".join(patterns), "\n".join(lines))
 
 
 @on_ranks(2)
@@ -654,20 +562,14 @@ def test_the_first_rank_logs_and_knows_the_bubble_of_all(
     rank: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told: list[Mapping[str, float]] = []
-
-    class Told(Callback):
-        def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-            told.append(dict(figures))
-
     times: list[tuple[float, float]] = []
-
-    class Times(Callback):
-        def after_step(self, result: StepResult) -> None:
-            times.append((result.busy, result.elapsed))
-
+    notes = Calls(
+        after_log=lambda step, figures: told.append(dict(figures)),
+        after_step=lambda result: times.append((result.busy, result.elapsed)),
+    )
     with an_executor(rank) as executor:
-        callbacks = [Told(), Times(), Monitor(executor)]
-        Trainer(executor, TRAINED, max_steps=3, log_every=3, callbacks=callbacks).fit()
+        options = {"callbacks": [notes, Monitor(executor)], "progress": True}
+        trainer_of(executor, TRAINED, max_steps=3, log_every=3, **options).fit()
     (figures,) = told
     (first, second) = everyone((figures, times[-1]))
     assert {**first[0], "samples_per_second": 0} == {**second[0], "samples_per_second": 0}
@@ -677,23 +579,10 @@ def test_the_first_rank_logs_and_knows_the_bubble_of_all(
     assert [line[:7] for line in lines] == ([] if rank else ["step 3 ", "epoch 1"])
 
 
-def test_a_terminal_has_the_log_beside_the_bar(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "150")
-    with an_executor(None) as executor:
-        Trainer(executor, Batches(TRAINED, repeat=True), max_steps=4, log_every=2).fit()
-    printed = capsys.readouterr().out
-    assert "4/4" in printed
-    assert "samples_per_second" in printed
-    assert "step 2" not in printed
-
-
 def test_a_line_says_where_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for steps in (3, 4):
         options: dict[str, Any] = {"max_steps": steps, "eval_every": 9, "progress": steps == 4}
-        fitted(None, SOURCES["endless"], tmp_path, **options)
+        fitted("endless", tmp_path, **options)
     assert capsys.readouterr().out.startswith("resumes after step 3\nstep 4  loss ")
 
 
@@ -703,15 +592,8 @@ def test_float16_goes_on_with_its_scale(tmp_path: Path) -> None:
     def fit(steps: int, folder: Path | None) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         with an_executor(None, scaler=scaler) as executor:
-            Trainer(
-                executor,
-                SOURCES["sized"](executor),
-                max_steps=steps,
-                autocast=torch.float16,
-                scaler=scaler,
-                checkpoint=folder,
-                progress=False,
-            ).fit()
+            options = {"autocast": torch.float16, "scaler": scaler, "checkpoint": folder}
+            trainer_of(executor, Batches(shuffled()), max_steps=steps, **options).fit()
             return gathered_state(executor), scaler.state_dict()
 
     fit(5, tmp_path)
@@ -719,6 +601,4 @@ def test_float16_goes_on_with_its_scale(tmp_path: Path) -> None:
     through, expected = fit(9, None)
     assert scale == expected
     assert scale["scale"] == 2.0**14
-    assert resumed is not None
-    assert through is not None
-    assert all(torch.equal(value, through[name]) for name, value in resumed.items())
+    assert_same(resumed, through)

@@ -8,20 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from reference import plain_step
 from torch import Tensor, nn
 from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
 
 import schedir
 from schedir import ExecutionError
 from schedir.runtime import Executor
-from schedir.runtime.arguments import whole_name
 from schedir.training import Checkpoint, Stages, gathered_state, stages_of_pipe
-from tests.runtime.kit import MSE, adamw, random_batches
+from tests.runtime.kit import MSE, adamw, message_of
 from tests.runtime.on_ranks import on_ranks
+from tests.training.test_checkpoint import assert_same
+from tests.training.test_partition import assert_trains_as, state_of
 
 # torch.export's own
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+
+
+SPLITS = ("blocks.1", "blocks.2")
 
 
 class Block(nn.Module):
@@ -51,9 +54,6 @@ class Skipping(nn.Module):
         return self.head(x + embedded), mask
 
 
-MICROBATCHES = 2
-
-
 def batch() -> tuple[tuple[Tensor, Tensor], Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 6, (4, 3), generator=generator)
@@ -70,43 +70,28 @@ def pipe_of(model: nn.Module, given: Any, *splits: str) -> Pipe:
     return pipeline(copy.deepcopy(model), given, split_spec=split_spec or None)
 
 
+GIVEN = tuple(x[:2] for x in batch()[0])  # a microbatch
+ON_TWO = schedir.build("1f1b", ranks=2, microbatches=2)
+
+
 def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return MSE(output[0] * output[1], target)
 
 
 def compare(sched: schedir.Schedule, stages: Stages, model: nn.Module, **options: Any) -> None:
     """Two steps of both. The sum over a tie is taken last, which may round another way."""
-    (ids, mask), y = batch()
-    optimizer = adamw(model.parameters())
-    pieces = [((i, m), t) for i, m, t in zip(*(x.chunk(2) for x in (ids, mask, y)), strict=True)]
-    with Executor(sched, stages, loss_fn, adamw, ties=stages.ties, **options) as executor:
-        for _ in range(2):
-            loss = plain_step([model], loss_fn, [optimizer], pieces)
-            found = executor.step((ids, mask), target=y).loss
-            assert found == pytest.approx(loss, rel=1e-6)
-    state = model.state_dict()
-    for stage in stages.values():
-        for name, value in stage.state_dict().items():
-            torch.testing.assert_close(value, state[whole_name(name)])
-
-
-SPLITS = ("blocks.1", "blocks.2")
+    options |= {"ties": stages.ties, "near": (1e-6, 1e-6)}
+    assert_trains_as(model, sched, stages, loss_fn, batches=[batch()] * 2, **options)
 
 
 def test_values_that_skip_stages_are_carried_along() -> None:
     model = skipping()
-    sched = schedir.build("1f1b", ranks=3, microbatches=MICROBATCHES)
-    (ids, mask), _ = batch()
-    pipe = pipe_of(model, (ids[:2], mask[:2]), *SPLITS)
-    stages = stages_of_pipe(pipe, sched)
-    names = {name for stage in stages.values() for name in stage.state_dict()}
-    assert names == set(model.state_dict())
+    sched = schedir.build("1f1b", ranks=3, microbatches=2)
+    stages = stages_of_pipe(pipe_of(model, GIVEN, *SPLITS), sched)
+    assert state_of(stages).keys() == model.state_dict().keys()
     assert stages.ties == ([(0, "embedding.weight"), (2, "head.weight")],)
-    assert [summary.layers for summary in stages.summaries] == [
-        ("embedding", "blocks.0"),
-        ("blocks.1",),
-        ("blocks.2", "head"),
-    ]
+    found = [[*summary.layers] for summary in stages.summaries]
+    assert found == [["embedding", "blocks.0"], ["blocks.1"], ["blocks.2", "head"]]
     compare(sched, stages, model, in_process=True)
 
 
@@ -128,19 +113,14 @@ class Again(nn.Module):
 def test_a_module_that_is_called_again_is_one(tmp_path: Path) -> None:
     torch.manual_seed(7)
     model = Again()
-    (ids, mask), _ = batch()
-    sched = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
-    stages = stages_of_pipe(pipe_of(model, (ids[:2], mask[:2])), sched)
+    stages = stages_of_pipe(pipe_of(model, GIVEN), ON_TWO)
     assert len(stages.ties) == 2
-    compare(sched, stages, model, in_process=True)
-    with Executor(sched, stages, loss_fn, adamw, ties=stages.ties, in_process=True) as executor:
+    compare(ON_TWO, stages, model, in_process=True)
+    with Executor(ON_TWO, stages, loss_fn, adamw, ties=stages.ties, in_process=True) as executor:
         whole = gathered_state(executor)
         Checkpoint(executor).save(tmp_path)
-    assert whole is not None
-    assert whole.keys() == model.state_dict().keys()
     Checkpoint(model).load_weights(tmp_path)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, whole[name])
+    assert_same(model.state_dict(), whole)
 
 
 class AgainNormed(nn.Module):
@@ -155,39 +135,31 @@ class AgainNormed(nn.Module):
 
 
 def test_statistics_can_not_be_shared_by_stages() -> None:
-    sched = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
     with pytest.raises(ExecutionError, match="norm is called in stages 0 and 1"):
-        stages_of_pipe(pipe_of(AgainNormed(), (torch.randn(4, 4),)), sched)
+        stages_of_pipe(pipe_of(AgainNormed(), (torch.randn(4, 4),)), ON_TWO)
 
 
 @on_ranks(2)
 def test_a_pipe_trains_on_ranks(rank: int) -> None:
-    (ids, mask), _ = batch()
     model = skipping()
-    sched = schedir.build("interleaved-1f1b", ranks=2, microbatches=MICROBATCHES)
-    stages = stages_of_pipe(pipe_of(model, (ids[:2], mask[:2]), *SPLITS, "head"), sched)
+    sched = schedir.build("interleaved-1f1b", ranks=2, microbatches=2)
+    stages = stages_of_pipe(pipe_of(model, GIVEN, *SPLITS, "head"), sched)
     assert list(stages) == list(sched.stages_of(rank))
     compare(sched, stages, model)
 
 
 def test_inputs_go_in_by_name_too() -> None:
     (ids, mask), y = batch()
-    sched = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
-    pipe = pipe_of(skipping(), (ids[:2], mask[:2]), SPLITS[0])
-    losses = []
-    for given in ((ids, mask), {"mask": mask, "ids": ids}):
-        stages = stages_of_pipe(pipe, sched)
-        with Executor(sched, stages, loss_fn, ties=stages.ties, in_process=True) as executor:
-            losses.append(executor.step(given, target=y).loss)
-    assert losses[0] == losses[1]
+    stages = stages_of_pipe(pipe_of(skipping(), GIVEN, SPLITS[0]), ON_TWO)
+    with Executor(ON_TWO, stages, loss_fn, ties=stages.ties, in_process=True) as executor:
+        expected = executor.step((ids, mask), target=y).loss
+        assert executor.step({"mask": mask, "ids": ids}, target=y).loss == expected
 
 
 def test_a_pipe_of_another_number_of_stages_is_refused() -> None:
-    (ids, mask), _ = batch()
-    sched = schedir.build("1f1b", ranks=4, microbatches=MICROBATCHES)
-    pipe = pipe_of(skipping(), (ids[:2], mask[:2]), SPLITS[0])
-    with pytest.raises(ExecutionError, match="split into 2 stages, but the schedule has 4"):
-        stages_of_pipe(pipe, sched)
+    sched = schedir.build("1f1b", ranks=4, microbatches=2)
+    pipe = pipe_of(skipping(), GIVEN, SPLITS[0])
+    assert "split into 2 stages, but the schedule has 4" in message_of(stages_of_pipe, pipe, sched)
     with pytest.raises(ExecutionError, match=r"what torch's pipeline.* returns, not Skipping"):
         stages_of_pipe(skipping(), sched)  # type: ignore[arg-type]
 
@@ -223,43 +195,18 @@ def by_hand(stage: int) -> Transformer:
     return model.to_empty(device="cpu")
 
 
-def train_by_hand(sched: schedir.Schedule, held: list[int], **options: Any) -> None:
+def test_modules_split_by_hand_train_as_the_whole() -> None:
     torch.manual_seed(0)
     whole = Transformer()
-    stages = {stage: by_hand(stage) for stage in held}
+    stages = {stage: by_hand(stage) for stage in range(2)}
     for module in stages.values():  # its names are those of the whole model
-        loaded = {name: whole.state_dict()[name] for name in module.state_dict()}
-        module.load_state_dict(loaded)
-    optimizer = adamw(whole.parameters())
-    with Executor(sched, stages, MSE, adamw, **options) as executor:
-        for x, y in random_batches(2):
-            pieces = list(zip(x.chunk(2), y.chunk(2), strict=True))
-            assert executor.step(x, target=y).loss == plain_step([whole], MSE, [optimizer], pieces)
-    for module in stages.values():
-        state = {name: whole.state_dict()[name] for name in module.state_dict()}
-        assert [name for name, v in module.state_dict().items() if not v.equal(state[name])] == []
-
-
-def test_modules_split_by_hand_train_as_the_whole_in_one_process() -> None:
-    sched = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
-    train_by_hand(sched, [0, 1], in_process=True)
-
-
-@on_ranks(2)
-def test_modules_split_by_hand_train_as_the_whole_on_ranks(rank: int) -> None:
-    train_by_hand(schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES), [rank])
+        module.load_state_dict({name: whole.state_dict()[name] for name in module.state_dict()})
+    assert_trains_as(whole, ON_TWO, stages, in_process=True)
 
 
 @on_ranks(2)
 def test_a_pipe_without_skips_runs_as_it_is(rank: int) -> None:
     torch.manual_seed(0)
     whole = Transformer()
-    (x, y), *_ = random_batches(1)
-    pipe = pipe_of(whole, (x[:4],), "layers.2")
-    sched = schedir.build("1f1b", ranks=2, microbatches=MICROBATCHES)
-    optimizer = adamw(whole.parameters())
-    stage = pipe.get_stage_module(rank)
-    with Executor(sched, {rank: stage}, MSE, adamw) as executor:
-        pieces = list(zip(x.chunk(2), y.chunk(2), strict=True))
-        assert executor.step(x, target=y).loss == plain_step([whole], MSE, [optimizer], pieces)
-    assert all(v.equal(whole.state_dict()[name]) for name, v in stage.state_dict().items())
+    pipe = pipe_of(whole, (torch.ones(4, 4),), "layers.2")
+    assert_trains_as(whole, ON_TWO, {rank: pipe.get_stage_module(rank)})

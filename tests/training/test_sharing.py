@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from reference import plain_step
 from torch import Tensor, nn
 
 import schedir
 from schedir import ExecutionError
 from schedir.runtime import Executor
 from schedir.training import Stages, deferred, partition
+from tests.runtime.kit import message_of
 from tests.runtime.on_ranks import on_ranks
+from tests.training.test_partition import assert_trains_as
 
 
 def projected(embedding: nn.Embedding, x: Tensor) -> Tensor:
@@ -56,10 +58,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output * target).sum() / 16
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=2**-6)
-
-
+SGD = partial(torch.optim.SGD, lr=2**-6)
 BATCH = (
     torch.randint(0, 5, (8,), generator=torch.Generator().manual_seed(0)),
     torch.randint(-2, 3, (8, 5), generator=torch.Generator().manual_seed(1)).double(),
@@ -81,16 +80,8 @@ MADE: list[Made] = [by_key_rounded, by_identity_cut]
 def _train(sched: schedir.Schedule, stages: Stages, uncut: nn.Module, **options: Any) -> None:
     """One step, whose sums are exact, leaves both the same, bit for bit; so do more, but for what
     the order of sums rounds."""
-    optimizer = sgd(uncut.parameters())
-    pieces = list(zip(*(t.chunk(4) for t in BATCH), strict=True))
-    with Executor(sched, stages, loss_fn, sgd, ties=stages.ties, **options) as executor:
-        for exact in (0, 1e-12, 1e-12):
-            loss = plain_step([uncut], loss_fn, [optimizer], pieces)
-            assert executor.step(BATCH[0], target=BATCH[1]).loss == pytest.approx(loss, rel=exact)
-            state = uncut.state_dict()
-            for stage in stages.values():
-                for name, value in stage.state_dict().items():
-                    torch.testing.assert_close(value, state[name], rtol=exact, atol=exact)
+    options |= {"ties": stages.ties, "near": (0, 1e-12, 1e-12)}
+    assert_trains_as(uncut, sched, stages, loss_fn, SGD, [BATCH] * 3, **options)
 
 
 @pytest.mark.parametrize("made", MADE)
@@ -111,9 +102,9 @@ def test_shared_parameters_train_as_one_on_ranks(rank: int, made: Made) -> None:
 
 @pytest.mark.parametrize("made", MADE)
 def test_ties_are_found_across_stages_alone(made: Made) -> None:
-    last = "0", str(len(made(1).summaries[0].layers) - 1)
+    last = len(made(1).summaries[0].layers) - 1
     assert made(1).ties == ()
-    assert made(2, by="uniform").ties[0] == [(0, "0.weight"), (1, f"{last[1]}.weight")]
+    assert made(2, by="uniform").ties[0] == [(0, "0.weight"), (1, f"{last}.weight")]
 
 
 def test_one_module_listed_twice_is_one_on_a_stage_and_tied_across() -> None:
@@ -131,7 +122,7 @@ def test_ties_must_not_be_forgotten() -> None:
     sched = schedir.build("1f1b", ranks=2, microbatches=4)
     stages = by_key_rounded(sched, by="uniform")
     expected = r"0.weight of stage 0, 4.weight of stage 1 are one parameter.* ties=stages.ties"
-    for optimizer in (sgd, None):
+    for optimizer in (SGD, None):
         with pytest.raises(ExecutionError, match=expected):
             Executor(sched, stages, loss_fn, optimizer, in_process=True)
 
@@ -164,10 +155,9 @@ def test_layers_of_one_key_that_are_not_alike_are_refused() -> None:
 
 
 def test_statistics_can_not_be_shared_by_stages() -> None:
-    norm = nn.BatchNorm1d(4)
-    partition([norm, nn.ReLU(), norm], 1)
-    with pytest.raises(ExecutionError, match="share the running statistics of a normalisation"):
-        partition([norm, nn.ReLU(), norm], 2)
+    layers: list[Any] = [nn.BatchNorm1d(4), nn.ReLU()] * 2
+    partition(layers, 1)
+    assert "share the running statistics of a normalis" in message_of(partition, layers, 2)
 
 
 def test_tied_modules_on_meta_need_a_key_to_be_filled() -> None:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from schedir.runtime import Executor
 from schedir.training import Checkpoint, gathered_state
-from tests.runtime.kit import MSE, adamw, everyone, message_of, random_batch
+from tests.runtime.kit import adamw, everyone, message_of, random_batch
 from tests.runtime.layouts import LAYOUTS, batch_of, blocks, executor_of
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
+from tests.training.test_checkpoint import step_plainly
 
 SAVED = [layout for layout in LAYOUTS if layout not in ("pp 2 x sp 2", "dp 2 x tp 2")]
 
@@ -28,10 +29,7 @@ def train(executor: Executor, layout: str, steps: Iterable[int]) -> None:
 
 def plain(steps: Iterable[int], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for step in steps:
-        x, y = random_batch(8, seed=step)
-        MSE(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_plainly(model, optimizer, random_batch(8, seed=step))
 
 
 def assert_near(mine: dict[str, Tensor] | None, theirs: nn.Module) -> None:
@@ -44,9 +42,8 @@ def assert_near(mine: dict[str, Tensor] | None, theirs: nn.Module) -> None:
 @sweep("saved", SAVED, quick=["fsdp 2 x tp 2"])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_layout_resumes_what_another_has_saved(
-    rank: int, saved: str, later: bool, tmp_path: Path
+    rank: int, saved: str, later: bool, folder: Path
 ) -> None:
-    (folder, *_) = everyone(str(tmp_path))
     reference = nn.Sequential(*blocks())
     optimizer = adamw(reference.parameters())
     plain(range(2), reference, optimizer)
@@ -82,8 +79,7 @@ def test_a_layout_resumes_what_another_has_saved(
 
 
 @on_ranks(4)
-def test_what_can_not_be_put_together_is_refused(rank: int, tmp_path: Path) -> None:
-    (folder, *_) = everyone(str(tmp_path))
+def test_what_can_not_be_put_together_is_refused(rank: int, folder: Path) -> None:
     with executor_of("pp 2 x tp 2", blocks()) as executor:
         (stage,) = executor.stages.values()
         assert "only a part of this model" in message_of(Checkpoint, stage)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
 from reference import plain_step
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import schedir
 from schedir import ExecutionError
@@ -22,7 +20,6 @@ from schedir.runtime import Executor, StepResult
 from schedir.training import (
     Batches,
     Callback,
-    History,
     Trainer,
     accuracy,
     evaluate,
@@ -32,7 +29,6 @@ from schedir.training import (
     warmup_cosine,
 )
 from tests.runtime.kit import (
-    Batch,
     adamw,
     assert_equal_stages,
     everyone,
@@ -41,9 +37,11 @@ from tests.runtime.kit import (
 )
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.test_replicas_on_ranks import pipelines
+from tests.training.test_checkpoint import assert_same
 
 LOSS = nn.functional.cross_entropy
 CLASSES = 3
+Labelled: TypeAlias = tuple[Tensor, Tensor]
 
 
 def classifier() -> list[nn.Module]:
@@ -51,19 +49,17 @@ def classifier() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, CLASSES)]
 
 
-def labelled(*rows: int, seed: int = 0) -> list[Batch]:
+def labelled(*rows: int, seed: int = 0) -> list[Labelled]:
     """A batch of each number of rows."""
     draw = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(n, 4, generator=draw), torch.randint(CLASSES, (n,), generator=draw))
-        for n in rows
+        (torch.randn(n, 4, generator=draw), torch.randint(3, (n,), generator=draw)) for n in rows
     ]
 
 
-TRAINED, HELD_OUT = (
-    labelled(8, 8, 6),
-    labelled(8, 8, 3, seed=1),
-)  # the last: fewer than microbatches
+TRAINED = labelled(8, 8, 6)
+HELD_OUT = labelled(8, 8, 3, seed=1)  # the last: fewer than microbatches
+EVALUATED: dict[str, Any] = {"evaluation": HELD_OUT, "metrics": {"accuracy": accuracy}}
 
 
 def an_executor(rank: int | None, **options: Any) -> Executor:
@@ -71,8 +67,24 @@ def an_executor(rank: int | None, **options: Any) -> Executor:
     schedule = schedir.build("1f1b", ranks=2, microbatches=4)
     here = range(2) if rank is None else [rank]
     whole = classifier()
-    options |= {"in_process": rank is None}
-    return Executor(schedule, {i: whole[i] for i in here}, LOSS, adamw, **options)
+    given = {"optimizer": adamw, "in_process": rank is None, **options}
+    return Executor(schedule, {i: whole[i] for i in here}, LOSS, **given)
+
+
+def noisy_executor(rank: int | None, chunks: int = 1, segment: int | None = None) -> Executor:
+    """Of layers with dropout, cut in two or four."""
+    name = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    name = name if segment is None else "pipedream"
+    schedule = schedir.build(name, ranks=2, microbatches=4, chunks=chunks)
+    torch.manual_seed(7)
+    layers = [nn.Linear(4, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, CLASSES)]
+    stages = partition(layers, schedule, by="uniform")
+    return Executor(schedule, stages, LOSS, adamw, in_process=rank is None)
+
+
+def trainer_of(executor: Executor, batches: Any = None, **options: Any) -> Trainer:
+    given = Batches(TRAINED) if batches is None else batches
+    return Trainer(executor, given, **{"progress": False, **options})
 
 
 class Plain:
@@ -89,13 +101,14 @@ class Plain:
         for batch in TRAINED:
             lr = self.optimizers[0].param_groups[0]["lr"]
             total += self.step(batch) * len(batch[1])
-            for scheduler in self.schedulers:
-                scheduler.step()
         return total / sum(len(y) for _, y in TRAINED), lr
 
-    def step(self, batch: Batch) -> float:
-        with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
-            return plain_step(self.stages, LOSS, self.optimizers, microbatches_of(batch, 4))
+    def step(self, batch: Labelled) -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            loss = plain_step(self.stages, LOSS, self.optimizers, microbatches_of(batch, 4))
+        for scheduler in self.schedulers:
+            scheduler.step()
+        return loss
 
     @torch.no_grad()
     def evaluation(self) -> tuple[float, float]:
@@ -103,7 +116,7 @@ class Plain:
         model = nn.Sequential(*self.stages)
         total, right, number = 0.0, 0, 0
         for x, y in HELD_OUT:
-            with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                 pieces = [(model(a), b) for a, b in microbatches_of((x, y), min(4, len(y)))]
             sums = [len(b) * float(LOSS(o.float(), b)) for o, b in pieces]
             total += sum(sums) / len(y) * len(y)
@@ -112,40 +125,26 @@ class Plain:
         return total / number, right / number
 
 
-def assert_fits_as_by_hand(rank: int | None, autocast: torch.dtype | None = None) -> None:
+@pytest.mark.parametrize(("rank", "autocast"), [(None, None), (None, torch.bfloat16)])
+def test_it_trains_as_the_loop_by_hand(rank: int | None, autocast: torch.dtype | None) -> None:
     plain = Plain(steps=9, autocast=autocast is not None)
     with an_executor(rank) as executor:
-        trainer = Trainer(
-            executor,
-            TRAINED,
-            epochs=3,
-            scheduler=warmup_cosine(executor.optimizer, warmup=2, steps=9),
-            evaluation=HELD_OUT,
-            metrics={"accuracy": accuracy},
-            autocast=autocast,
-            progress=False,
-        )
-        history = trainer.fit()
+        scheduler = warmup_cosine(executor.optimizer, warmup=2, steps=9)
+        options = {"scheduler": scheduler, "autocast": autocast, **EVALUATED}
+        history = trainer_of(executor, TRAINED, epochs=3, **options).fit()
         stages = executor.stages
         if rank is not None:
             assert everyone(history) == [history] * 2
     assert len(history) == 3
     for epoch in history:
         assert (epoch.loss, epoch.lr) == plain.epoch()
-        loss, right = plain.evaluation()
-        assert epoch.evaluation_loss == loss
-        assert epoch.metrics == {"accuracy": right}
+        assert (epoch.evaluation_loss, epoch.metrics["accuracy"]) == plain.evaluation()
     assert_equal_stages(stages, plain.stages)
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_it_trains_as_the_loop_by_hand(autocast: torch.dtype | None) -> None:
-    assert_fits_as_by_hand(None, autocast)
 
 
 @on_ranks(2)
 def test_it_trains_as_the_loop_by_hand_on_ranks(rank: int) -> None:
-    assert_fits_as_by_hand(rank)
+    test_it_trains_as_the_loop_by_hand(rank, None)
 
 
 @on_ranks(4)
@@ -197,43 +196,34 @@ def test_it_stops_once_patience_ends_on_every_rank_alike(
     loss = Getting(*evaluated)  # the last rank's alone is called
     with Executor(schedule, {rank: classifier()[rank]}, loss, adamw) as executor:
         data = labelled(4)
-        trainer = Trainer(executor, data, epochs=9, evaluation=data, patience=2, progress=False)
+        trainer = trainer_of(executor, data, epochs=9, evaluation=data, patience=2)
         history = trainer.fit()
         assert trainer.fit() == history  # and goes no further
     assert len(history) == epochs
     assert (history.best.epoch if history.best else 0) == best
 
 
-def test_callbacks_are_called_after_each_step_and_epoch() -> None:
-    seen: list[object] = []
+class Calls(Callback):
+    """Calls functions in place of methods: `Calls(after_log=print)`."""
 
-    class Watches(Callback):
-        def after_step(self, result: StepResult) -> None:
-            seen.append(round(result.samples))
+    def __init__(self, **methods: Callable[..., Any]) -> None:
+        vars(self).update(methods)
 
-        def after_epoch(self, history: History) -> None:
-            seen.append(history[-1].epoch)
 
-    with an_executor(None) as executor:
-        trainer = Trainer(
-            executor,
-            TRAINED,
-            epochs=2,
-            callbacks=[Watches(), lambda history: seen.append(f"function {len(history)}")],
-            progress=False,
-        )
-        trainer.fit()
-    assert seen == [8, 8, 6, 1, "function 1", 8, 8, 6, 2, "function 2"]
+class Ends(Callback):
+    """What ends a training after so many steps."""
+
+    def __init__(self, executor: Executor, steps: int, error: Any = KeyboardInterrupt) -> None:
+        self.executor, self.steps, self.error = executor, steps, error
+
+    def after_step(self, result: StepResult) -> None:
+        if self.executor.steps == self.steps:
+            raise self.error
 
 
 def test_what_a_callback_raises_ends_the_training_which_may_go_on() -> None:
-    class Interrupts(Callback):
-        def after_step(self, result: StepResult) -> None:
-            if executor.steps == 5:
-                raise KeyboardInterrupt
-
     with an_executor(None) as executor:
-        trainer = Trainer(executor, TRAINED, epochs=3, callbacks=[Interrupts()], progress=False)
+        trainer = trainer_of(executor, TRAINED, epochs=3, callbacks=[Ends(executor, 5)])
         with pytest.raises(KeyboardInterrupt):
             trainer.fit()
         assert len(trainer.history) == 1
@@ -241,259 +231,81 @@ def test_what_a_callback_raises_ends_the_training_which_may_go_on() -> None:
         assert executor.steps == 5 + 2 * 3
 
 
-class Diverges(Callback):
-    """From a step on, the gradients of the first stage are not finite, where that is."""
-
-    def __init__(self, executor: Executor, step: int) -> None:
-        self._executor, self._step = executor, step
-        if 0 in executor.stages:
-            executor.stages[0].get_parameter("0.bias").register_hook(self.spoil)
-
-    def spoil(self, grad: Tensor) -> Tensor:
-        return grad * (math.nan if self._executor.steps >= self._step else 1.0)
-
-
-def assert_keeps_the_good_checkpoint(rank: int | None, folder: Path) -> None:
+@on_ranks(2)
+def test_a_training_that_diverges_keeps_the_good_checkpoint(rank: int, folder: Path) -> None:
     """What is not finite in the last step of the second epoch, which the last stage can't know."""
-
-    def batches() -> Batches:
-        return Batches(DataLoader(TRAINED, batch_size=None))  # type: ignore[arg-type]
-
-    def fit(executor: Executor, epochs: int, *callbacks: Callback) -> History:
-        trainer = Trainer(
-            executor,
-            batches(),
-            epochs=epochs,
-            checkpoint=folder,
-            callbacks=callbacks,
-            progress=False,
-        )
-        return trainer.fit()
-
     with an_executor(rank) as executor:
-        (first,) = fit(executor, 1)
+        (first,) = trainer_of(executor, epochs=1, checkpoint=folder).fit()
         good = {s: copy.deepcopy(module) for s, module in executor.stages.items()}
-    executor = an_executor(rank, timeout=60.0)
-    with pytest.raises(ExecutionError, match=r"the gradient of 0\.bias of stage 0 has NaN"):
-        fit(executor, 3, Diverges(executor, 2 * len(TRAINED) - 1))
-    if rank is not None:
-        dist.barrier()  # both have failed: whoever is to write has had its turn
+    diverging, last = an_executor(rank, timeout=60.0), 2 * len(TRAINED) - 1
+    if rank == 0:
+        bias = diverging.stages[0].get_parameter("0.bias")
+        bias.register_hook(lambda grad: grad * (math.nan if diverging.steps >= last else 1.0))
+    said = message_of(trainer_of(diverging, epochs=3, checkpoint=folder).fit)
+    assert "the gradient of 0.bias of stage 0 has NaN" in said
+    dist.barrier()  # both have failed: whoever is to write has had its turn
     with an_executor(rank) as executor:
-        history = fit(executor, 1)
+        history = trainer_of(executor, epochs=1, checkpoint=folder).fit()
         assert [*history] == [first]
         assert_equal_stages(executor.stages, [good.get(s, nn.Module()) for s in range(2)])
 
 
-def test_a_training_that_diverges_keeps_the_good_checkpoint(tmp_path: Path) -> None:
-    assert_keeps_the_good_checkpoint(None, tmp_path / "run")
-
-
-@on_ranks(2)
-def test_a_training_on_ranks_that_diverges_keeps_the_good_checkpoint(
-    rank: int, tmp_path: Path
-) -> None:
-    (folder, _) = everyone(tmp_path)
-    assert_keeps_the_good_checkpoint(rank, folder / "run")
-
-
 def test_steps_that_are_skipped_are_no_part_of_the_loss() -> None:
     skipped: list[tuple[tuple[int, int], ...]] = []
-
-    class Sees(Callback):
-        def after_step(self, result: StepResult) -> None:
-            skipped.append(result.skipped)
-
+    sees = Calls(after_step=lambda result: skipped.append(result.skipped))
     (x, y), *others = TRAINED
     losses = []
     for data in ([(x, y), *others], [(x, y), (x * math.nan, y), *others]):
         with an_executor(None, nonfinite="skip") as executor:
             rates = torch.optim.lr_scheduler.StepLR(executor.optimizer, step_size=100)
-            trainer = Trainer(
-                executor,
-                data,
-                epochs=1,
-                scheduler=rates,
-                callbacks=[Sees()],
-                progress=False,
-            )
-            losses.append(trainer.fit()[0].loss)
+            options = {"epochs": 1, "scheduler": rates, "callbacks": [sees]}
+            losses.append(trainer_of(executor, data, **options).fit()[0].loss)
             assert rates.last_epoch == len(data)
     assert losses[0] == losses[1]
     assert skipped == [()] * (len(TRAINED) + 1) + [((0, 0), (1, 0))] + [()] * len(others)
 
 
-def noisy_executor(rank: int | None, chunks: int = 1, segment: int | None = None) -> Executor:
-    """Of layers with dropout, cut in two or four."""
-    name = "1f1b" if chunks == 1 else "interleaved-1f1b"
-    name = name if segment is None else "pipedream"
-    schedule = schedir.build(name, ranks=2, microbatches=4, chunks=chunks)
-    torch.manual_seed(7)
-    layers = [nn.Linear(4, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, CLASSES)]
-    stages = partition(layers, schedule, by="uniform")
-    return Executor(schedule, stages, LOSS, adamw, in_process=rank is None)
-
-
-class Ends(Callback):
-    """What ends a training after so many steps."""
-
-    def __init__(self, executor: Executor, steps: int) -> None:
-        self.executor, self.steps = executor, steps
-
-    def after_step(self, result: StepResult) -> None:
-        if self.executor.steps == self.steps:
-            raise KeyboardInterrupt
-
-
-def fitted(
-    executor: Executor,
-    folder: Path | None,
-    epochs: int,
-    ends: int | None = None,
-    reader: str = "all",
-    segment: int | None = None,
-) -> tuple[History, dict[str, Tensor] | None]:
-    """Shuffled batches, and a shuffled evaluation set; the history, and the whole model."""
-    x, y = (torch.cat(parts) for parts in zip(*TRAINED, strict=True))
-    data = TensorDataset(x, y)
-
-    def batches() -> Batches:
-        own = torch.Generator().manual_seed(4)
-        loader = DataLoader(data, batch_size=8, shuffle=True, generator=own)
-        if reader == "all":
-            return Batches(loader)
-        return Batches(None if executor.rank else loader, reader=reader, executor=executor)
-
-    trainer = Trainer(
-        executor,
-        batches(),
-        epochs=epochs,
-        scheduler=warmup_cosine(executor.optimizer, warmup=2, steps=12),
-        evaluation=batches(),
-        metrics={"accuracy": accuracy},
-        checkpoint=folder,
-        segment=segment,
-        callbacks=[] if ends is None else [Ends(executor, ends)],
-        progress=False,
-    )
-    with nullcontext() if ends is None else pytest.raises(KeyboardInterrupt):
-        trainer.fit()
-    return trainer.history, gathered_state(executor)
-
-
-def assert_resumes(rank: int | None, folder: Path, segment: int | None = None) -> None:
-    ends, steps = (8, 12) if segment is None else (5, 8)  # in the third epoch of three batches
-    with noisy_executor(rank, segment=segment) as executor:
-        expected, weights = fitted(executor, None, 4, segment=segment)
-    with noisy_executor(rank, segment=segment) as executor:
-        history, _ = fitted(executor, folder, 4, ends=ends, segment=segment)
-    assert history == expected[:2]
-    with noisy_executor(rank, segment=segment) as executor:
-        found, resumed = fitted(executor, folder, 4, segment=segment)
-        assert executor.steps == steps
-        assert found == expected
-        assert fitted(executor, folder, 4, segment=segment)[0] == expected  # nothing is left to do
-        assert executor.steps == steps
-    assert (weights is None) == (resumed is None) == (rank == 1)
-    for name in weights or ():
-        assert resumed is not None
-        assert weights is not None
-        assert torch.equal(weights[name], resumed[name]), name
-
-
 def test_segments_are_those_of_run(tmp_path: Path) -> None:
     """And a training goes on only with the same."""
-    x, y = (torch.cat(parts) for parts in zip(*TRAINED, strict=True))
-    data = [*zip(x[:16].split(8), y[:16].split(8), strict=True)]
-    weights = []
-    for by_hand in (True, False):
-        with noisy_executor(None, segment=8) as executor:
-            if by_hand:
-                losses = [result.loss for result in executor.run(data, segment=8)]
-                loss = sum(losses) / 2
-            else:
-                trainer = Trainer(executor, Batches(data), epochs=1, segment=8, progress=False)
-                assert trainer.fit()[0].loss == loss
-            weights.append(gathered_state(executor))
-    assert weights[0] is not None
-    assert weights[1] is not None
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name
+    data = TRAINED[:2]
+    with noisy_executor(None, segment=8) as executor:
+        losses = [result.loss for result in executor.run(data, segment=8)]
+        expected = gathered_state(executor)
+    with noisy_executor(None, segment=8) as executor:
+        assert trainer_of(executor, data, epochs=1, segment=8).fit()[0].loss == sum(losses) / 2
+        assert_same(gathered_state(executor), expected)
     for segment, other in ((8, 4), (None, 8)):
         folder = tmp_path / str(segment)
         with noisy_executor(None, segment=8) as executor:
-            fitted(executor, folder, 1, segment=segment)
+            trainer_of(executor, checkpoint=folder, epochs=1, segment=segment).fit()
         with noisy_executor(None, segment=8) as executor:
+            trainer = trainer_of(executor, checkpoint=folder, epochs=2, segment=other)
             said = f"segment={segment}, but this Trainer has segment={other}"
-            with pytest.raises(schedir.ExecutionError, match=said):
-                fitted(executor, folder, 2, segment=other)
-
-
-@pytest.mark.parametrize("segment", [4, 8, 64])
-def test_a_stream_that_was_interrupted_goes_on_bit_for_bit(segment: int, tmp_path: Path) -> None:
-    if segment == 8:
-        assert_resumes(None, tmp_path / "run", segment)
-        return
-    with noisy_executor(None, segment=segment) as executor:
-        expected, _ = fitted(executor, None, 2, segment=segment)
-    with noisy_executor(None, segment=segment) as executor:
-        fitted(executor, tmp_path, 1, segment=segment)
-    with noisy_executor(None, segment=segment) as executor:
-        assert fitted(executor, tmp_path, 2, segment=segment)[0] == expected
-
-
-@on_ranks(2)
-def test_a_stream_on_ranks_that_was_interrupted_goes_on_bit_for_bit(
-    rank: int, tmp_path: Path
-) -> None:
-    (folder, _) = everyone(tmp_path)
-    assert_resumes(rank, folder / "run", segment=8)
-
-
-def test_a_training_that_was_interrupted_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    assert_resumes(None, tmp_path / "run")
-
-
-@on_ranks(2)
-def test_a_training_on_ranks_that_was_interrupted_goes_on_bit_for_bit(
-    rank: int, tmp_path: Path
-) -> None:
-    (folder, _) = everyone(tmp_path)
-    assert_resumes(rank, folder / "run")
-
-
-@on_ranks(2)
-def test_one_rank_may_read_for_all_and_resume(rank: int, tmp_path: Path) -> None:
-    (folder, _) = everyone(tmp_path)
-    with noisy_executor(rank) as executor:
-        expected, _ = fitted(executor, None, 3)
-    with noisy_executor(rank) as executor:
-        fitted(executor, folder / "run", 3, ends=5, reader="first")
-    with noisy_executor(rank) as executor:
-        assert fitted(executor, folder / "run", 3, reader="first")[0] == expected
+            assert said in message_of(trainer.fit)
 
 
 def test_it_goes_on_under_another_cut(tmp_path: Path) -> None:
     with noisy_executor(None) as executor:
-        fitted(executor, tmp_path, 2)
+        first = trainer_of(executor, checkpoint=tmp_path, epochs=2).fit()
     with noisy_executor(None, chunks=2) as executor:
-        history, _ = fitted(executor, tmp_path, 3)
+        history = trainer_of(executor, checkpoint=tmp_path, epochs=3).fit()
+    assert history[:2] == first[:]
     assert len(history) == 3
 
 
 @on_ranks(2)
-def test_a_checkpoint_that_not_all_ranks_see_is_refused(rank: int, tmp_path: Path) -> None:
-    (folder, _) = everyone(tmp_path)
+def test_a_checkpoint_that_not_all_ranks_see_is_refused(rank: int, folder: Path) -> None:
     with noisy_executor(rank) as executor:
-        fitted(executor, folder / "run", 1)
+        trainer_of(executor, checkpoint=folder / "run", epochs=1).fit()
         mine = folder / ("run" if rank else "elsewhere")
-        assert "process 0 does not see the checkpoint" in message_of(fitted, executor, mine, 2)
+        trainer = trainer_of(executor, checkpoint=mine, epochs=2)
+        assert "process 0 does not see the checkpoint" in message_of(trainer.fit)
 
 
 def test_it_prints_a_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     with an_executor(None) as executor:
-        given: dict[str, Any] = {"evaluation": HELD_OUT, "metrics": {"accuracy": accuracy}}
-        history = Trainer(executor, Batches(TRAINED), epochs=2, **given).fit()
-        Trainer(executor, TRAINED, epochs=1, progress=False).fit()
+        history = Trainer(executor, Batches(TRAINED), epochs=2, **EVALUATED).fit()
+        trainer_of(executor, epochs=1).fit()
     first, second = capsys.readouterr().out.splitlines()
     assert second == f"{history[1]}  1 after the best"
     assert first == (
@@ -502,27 +314,19 @@ def test_it_prints_a_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_terminal_has_a_bar_of_the_steps(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limit", "steps"), [({"epochs": 2}, 6), ({"max_steps": 4}, 4)])
+def test_a_terminal_has_the_log_beside_a_bar_of_the_steps(
+    limit: Any, steps: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as rich takes a terminal to be
+    monkeypatch.setenv("COLUMNS", "150")
     with an_executor(None) as executor:
-        Trainer(executor, TRAINED, epochs=2).fit()
+        trainer_of(executor, progress=True, log_every=2, **limit).fit()
     printed = capsys.readouterr().out
-    assert "0/6" in printed  # drawn a few times a second, so maybe nothing else
-    assert "6/6" in printed
-
-
-@on_ranks(2)
-def test_the_first_rank_alone_prints(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with an_executor(rank) as executor:
-        Trainer(executor, TRAINED, epochs=2).fit()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:7] for line in lines] == ([] if rank else ["epoch 1", "epoch 2"])
-
-
-def once() -> Iterator[Batch]:
-    yield from TRAINED
+    assert f"0/{steps}" in printed  # drawn a few times a second, so maybe nothing else
+    assert f"{steps}/{steps}" in printed
+    assert "samples_per_second" in printed
+    assert "step 2" not in printed
 
 
 @pytest.mark.parametrize(
@@ -543,41 +347,29 @@ def once() -> Iterator[Batch]:
         ({"callbacks": print}, "callbacks must be a list, not builtin_function_or_method"),
         ({"callbacks": [3]}, "a callback is a Callback or a function of the history, not int"),
         ({"callbacks": [Callback]}, "not the class Callback"),
-        ({"evaluation": HELD_OUT, "metrics": [accuracy]}, "metrics must be a dict .*, not list"),
-        ({"evaluation": HELD_OUT, "metrics": {"a": 3}}, "metric 'a' must be a function .* not int"),
-        (
-            {"evaluation": HELD_OUT, "metrics": {"a": perplexity}},
-            "metric 'a' must be a function .* not perplexity",
-        ),
+        ({**EVALUATED, "metrics": [accuracy]}, "metrics must be a dict .*, not list"),
+        ({**EVALUATED, "metrics": {"a": 3}}, "metric 'a' must be a function .* not int"),
+        ({**EVALUATED, "metrics": {"a": perplexity}}, "'a' must be a function .* not perplexity"),
         ({"batches": []}, "training: there is no batch"),
-        ({"batches": once()}, "a generator yields its batches only once"),
+        ({"batches": (x for x in TRAINED)}, "a generator yields its batches only once"),
         ({"batches": [{"x": 1}]}, "batch 1 is no pair .* but dict; .* Batches"),
         ({"batches": [torch.ones(2, 4)]}, "batch 1 is no pair .* but Tensor"),
-        ({"batches": Batches(TRAINED, repeat=True)}, "batches never ends"),
-        (
-            {"checkpoint": "nowhere"},
-            r"a list does not know where .* batches=Batches\(…\)",
-        ),
+        ({"checkpoint": "nowhere"}, r"a list does not know where .* batches=Batches\(…\)"),
         ({"evaluation": []}, "evaluation: there is no batch"),
-        ({"evaluation": HELD_OUT, "metrics": {"m": lambda o, t: 0.5}}, "metric 'm' must return .*"),
-        ({"evaluation": HELD_OUT, "metrics": {"m": lambda o, t: (o, t)}}, "metric 'm' must return"),
-        (
-            {"evaluation": HELD_OUT, "metrics": {"m": lambda o, t: accuracy(o, t[:1])}},
-            r"\[\.\.\.\]",
-        ),
+        ({**EVALUATED, "metrics": {"m": lambda o, t: 0.5}}, "metric 'm' must return .*"),
+        ({**EVALUATED, "metrics": {"m": lambda o, t: (o, t)}}, "metric 'm' must return"),
+        ({**EVALUATED, "metrics": {"m": lambda o, t: accuracy(o, t[:1])}}, r"\[\.\.\.\]"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], text: str) -> None:
     given = {"batches": TRAINED, "epochs": 2, "progress": False, **options}
-    with an_executor(None) as executor, pytest.raises(schedir.ExecutionError, match=text):
+    with an_executor(None) as executor, pytest.raises(ExecutionError, match=text):
         Trainer(executor, **given).fit()
 
 
 def test_an_executor_without_optimizer_is_refused() -> None:
-    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
-    stages = dict(enumerate(classifier()))
-    with Executor(schedule, stages, LOSS, in_process=True) as executor:
-        assert "has no optimizer" in message_of(Trainer, executor, TRAINED, epochs=1)
+    with an_executor(None, optimizer=None) as executor:
+        assert "has no optimizer" in message_of(trainer_of, executor, epochs=1)
 
 
 def test_targets_that_the_loss_ignores_are_not_counted_as_wrong() -> None:
@@ -593,22 +385,22 @@ def test_perplexity() -> None:
 
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_without_warmup_the_cosine_is_that_of_torch(floor: float) -> None:
-    def rates(make: Callable[[torch.optim.Optimizer], Any], steps: int) -> list[float]:
+    def rates(make: Callable[..., Any], number: int, **options: Any) -> list[float]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.4)
-        scheduler = make(optimizer)
+        scheduler = make(optimizer, **options)
         found = []
-        for _ in range(steps):
+        for _ in range(number):
             found += scheduler.get_last_lr()
             optimizer.step()
             scheduler.step()
         return found
 
     annealing = torch.optim.lr_scheduler.CosineAnnealingLR
-    expected = rates(lambda o: annealing(o, T_max=10, eta_min=floor * 0.4), 11)
-    found = rates(lambda o: warmup_cosine(o, warmup=0, steps=10, floor=floor), 14)
+    expected = rates(annealing, 11, T_max=10, eta_min=floor * 0.4)
+    found = rates(warmup_cosine, 14, warmup=0, steps=10, floor=floor)
     assert found[:11] == pytest.approx(expected)
     assert found[10:] == [floor * 0.4] * 4
-    warm = rates(lambda o: warmup_cosine(o, warmup=3, steps=13, floor=floor), 14)
+    warm = rates(warmup_cosine, 14, warmup=3, steps=13, floor=floor)
     assert warm[:3] == pytest.approx([0.1, 0.2, 0.3])
     assert warm[3:] == found[:11]
 
