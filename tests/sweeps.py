@@ -23,10 +23,7 @@ long = pytest.mark.long
 
 
 def sweep(
-    names: str,
-    values: Iterable[Any],
-    quick: Container[Any] | Callable[[Any], bool],
-    **options: Any,
+    names: str, values: Iterable[Any], quick: Container[Any] | Callable[[Any], bool], **options: Any
 ) -> pytest.MarkDecorator:
     """Parametrize with all values, of which `make test` tries those that are `quick`."""
     is_quick = quick if callable(quick) else quick.__contains__

@@ -96,7 +96,6 @@ def test_one_that_was_stopped_while_it_waited_is_named_with_the_end_of_its_wait(
 
 
 def test_both_ends_are_named_where_a_message_is_lost() -> None:
-    """Rank 1 waits for what rank 0 has sent."""
     at = [(0, 8, "waiting"), (0, 1, "waiting"), (0, 1, "waiting"), (0, 1, "waiting")]
     assert names(*at) == [0, 1]
     root = diagnose(SCHEDULE, at).roots[1]

@@ -75,11 +75,7 @@ def small_shapes(actions: int) -> Iterator[tuple[tuple[int, int, int], dict[str,
                 for limit in ({}, *limits, *({**limit, "recompute": True} for limit in limits)):
                     yield (
                         (ranks, microbatches, chunks),
-                        {
-                            "split": split,
-                            "placement": placement,
-                            **limit,
-                        },
+                        {"split": split, "placement": placement, **limit},
                     )
 
 
@@ -140,7 +136,6 @@ def test_zero_bubble_on_an_a100(
 
 
 def test_never_worse_than_what_is_built_in() -> None:
-    """From one activation for each rank to three."""
     costs = CostModel(
         forward=18522, backward_input=18086, backward_weight=9337, backward=27423, latency=601
     )

@@ -186,7 +186,6 @@ def test_what_can_not_be_cut_is_named(text: str) -> None:
 
 
 def test_an_iterator_gives_as_many_as_are_needed() -> None:
-    """So that one goes on from step to step."""
     module = nn.Linear(3, 3)
     x = torch.randn(10, 3)
     inputs, targets = iter(x.split(1)), iter(x.split(1))
@@ -201,7 +200,6 @@ def test_an_iterator_gives_as_many_as_are_needed() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7])
 def test_a_short_tail_is_evaluated(rows: int) -> None:
-    """With fewer rows than there are microbatches."""
     torch.manual_seed(0)
     stages: dict[int, nn.Module] = {0: nn.Linear(3, 3), 1: nn.BatchNorm1d(3)}
     model = nn.Sequential(*copy.deepcopy([*stages.values()])).eval()
@@ -236,7 +234,6 @@ def test_rows_that_differ_are_named_before_the_loss(arguments: Any, text: str) -
 
 
 def test_other_rows_come_ready_made() -> None:
-    """Targets that are flat, say: of each microbatch 6 rows for 2."""
     x = torch.randn(8, 3)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:

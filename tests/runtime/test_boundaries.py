@@ -56,7 +56,6 @@ def test_images_in_channels_last(channels: int, shape: tuple[int, int], after: n
 
 @pytest.mark.parametrize("schedule", [SPLIT, WHOLE], ids=lambda s: s.name)
 def test_a_gradient_laid_out_otherwise(schedule: schedir.Schedule) -> None:
-    """In memory, than the input that it is the gradient of."""
     torch.manual_seed(0)
     turns = Calls(lambda layer, x: layer(x.t().contiguous()), nn.Linear(4, 4))
     train(schedule, [nn.Linear(4, 4), turns], torch.randn(8, 4), torch.randn(8, 4))

@@ -179,7 +179,6 @@ def test_a_weight_gradient_waits_for_no_send(rank: int) -> None:
 
 @on_ranks(2)
 def test_inputs_are_a_tuple_or_integers(rank: int) -> None:
-    """With positions made in the forward."""
     summed = Calls(lambda layer, x, z: layer(x) + z, linear())
     batches: list[Batch] = [((x, y), x) for x, y in random_batches(2)]
     train_on_rank(rank, [summed, linear()], batches)

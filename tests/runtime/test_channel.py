@@ -101,7 +101,6 @@ def as_over_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_nccl_refuses_a_list_before_any_group_is_made(as_over_nccl: None) -> None:
-    """And says how to have it run all the same."""
     with pytest.raises(schedir.ScheduleError, match="S301") as found:
         Executor(CROSSING, {0: nn.Linear(3, 3)}, MSE, sgd)
     assert 'Executor(channel="edge")' in str(found.value)

@@ -173,7 +173,6 @@ def test_a_tensor_may_have_rows_first_or_along_the_batch_dim() -> None:
 
 
 def test_inputs_alone_may_have_sequences_first() -> None:
-    """And classes, one for each row."""
     torch.manual_seed(0)
     last = Calls(lambda layer, x: layer(x[-1]), nn.Linear(3, 5))
     stages = numbered([mixes(), last])
@@ -231,7 +230,6 @@ PARTS = st.lists(PART, min_size=1, max_size=3)
 def test_microbatches_are_those_of_torch(
     args: Any, kwargs: Any, rows: int, number: int, short: bool
 ) -> None:
-    """And put together again they are the batch."""
     rows = rows if short else max(rows, number)
     parts: Any = (
         dict(enumerate(drawn(part, rows) for part in args)),

@@ -222,7 +222,6 @@ def test_modules_without_values_are_told_where_to_put_them(monkeypatch: pytest.M
 def test_random_numbers_are_the_cpus_where_an_accelerator_is_not_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That of a Mac has no way to tell."""
     for device in (None, torch.device("mps")):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda device=device: device)
         assert isinstance(current_accelerator(), Host)

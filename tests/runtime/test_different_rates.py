@@ -104,7 +104,6 @@ def test_two_pipelines(rank: int, sizes: tuple[int, ...]) -> None:
 
 
 def test_groups_that_agree_are_not_scaled() -> None:
-    """Nor are whole groups of the loss stage counted."""
     assert steps_apart(schedir.build("pipedream", ranks=3, microbatches=5)) == {}
     assert steps_apart(stepping((2, 2), 5)) == {}
     assert steps_apart(stepping((2, 1), 5)) == {(0, 0): ([0, 1], 2), (0, 1): ([2, 3], 2)}
@@ -152,7 +151,6 @@ def test_a_step_without_samples_on_a_device_is_refused_later(far: FarDevice) -> 
 
 
 def test_tied_stages_step_at_one_rate() -> None:
-    """The loss stage may step at another."""
     whole = doubled(3)
     whole[1].load_state_dict(whole[0].state_dict())
     twins = Twins(whole, stepping((2, 2, 1), 4), None, sgd)

@@ -65,7 +65,6 @@ def test_a_rank_that_calls_too_rarely_is_named_first() -> None:
 
 @long
 def test_calls_that_differ_are_two_roots_of_a_line_each() -> None:
-    """Nobody knows which of the two is wrong."""
     ranks, box = failed("call")
     one_line, other, told = sorted(ranks, key=len)
     assert [line.rpartition(": ")[2] for line in (*one_line, *other)] == [

@@ -108,7 +108,7 @@ def test_a_mask_says_which_gradients_there_are(rank: int, far: FarDevice) -> Non
 @on_ranks(4)
 def test_what_no_replica_has_a_gradient_of_is_left_alone(rank: int, far: FarDevice) -> None:
     mesh = replicas.pipelines()
-    module = Idle()
+    module = Idle(4, 4)
     stages = {mesh.get_local_rank("pp"): module}
     options: dict[str, Any] = {"mesh": mesh, "clip_grad_norm": 1.0}
     with Executor(TWO, stages, MSE, adamw, **options) as executor:
@@ -196,7 +196,6 @@ def test_without_an_update_a_loss_that_is_not_finite_is_said_at_the_next_call(
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_step_is_skipped_for_its_loss(clip: float | None, far: FarDevice) -> None:
-    """Of which the gradients are finite."""
     x, y = random_batch()
     options: dict[str, Any] = {"clip_grad_norm": clip, "nonfinite": "skip"}
     with executor_of(lambda output, target: MSE(output, target) + math.inf, **options) as executor:
@@ -234,7 +233,6 @@ def test_times_are_those_of_the_device(far: FarDevice) -> None:
 
 @on_ranks(4)
 def test_what_hosts_tell_each_other_stays_on_the_host(rank: int) -> None:
-    """Though the caller makes new tensors on another device."""
     mesh = replicas.pipelines()
     place = mesh.get_local_rank("pp")
     x, y = random_batch(rows=4)

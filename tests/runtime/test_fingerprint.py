@@ -69,7 +69,6 @@ def test_batches_that_are_mostly_alike_are_told_apart(draw: Callable[[Drawn], Te
     st.data(),
 )
 def test_any_element_counts(size: int, dtype: torch.dtype, data: st.DataObject) -> None:
-    """Of a tensor of up to 4 MiB."""
     values = torch.randint(0, 2, (size,)).to(dtype)
     changed = values.clone()
     place = data.draw(st.integers(0, size - 1))

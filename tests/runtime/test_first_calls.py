@@ -98,7 +98,6 @@ EACH = [fx.symbolic_trace, compiled, with_compiled_forward, compiled_in_place, c
     ],
 )
 def test_stages_of_any_make_train(make: Callable[[Any], Any], options: dict[str, Any]) -> None:
-    """Three steps, as plain training."""
     torch._dynamo.reset()
     parts, model = blocks(2), nn.Sequential(*blocks(2)).train(make is not exported)
     stages = make(parts) if make is by_torchs_splitter else [*map(make, parts)]

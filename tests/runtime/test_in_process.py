@@ -136,7 +136,6 @@ def test_a_loss_that_is_no_sum_is_taken() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
 def test_without_an_update_gradients_accumulate(name: str) -> None:
-    """Each call adds the mean."""
     schedule = schedir.build(name, ranks=3, microbatches=4)
     twins = Twins(linear_stages(3), schedule, optimizer=sgd)
     with twins.executor() as executor:

@@ -103,7 +103,6 @@ def test_two_train_as_one_under_every_optimizer(rank: int, way: str, name: str) 
 @every_optimizer
 @on_ranks(2)
 def test_tied_copies_train_as_one_parameter_under_every_optimizer(rank: int, name: str) -> None:
-    """Both copies are transposes."""
     schedule = schedir.build("1f1b", ranks=2, microbatches=1)
     x, y = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
     whole = turned(5, 5)

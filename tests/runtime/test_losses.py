@@ -123,7 +123,6 @@ def test_outputs_and_losses_are_numbered_by_microbatch(ready: bool) -> None:
 
 @on_ranks(4)
 def test_losses_of_the_first_pipeline_come_first(rank: int) -> None:
-    """Wherever their processes stand in the mesh."""
     mesh = DeviceMesh("cpu", [[3, 0], [2, 1]], mesh_dim_names=("dp", "pp"))
     line, place = mesh.get_coordinate() or ()
     schedule = schedir.build("1f1b", ranks=2, microbatches=3)
@@ -242,7 +241,6 @@ def lent_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["step", "evaluate", "infer"])
 def test_what_a_caller_gets_stays_what_it_was(kind: str, ranks: int) -> None:
-    """Whoever changes it changes nothing else, and no later step changes it."""
     schedule = schedir.build("pipedream", ranks=ranks, microbatches=3)
     stages = {**numbered(linear_stages(ranks)), ranks - 1: Lends()}
     x, y = random_batch(rows=6)

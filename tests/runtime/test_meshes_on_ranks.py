@@ -146,7 +146,6 @@ def test_a_summand_does_not_travel(rank: int) -> None:
 
 @on_ranks(4)
 def test_a_dtensor_is_placed_as_in_the_first_forward(rank: int) -> None:
-    """Who takes it sees its local part alone."""
     mesh, pp, tp = mesh_of()
     stage = Takes(tp) if pp else Returns(tp, Shard(0))
     x, y = random_batch(8)

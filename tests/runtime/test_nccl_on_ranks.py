@@ -286,7 +286,6 @@ class Failed:
 
 @on_ranks(2)
 def test_a_rank_names_what_has_failed_on_its_device(rank: int) -> None:
-    """Not what comes behind it, which never ends."""
     x, y = random_batch(6)
     with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
         executor = executor_on(rank)

@@ -154,7 +154,6 @@ def test_what_was_aborted_is_not_freed() -> None:
 
 
 def test_connections_between_hosts_end_before_anything_is_aborted() -> None:
-    """Others may wait for that, and the abort for theirs."""
     groups = Groups((0,), timedelta(seconds=1))
     hosts, seen = Group("gloo"), []
     group = asked([])

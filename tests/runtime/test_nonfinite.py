@@ -356,7 +356,6 @@ def test_clipping_never_scales_by_it(nonfinite: str) -> None:
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_a_microbatch_without_samples_has_no_loss_to_look_at(nonfinite: str) -> None:
-    """And counts for nothing."""
     stages, loss = linear_stages(), nn.functional.cross_entropy
     x, y = random_batch()[0], torch.tensor([0, 1, 2, 3, 3, 1] + [-100] * 2)
     expected = loss(nn.Sequential(*stages)(x[:6]), y[:6]).item()
@@ -533,7 +532,6 @@ def test_replicas_in_one_process_find_the_same(name: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_replicas_skip_alike(rank: int, clip: float | None) -> None:
-    """Though the loss of a microbatch is that of one rank."""
     schedule = built("dualpipe")
     whole = linear_stages(schedule.stages)
     stages = {s: whole[s] for s in schedule.stages_of(rank)}

@@ -128,7 +128,6 @@ def test_what_goes_is_what_the_forecast_says(name: str) -> None:
 
 
 def test_host_memory_is_used_again() -> None:
-    """By the microbatches and by the calls, until these have another size."""
     with executor_of(MOVED, linear_stages(1)) as executor:
         seen: list[dict[int, int]] = []
         for rows in [6] * 4 + [12] * 4:

@@ -48,7 +48,6 @@ def test_patience_ends_with_the_timeout_or_when_another_process_has_failed(
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_leaving_waits_for_the_device(closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a close as well; all of it, not the stream that is current by then."""
     waited = []
     monkeypatch.setattr(Host, "synchronize", lambda self: waited.append(self.device))
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)

@@ -250,7 +250,6 @@ def test_without_any_one_of_the_waits_there_is_a_race(
 
 
 def test_without_any_one_of_the_waits_of_copies_there_is_a_race() -> None:
-    """But for those that say nothing new."""
     assert not missed(AWAY, False, {})
 
 

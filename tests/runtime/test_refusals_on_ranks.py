@@ -104,7 +104,6 @@ def test_wrong_stages_are_named_on_every_rank(rank: int, ranks: int, given: list
 
 @on_ranks(2)
 def test_a_rank_without_an_optimizer_is_named_on_every_rank(rank: int) -> None:
-    """The processes are connected by then."""
 
     def refuse(parameters: Any) -> torch.optim.Optimizer:
         raise ValueError("no such option")
@@ -209,7 +208,6 @@ def batch_of(case: str, rank: int) -> tuple[Any, Any]:
 @on_ranks(2)
 @pytest.mark.parametrize("case", ["inputs", "target", "ready made", "a column", "large", "in half"])
 def test_ranks_that_hold_different_batches_are_told(rank: int, case: str) -> None:
-    """What one draws for itself is not what the other has."""
     inputs, target = batch_of(case, rank)
     executor = executor_of(rank)
     if case == "in half":
@@ -247,7 +245,6 @@ def test_rows_that_differ_are_found_before_the_step(rank: int) -> None:
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("call", ["step", "evaluate", "infer"])
 def test_batches_of_other_sizes_are_found_before_the_call(rank: int, call: str, odd: int) -> None:
-    """Also of sizes that all ranks know by now."""
     x, y = random_batch()
     executor = executor_of(rank)
 
@@ -338,7 +335,6 @@ def test_an_output_that_changes_is_refused_before_it_is_sent(
 
 @on_ranks(2)
 def test_inputs_of_another_dtype_are_learned_anew(rank: int) -> None:
-    """Nothing of what was agreed for the former is taken for it."""
     x, y = random_batch()
     stage = Scaling(torch.float64 if rank else None)
     with Executor(schedule_of(), {rank: stage}, MSE, timeout=LONG) as executor:

@@ -126,7 +126,6 @@ RANKS = [(*one, ranks) for ranks in (2, 4) for one in LISTS]
     ("name", "parameters", "ranks"), [*RANKS, PAPER_2BW, (*ROUND_ROBIN, 4)], ids=str
 )
 def test_a_segment_is_one_call(name: str, parameters: dict[str, Any], ranks: int) -> None:
-    """Also where replicas share a module."""
     assert_is_one_call(None, ranks, name, **parameters)
 
 
@@ -429,7 +428,6 @@ def test_an_update_of_two_batches_is_refused() -> None:
 
 
 def test_stages_of_a_rank_that_are_in_different_batches_are_refused() -> None:
-    """No point of the list is after the one batch and before the next."""
 
     def crossing(pipe: Pipeline, rank: int) -> Iterator[Action]:
         for m in range(pipe.microbatches):

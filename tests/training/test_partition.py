@@ -22,14 +22,7 @@ from schedir import ExecutionError
 from schedir.runtime import Executor
 from schedir.runtime.arguments import whole_name
 from schedir.training import Stages, deferred, partition, pop, stash
-from tests.runtime.kit import (
-    MSE,
-    Batch,
-    adamw,
-    message_of,
-    microbatches_of,
-    random_batches,
-)
+from tests.runtime.kit import MSE, Batch, adamw, message_of, microbatches_of, random_batches
 from tests.runtime.on_ranks import on_ranks
 from tests.training.test_checkpoint import assert_same
 

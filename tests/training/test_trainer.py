@@ -28,13 +28,7 @@ from schedir.training import (
     perplexity,
     warmup_cosine,
 )
-from tests.runtime.kit import (
-    adamw,
-    assert_equal_stages,
-    everyone,
-    message_of,
-    microbatches_of,
-)
+from tests.runtime.kit import adamw, assert_equal_stages, everyone, message_of, microbatches_of
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.test_replicas_on_ranks import pipelines
 from tests.training.test_checkpoint import assert_same
