@@ -248,7 +248,8 @@ class Session:
         if self._watch is not None:
             self._watch.break_off()
         if roots and isinstance(error, (OneLineError, WaitError, KeyboardInterrupt)):
-            end_in_silence(found)  # the verdict has said it
+            members = () if self._watch is None else self._watch.members_here(roots)
+            end_in_silence(found, members)  # the verdict has said it
         elif isinstance(found, OneLineError):
             end_in_one_line(found)
         if self.groups.asked:  # an abort may not return: log the failure before it

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +40,7 @@ _PLACE = "place"
 _STOP = "stop"
 _PAUSE = 20e-6  # seconds from look to look
 _ASK = 0.2  # seconds after which to ask whether another process has failed: over the network
+_SEEN = 1.0  # seconds within which a launcher sees that a process has ended
 _Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -297,9 +298,29 @@ def _at_the_end(error: BaseException, say: Callable[[BaseException], object]) ->
     sys.excepthook = hook
 
 
-def end_in_silence(error: BaseException) -> None:
-    """If this error ends the process, print nothing: its line has been printed."""
-    _at_the_end(error, lambda _: None)
+def end_in_silence(error: BaseException, roots: Iterable[int]) -> None:
+    """If this error ends the process, print nothing, for its line has been printed. Wait a moment
+    until the launcher has seen the roots' processes end: torchrun names one that it sees first."""
+
+    def wait(_: BaseException) -> None:
+        until = monotonic() + _SEEN
+        for process in roots:
+            while state_of(process) not in ("", "T") and monotonic() < until:
+                sleep(_ASK / 10)
+
+    _at_the_end(error, wait)
+
+
+def state_of(process: int) -> str:
+    """T of a process that is stopped, Z of one that has ended, empty if there is none."""
+    return (status_of(process) or [""])[0]
+
+
+def status_of(process: int) -> list[str]:
+    """The fields of a process of this host in /proc behind its name, none if it is not known."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return []
 
 
 def users_line() -> str:

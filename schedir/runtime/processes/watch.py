@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median_low
@@ -29,7 +29,7 @@ from attrs import evolve, frozen
 from schedir.diagnosis.standing import Standing, stands
 from schedir.diagnosis.verdict import END, Position, Root, State
 from schedir.ir import Schedule
-from schedir.runtime.processes.failure import Board, Verdict
+from schedir.runtime.processes.failure import Board, Verdict, state_of, status_of
 from schedir.runtime.processes.positions import (
     ALIVE,
     BROKEN,
@@ -164,6 +164,12 @@ class Watch:
         """Where this process stands."""
         place = self._positions.read(self.own)
         return Position(0, 0) if place is None else place.position
+
+    def members_here(self, roots: Iterable[Root]) -> Sequence[int]:
+        """The ids of the roots' processes on this host, without this process."""
+        found = [self._members[root.rank] for root in roots if root.rank != self.own]
+        here = self._members[self.own].host
+        return [member.process for member in found if member.host == here]
 
     def break_off(self) -> None:
         """The main thread raises an error: its caller decides what comes then."""
@@ -335,7 +341,7 @@ class Watch:
         for number in roots & self.others.keys() - self._gone.keys():
             place, process = self._positions.read(number), self.others[number]
             if place is not None and place.is_silent:
-                while monotonic() < until and _state(process) not in ("T", "Z", ""):
+                while monotonic() < until and state_of(process) not in ("T", "Z", ""):
                     sleep(PAUSE)
                 with suppress(OSError):
                     os.kill(process, signal.SIGKILL)
@@ -395,7 +401,7 @@ class Watch:
 def _ending(process: int) -> tuple[str, bool]:
     """How a process of this host has ended, in words, and whether that is a failure. The launcher
     has not asked for it yet, so it is still known."""
-    found = _status(process)
+    found = status_of(process)
     if not found:
         return "ended without a word", True
     status = int(found[-1])
@@ -403,18 +409,6 @@ def _ending(process: int) -> tuple[str, bool]:
         return f"killed by {_signal(status & 0x7F)}", True
     ended = status >> 8
     return f"exited with code {ended}", bool(ended)
-
-
-def _state(process: int) -> str:
-    """T of a process that is stopped, Z of one that has ended, empty if there is none."""
-    return (_status(process) or [""])[0]
-
-
-def _status(process: int) -> list[str]:
-    """The fields of a process in /proc behind its name, none if it is not known."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-    return []
 
 
 def _signal(number: int) -> str:
