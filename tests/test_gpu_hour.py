@@ -260,6 +260,7 @@ gpu_hour.main(["--part", "T", "--device", "cpu", "-o", sys.argv[3]])
 """
 
 
+@long
 def test_a_killed_part_takes_its_processes_with_it_and_goes_on(
     part: list[Check], tmp_path: Path
 ) -> None:

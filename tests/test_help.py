@@ -17,7 +17,7 @@ from tests.oracle import happens
 from tests.sweeps import is_quick, long
 
 ERRORS = {code for code, rule in RULES.items() if rule.severity == "error"} - LIMITS
-SEEDS = range(50 if is_quick() else 150)
+SEEDS = range(25 if is_quick() else 150)
 
 
 def updates(counted: Schedule) -> Counter[tuple[int, int]]:

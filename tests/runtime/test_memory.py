@@ -36,6 +36,7 @@ from tests.runtime.kit import (
     sgd,
 )
 from tests.runtime.queueing import Queueing
+from tests.sweeps import is_quick
 
 WIDTH, ROWS = 64, 16
 BOUNDARY = 4 * WIDTH * ROWS  # bytes
@@ -107,7 +108,7 @@ def peaks_of_segments(segment: int) -> list[int]:
     batch: Any = tuple([t] * 8 for t in torch.randn(2, ROWS, WIDTH))
     found = []
     with Executor(schedule, stages, MSE, sgd, in_process=True) as executor:
-        for turn in range(11):
+        for turn in range(3 if is_quick() else 11):
             with Live() as live:
                 list(executor.run([batch] * (segment // 8), segment=segment))
             found += [live.peak] * bool(turn)

@@ -339,7 +339,7 @@ def stick(monkeypatch: pytest.MonkeyPatch, sticks: Callable[[Any], bool]) -> Non
 
 
 @on_ranks(2)
-@sweep("waits", ["loss", "close", "step", "update"], quick=["loss", "update"])
+@sweep("waits", ["loss", "close", "step", "update"], quick=["update"])
 def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
     """The host looks where it comes to wait for the device: inside a step only before updates."""
     x, y = random_batch(6)

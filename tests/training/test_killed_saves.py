@@ -14,7 +14,7 @@ from tests.sweeps import sweep
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("how", ["save", "async_save"])
+@sweep("how", ["save", "async_save"], quick=["save"])
 @sweep("seed, trials", [(0, 6), (1, 60)], quick=[(0, 6)])
 def test_what_was_complete_loads(how: str, seed: int, trials: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.training.killed_saves", str(tmp_path), how]

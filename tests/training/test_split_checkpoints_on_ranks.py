@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ def assert_near(mine: dict[str, Tensor] | None, theirs: nn.Module) -> None:
 
 @on_ranks(4)
 @sweep("saved", SAVED, quick=["fsdp 2 x tp 2"])
-@pytest.mark.parametrize("later", [False, True])
+@sweep("later", [False, True], quick=[True])
 def test_a_layout_resumes_what_another_has_saved(
     rank: int, saved: str, later: bool, folder: Path
 ) -> None:
