@@ -28,7 +28,16 @@ FLOORS = [
 # The parts of these floors, each of which imports those before it alone; they alone import torch.
 WINGS = {
     "runtime": (
-        *("accelerator", "chunk_specs", "arguments", "call", "result", "processes", "sharded"),
+        *(
+            "accelerator",
+            "memory",
+            "chunk_specs",
+            "arguments",
+            "call",
+            "result",
+            "processes",
+            "sharded",
+        ),
         *("transports", "plan", "session", "batch", "gradients", "boundaries", "stage", "program"),
         *("recorder", "trace", "assembly", "engine", "segments", "executor"),
     ),

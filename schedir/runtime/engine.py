@@ -91,7 +91,7 @@ class Engine:
             ]
             self.training = parts.programs(trains=True, batch=batch)
             self.evaluation = parts.programs(trains=False, batch=None)
-        self._stop = False
+        self._stop, self._accumulates = False, False
         # Decided once, so that a step does not look at features that the plan does not use.
         accelerator, trained = plan.accelerator, parts.nonfinite
         self._queues = accelerator.queues
@@ -272,6 +272,8 @@ class Engine:
                 ended = parts.progress.end() if self._follows else _at_once
             except BaseException as error:
                 failure = self._failed(error, str(call))
+                if request.trains:
+                    self._forget_gradients(failure)
                 if failure is error:
                     raise
                 raise failure from None
@@ -281,6 +283,8 @@ class Engine:
             saved.restore()
             busy = self._busy[0] if clock is None else clock.take()
         session.end_call(busy)
+        if request.trains:
+            self._accumulates = not request.updates
         if request.trains and parts.trace is not None and first is not None:
             parts.trace.keep(call, opened.program.schedule, first, cells)
         programs.post_ahead(opened)
@@ -432,6 +436,20 @@ class Engine:
         if self._session.broken is not None:
             self._leave.detach()  # what is under way will not arrive
         return failure
+
+    def _forget_gradients(self, failure: BaseException) -> None:
+        """Drop what a call that failed has added to the gradients, or the next one would add more.
+
+        Where earlier calls have left gradients, they have been added to in place, and go as well.
+        """
+        for stage in self._stages:
+            stage.weights.forget_gradients()
+        if self._accumulates and not self.parts.accumulated.active:
+            self._accumulates = False
+            failure.add_note(
+                "the gradients that earlier calls with update=False had accumulated are lost: "
+                "repeat those calls"
+            )
 
     @contextmanager
     def _message(self, what: str) -> Iterator[Control]:

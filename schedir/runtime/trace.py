@@ -11,13 +11,12 @@ count.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 import attrs
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from schedir.ir import Ints, Kind, Schedule
 from schedir.runtime.accelerator import Mark
 from schedir.runtime.call import Call
+from schedir.runtime.memory import plain_parts
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.clocks import Alignment, Nanoseconds, Reading
 from schedir.runtime.processes.control import Control
@@ -343,36 +343,10 @@ def _as_it_was(saved: _Saved) -> Tensor:
 def _memory(values: Iterable[Any]) -> dict[int, int]:
     """The memory of the tensors among these values: the bytes of each storage, once."""
     tensors = (value for value in values if isinstance(value, Tensor))
-    storages = (part.untyped_storage() for tensor in tensors for part in _strided(tensor.detach()))
+    parts = (part for tensor in tensors for part in plain_parts(tensor.detach()))
+    storages = (part.untyped_storage() for part in parts)
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def _size(values: Iterable[Any]) -> int:
     return sum(_memory(values).values())
-
-
-def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """The parts of a tensor that have memory: the tensor itself, or the tensors inside a sparse one
-    or a wrapper subclass. Other layouts are unknown, and count as nothing."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        parts = (getattr(tensor, name) for name in flatten()[0])
-        for part in parts:
-            if isinstance(part, Tensor):
-                yield from _strided(part)
-    elif tensor.layout is torch.strided:
-        yield tensor
-    else:
-        for part in _PARTS.get(tensor.layout, ()):
-            yield part(tensor)
-
-
-_BY_ROW = Tensor.crow_indices, Tensor.col_indices, Tensor.values
-_BY_COLUMN = Tensor.ccol_indices, Tensor.row_indices, Tensor.values
-_PARTS: Mapping[torch.layout, Sequence[Callable[[Tensor], Tensor]]] = {
-    torch.sparse_coo: (Tensor._indices, Tensor._values),
-    torch.sparse_csr: _BY_ROW,
-    torch.sparse_bsr: _BY_ROW,
-    torch.sparse_csc: _BY_COLUMN,
-    torch.sparse_bsc: _BY_COLUMN,
-}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from reference import Loss
 from torch import Tensor, nn
 
 import schedir
-from schedir.runtime.boundaries.boundary import meta_of, payload
+from schedir.errors import ExecutionError
+from schedir.runtime.boundaries.boundary import boundary_of, meta_of, payload
 from tests.literals import listed
 from tests.runtime.kit import MSE, Calls, Twins, linear_stages, microbatches_of
 
@@ -118,3 +121,19 @@ def test_a_payload_holds_the_elements_of_a_tensor(tensor: Tensor) -> None:
     assert torch.equal(buffer, tensor)
     assert meta.describes(tensor)
     assert meta.describes(buffer)
+
+
+def test_a_constant_that_is_no_number_equals_itself() -> None:
+    boundary = boundary_of((torch.zeros(2), math.nan))
+    assert len(boundary.tensors((torch.ones(2), math.nan))) == 1
+    with pytest.raises(ExecutionError, match="was agreed with the next"):
+        boundary.tensors((torch.ones(2), 0.0))
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.sparse_coo])
+def test_what_is_not_dense_does_not_travel(layout: torch.layout) -> None:
+    x = torch.eye(2).to_sparse()
+    if layout is torch.jagged:
+        x = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=layout)
+    with pytest.raises(ExecutionError, match=f"not one of layout {layout}: return its parts"):
+        boundary_of([x])

@@ -106,3 +106,18 @@ def test_what_a_container_holds_counts() -> None:
     for hold in (lambda t: (Known(t),), lambda t: {"a": [t, None, 3, "text"]}):
         assert differ(fingerprint(hold(x)), fingerprint(hold(y)))
         assert fingerprint(hold(x)) == fingerprint(hold(x.clone()))
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_tensors_that_are_made_of_others(layout: torch.layout) -> None:
+    def made(values: Tensor) -> Tensor:
+        if layout is torch.jagged:
+            return torch.nested.nested_tensor([values[:1], values[1:]], layout=layout)
+        return values.to_sparse(layout=layout)
+
+    same, again, other = made(torch.eye(3)), made(torch.eye(3)), made(torch.eye(3) * 2)
+    if layout is torch.jagged:
+        same.sum(1)  # which it keeps something of
+    assert fingerprint(same) == fingerprint(again)
+    assert differ(fingerprint(same), fingerprint(other))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.arguments import shared_memory
+from schedir.runtime.memory import shared_memory
 from schedir.training import deferred, partition
 from tests.runtime.kit import MSE, ScaledLoss, message_of, sgd
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.runtime.arguments import Declared
-from schedir.runtime.boundaries.aliasing import any_shared
+from schedir.runtime.memory import any_shared
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.Size)
 
@@ -124,7 +124,7 @@ class Boundary:
             agreed = spec == self.spec and all(
                 isinstance(agreed, TensorMeta)
                 if isinstance(leaf, Tensor)
-                else leaf == agreed and type(leaf) is type(agreed)
+                else type(leaf) is type(agreed) and (leaf == agreed or repr(leaf) == repr(agreed))
                 for leaf, agreed in zip(leaves, self.leaves, strict=True)
             )
         if agreed:
@@ -174,6 +174,11 @@ def boundary_of(output: Any) -> Boundary:
             raise ExecutionError(
                 "a stage returns tensors to the next one, in tuples, lists and dicts, with "
                 f"numbers, strings and None among them, but no {type(leaf).__name__}"
+            )
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            raise ExecutionError(
+                f"a stage returns dense tensors to the next one, not one of layout {leaf.layout}: "
+                "return its parts, such as values() and offsets(), or its to_dense()"
             )
     return Boundary(
         tuple(meta_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec

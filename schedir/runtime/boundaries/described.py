@@ -47,6 +47,9 @@ class Messenger(Protocol):
     def take(self, key: Hashable, peer: int) -> Message:
         """Take a message of a peer, once it has come."""
 
+    def drop(self) -> None:
+        """Forget the messages of a call that failed."""
+
 
 class Posted:
     """The messenger between processes: it sends a length, then the description and the bytes.
@@ -89,6 +92,10 @@ class Posted:
             self._early[peer, came] = Message(beside, metas, tuple(tensors))
         return self._early.pop((peer, key))
 
+    def drop(self) -> None:
+        """Forget the messages of a call that failed."""
+        self._early.clear()
+
 
 @attrs.frozen(eq=False)
 class Sent:
@@ -124,6 +131,10 @@ class Within:
             self._accelerator.used(tensor)
         # In memory that this rank's own stream has made, as a received buffer is.
         return attrs.evolve(sent.message, tensors=_copies(sent.message))
+
+    def drop(self) -> None:
+        """Forget the messages of a call that failed."""
+        self._sent.clear()
 
 
 def _copies(message: Message) -> tuple[Tensor, ...]:

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 from schedir.graph.compile import graph_of
 from schedir.ir import Kind, Schedule
-from schedir.runtime.boundaries.aliasing import NO_ALIASES, Aliases
 from schedir.runtime.boundaries.boundary import NOTHING, Boundary, Grads, meta_of
 from schedir.runtime.boundaries.calling import CallingConvention
+from schedir.runtime.memory import NO_ALIASES, Aliases
 
 EVERY: Collection[int] = range(sys.maxsize)
 """The numbers of all tensors, however many there are."""

@@ -85,7 +85,7 @@ class Message:
 
     def drop(self) -> None:
         """Release its connection. A later `wait` fails."""
-        self._dropped = self._work is not None
+        self._dropped |= self._work is not None
         self._work = None
 
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.runtime.arguments import Declared
-from schedir.runtime.boundaries.aliasing import sharing
 from schedir.runtime.boundaries.boundary import boundary_of, declared
 from schedir.runtime.boundaries.calling import convention_of
 from schedir.runtime.boundaries.described import Message, Messenger
 from schedir.runtime.boundaries.learned import Watched, held_by, tensors_of
 from schedir.runtime.call import Now
+from schedir.runtime.memory import sharing
 from schedir.runtime.program.compute import forward_with, hand_back
 from schedir.runtime.program.instruction import Bound
 from schedir.runtime.stage.activations import Cell

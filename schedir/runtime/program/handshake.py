@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from schedir.runtime.batch.microbatches import Batch
 from schedir.runtime.call import REQUESTS, Call, Request
+from schedir.runtime.memory import plain_parts
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control
 from schedir.runtime.processes.failure import DifferError, users_line
@@ -223,17 +224,26 @@ def fingerprint(batch: Any) -> int:
     else:
         return NOTHING
     found = 0
-    for tensor in (batch,) if isinstance(batch, Tensor) else _tensors(batch):
-        shape = hash((tensor.dtype.itemsize, *tensor.shape))  # of integers: the same everywhere
+    for part in _parts(batch):
+        shape = hash((part.dtype.itemsize, *part.shape))  # of integers: the same everywhere
         found = zlib.crc32(shape.to_bytes(8, "little", signed=True), found)
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
-            found = zlib.crc32(_sample(tensor), found)
+        if part.device.type == "cpu":
+            found = zlib.crc32(_sample(part), found)
     return found << 2 | form
 
 
 def differ(one: int, other: int) -> bool:
     """Whether two batches are known to differ; only batches of the same form can be compared."""
     return one != other and NOTHING not in (one, other) and (one ^ other) & 3 == 0
+
+
+def _parts(batch: Any) -> Iterator[Tensor]:
+    """The plain tensors of a batch. What a jagged one has computed of itself is empty, and is no
+    part: ranks may have asked it for different things."""
+    for tensor in (batch,) if isinstance(batch, Tensor) else _tensors(batch):
+        for part in plain_parts(tensor):
+            if part is tensor or part.numel():
+                yield part
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

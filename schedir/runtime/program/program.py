@@ -408,6 +408,8 @@ class Programs:
     def reset(self) -> None:
         """A call has failed: the next one, where there can be one, starts anew."""
         self._under_way.clear()
+        for messenger in self._first.messengers.values():
+            messenger.drop()
         self.compiler.pools.clear()
         for copier in self.compiler.copiers.values():
             copier.end()
@@ -533,10 +535,16 @@ def _signatures(feed: Feed) -> Iterator[object]:
             (stage, *pytree.tree_flatten(feed.extras[stage][m])) for stage in sorted(feed.extras)
         ]
         yield (
-            tuple(meta_of(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
+            tuple(_looks(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
             spec,
             tuple(
-                (stage, structure, *(meta_of(x) for x in given if isinstance(x, Tensor)))
+                (stage, structure, *(_looks(x) for x in given if isinstance(x, Tensor)))
                 for stage, given, structure in extras
             ),
         )
+
+
+def _looks(tensor: Tensor) -> object:
+    if tensor.layout in (torch.strided, torch.jagged):
+        return meta_of(tensor)
+    return tensor.layout, tensor.shape, tensor.dtype, tensor.requires_grad

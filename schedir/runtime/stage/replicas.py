@@ -123,3 +123,4 @@ class Replicas:
         """A call has failed: nobody comes any more."""
         self._barrier.reset()
         self._awaited.clear()
+        self._grads = {}

@@ -13,16 +13,16 @@ Only autograd holds these objects, so a backward frees them as usual.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeGuard
 from weakref import ref
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import Mark
+from schedir.runtime.memory import is_plain
 
 
 @attrs.define(eq=False)
@@ -84,11 +84,11 @@ class Saved:
     def movable(self, others: Iterable[object], device: torch.device) -> list[list[Held]]:
         """What can be moved from a device, by the memory that it shares: all tensors of that go
         together, or it would not be free. Not that of `others`, nor what has been changed since."""
-        stay = {t.untyped_storage()._cdata for t in others if _is_plain(t)}
+        stay = {t.untyped_storage()._cdata for t in others if is_plain(t)}
         found: dict[int, list[Held]] = {}
         for held in self._alive():
             tensor = held.tensor
-            if tensor is None or not _is_plain(tensor):
+            if tensor is None or not is_plain(tensor):
                 continue
             memory = tensor.untyped_storage()
             found.setdefault(memory._cdata, []).append(held)
@@ -130,12 +130,3 @@ def as_it_was(tensor: Tensor, version: int) -> Tensor:
             f"expected version {version} instead"
         )
     return tensor
-
-
-def _is_plain(value: object) -> TypeGuard[Tensor]:
-    """Whether it is a plain tensor with memory, and not one that wraps others."""
-    return (
-        isinstance(value, Tensor)
-        and type(value) in (Tensor, nn.Parameter)
-        and (value.layout is torch.strided and not value.is_quantized)
-    )

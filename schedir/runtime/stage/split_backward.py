@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from schedir.runtime.boundaries.aliasing import Occupied, keep_apart
+from schedir.runtime.memory import Occupied, keep_apart
 from schedir.runtime.stage.saved import unpacked
 
 Grads: TypeAlias = tuple[Tensor | None, ...]

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from schedir.errors import ExecutionError
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Reduction
+from schedir.runtime.memory import is_plain
 from schedir.runtime.plan import Plan
 from schedir.runtime.sharded import Sharded, return_local
 from schedir.runtime.stage.activations import Cell
@@ -115,7 +116,11 @@ def copy_of(tree: Any) -> Any:
     copies: dict[object, Tensor] = {}
 
     def copied(tensor: Tensor) -> Tensor:
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if not is_plain(tensor):
+            return copies.setdefault(id(tensor), tensor.clone())
+        where = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape
+        what = tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        key = *where, *what, tensor.requires_grad
         if key not in copies:
             copies[key] = _aligned_copy(tensor)
         return copies[key]
@@ -128,7 +133,7 @@ _ALIGNMENT = 64
 
 
 def _aligned_copy(tensor: Tensor) -> Tensor:
-    """A copy with the tensor's address modulo the alignment, so that kernels round as before."""
+    """A copy of a plain tensor, at its address modulo the alignment: kernels round as before."""
     copy = tensor.clone()
     shift = (tensor.data_ptr() - copy.data_ptr()) % _ALIGNMENT
     if not shift or tensor.device.type != "cpu" or copy.requires_grad:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
-from schedir.runtime.boundaries.aliasing import keep_apart
+from schedir.runtime.memory import keep_apart
 
 
 @attrs.frozen
@@ -199,6 +199,11 @@ class StageWeights:
         for kept in copy:
             kept.grad = None  # a step that failed may have left some
         self._pool.append(copy)
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients that a call has made in part."""
+        for parameter in self._newest:
+            parameter.grad = None
 
     def restore(self) -> None:
         """Install the module's own parameters again, and drop all older versions."""

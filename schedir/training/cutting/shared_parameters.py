@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from schedir.errors import ExecutionError
-from schedir.runtime.arguments import TieOf, shared_memory
+from schedir.runtime.arguments import TieOf
+from schedir.runtime.memory import shared_memory
 from schedir.training.cutting.deferred import Deferred, skeleton
 from schedir.training.cutting.layers import Layer
 from schedir.training.cutting.stages import Span, ties_of

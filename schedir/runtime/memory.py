@@ -1,0 +1,294 @@
+"""Which tensors share memory; those that would be changed in place are copied.
+
+Autograd may give two leaves views of one buffer: an input of a stage and a parameter, say, if both
+are summands of the same shape. The next backward adds to the parameter's `.grad` in place, while
+the other gradient may still wait to be sent, or to be used by the neighbouring stage.
+
+After a boundary every tensor has its own memory. In one piece with the stages before, a stage that
+changes a tensor in place would also change the tensors that share its memory there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeGuard
+
+import attrs
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+
+@attrs.frozen
+class Aliases:
+    """The tensors of a boundary that are aliases, so that changing them in place has effects.
+
+    `kept` are the numbers of tensors in the memory of a module before the boundary: a buffer, or a
+    hidden state. `pairs` are tensors that share memory with each other.
+    """
+
+    kept: frozenset[int] = frozenset()
+    pairs: frozenset[tuple[int, int]] = frozenset()
+
+    def forbid(self, changed: Iterable[int]) -> str | None:
+        """Why the tensors of these numbers must not be changed in place; None if they may."""
+        for number in changed:
+            if number in self.kept:
+                return (
+                    f"the stage changes tensor {number} of its input in place, whose memory a "
+                    "stage before keeps for itself; after the boundary it is a copy, so change a "
+                    "copy (clone()) instead"
+                )
+            for pair in sorted(self.pairs):
+                if number in pair:
+                    (other,) = {*pair} - {number}
+                    return (
+                        f"the stage changes tensor {number} of its input in place, which shares "
+                        f"memory with tensor {other} in the stage before; after the boundary they "
+                        "are two tensors: return only one of them, or a copy (clone()) of it"
+                    )
+        return None
+
+
+NO_ALIASES = Aliases()
+
+
+@attrs.frozen
+class Sharing:
+    """The owners of the memory of a stage's outputs, by the outputs' numbers.
+
+    `kept` are in the module's memory, `lent` in the user's. `passed` pairs outputs with inputs that
+    they share memory with, `pairs` outputs with each other.
+    """
+
+    kept: frozenset[int] = frozenset()
+    lent: frozenset[int] = frozenset()
+    passed: frozenset[tuple[int, int]] = frozenset()
+    pairs: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def changeable(self) -> frozenset[int]:
+        """The outputs that may be changed before the next stage has used them."""
+        return self.kept | self.lent
+
+    def aliases_after(self, before: Aliases) -> Aliases:
+        """The aliases among the outputs, if those among the inputs are `before`."""
+        return Aliases(
+            self.kept | {output for output, given in self.passed if given in before.kept},
+            self.pairs
+            | {
+                (one, other)
+                for one, i in self.passed
+                for other, j in self.passed
+                if one < other and tuple(sorted((i, j))) in before.pairs
+            },
+        )
+
+
+def sharing(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    held: Iterable[Tensor],
+    lent: Iterable[Tensor],
+) -> Sharing:
+    """Whose memory the outputs of a module are."""
+    of_module, of_user = storages(held), storages(lent)
+    given = [storages([tensor]) for tensor in inputs]
+    numbered = list(enumerate(storages([tensor]) for tensor in outputs))
+    return Sharing(
+        frozenset(o for o, own in numbered if own & of_module),
+        frozenset(o for o, own in numbered if own & of_user),
+        frozenset((o, i) for o, own in numbered for i, theirs in enumerate(given) if own & theirs),
+        frozenset(
+            (o, other) for o, own in numbered for other, same in numbered[o + 1 :] if own & same
+        ),
+    )
+
+
+def storages(tensors: Iterable[Tensor]) -> set[int]:
+    """The storages that hold the elements of the tensors, by their identities."""
+    return {part.untyped_storage()._cdata for tensor in tensors for part in plain_parts(tensor)}
+
+
+class Occupied:
+    """The memory that some tensors take."""
+
+    def __init__(self, tensors: Iterable[Tensor | None] = ()) -> None:
+        self._ranges: dict[int, list[tuple[int, int]]] = {}
+        for tensor in tensors:
+            if tensor is not None:
+                self.add(tensor)
+
+    def add(self, tensor: Tensor) -> bool:
+        """Take the tensor's memory; says whether another one has taken a part of it before."""
+        overlaps = False
+        for part in plain_parts(tensor):
+            if part.numel():
+                held = part.untyped_storage()
+                storage: int = held.data_ptr() or held._cdata  # of meta tensors there is no address
+                start, end = _range(part)
+                taken = self._ranges.setdefault(storage, [])
+                overlaps |= any(start < other[1] and other[0] < end for other in taken)
+                taken.append((start, end))
+        return overlaps
+
+
+def any_shared(tensors: Iterable[Tensor]) -> bool:
+    """Whether two of them share memory."""
+    occupied = Occupied()
+    return any(occupied.add(tensor) for tensor in tensors)
+
+
+def keep_apart(parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None]) -> None:
+    """Copy each parameter's gradient that shares memory with another tensor or gradient."""
+    tensors = [p.grad for p in parameters if p.grad is not None]
+    tensors += [tensor for tensor in others if tensor is not None]
+    apart = len({tensor.untyped_storage()._cdata for tensor in filter(is_plain, tensors)})
+    if apart == len(tensors):  # nearly always each is plain, and has a storage of its own
+        return
+    occupied = Occupied(others)
+    for parameter in parameters:
+        if parameter.grad is not None and occupied.add(parameter.grad):
+            parameter.grad = parameter.grad.clone()
+
+
+@attrs.frozen(eq=False)
+class Held:
+    """A tensor that a stage holds, or a plain part of one. `trained` if training changes it: a
+    parameter, or the running statistics of a normalisation."""
+
+    stage: int
+    name: str
+    tensor: Tensor
+    trained: bool
+
+
+def shared_memory(
+    stages: Mapping[int, nn.Module], known: Collection[int] = ()
+) -> tuple[Held, Held] | None:
+    """Find two tensors of different stages that overlap in memory, one of them trained; or None.
+
+    Tensors whose ids are `known` may be shared. Parts of one tensor that do not overlap are not
+    shared, such as the views of a flat buffer of all weights.
+    """
+    by_storage: dict[int, list[Held]] = defaultdict(list)
+    for stage, module in sorted(stages.items()):
+        for held in _held(stage, module, known):
+            for other in (others := by_storage[held.tensor.untyped_storage().data_ptr()]):
+                concerned = other.stage != stage and (other.trained or held.trained)
+                if concerned and _overlap(other.tensor, held.tensor):
+                    return other, held
+            others.append(held)
+    return None
+
+
+def _held(stage: int, module: nn.Module, known: Collection[int]) -> Iterator[Held]:
+    """The tensors of a stage: parameters, buffers, and those in other attributes of modules."""
+    seen: set[tuple[int, bool]] = set()
+    for path, part in module.named_modules():
+        before = f"{path}." if path else ""
+        statistics = isinstance(part, _NormBase)
+        for name, tensor in _tensors_of(part):
+            trained = name in part._parameters or (statistics and name in part._buffers)
+            key = id(tensor), trained  # alive as long as the module is
+            if key in seen or id(tensor) in known or is_lazy(tensor):
+                continue
+            seen.add(key)
+            for plain in filter(_has_memory, plain_parts(tensor)):
+                yield Held(stage, before + name, plain, trained)
+
+
+def _tensors_of(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for registered in (part._parameters, part._buffers):
+        yield from ((name, tensor) for name, tensor in registered.items() if tensor is not None)
+    for name, value in vars(part).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            yield from _tensors_in(name, value, depth=3)
+
+
+def _tensors_in(name: str, value: object, depth: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in an attribute that torch does not register: also in lists, tuples, dicts, and
+    modules inside of these."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, nn.Module):
+        for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield f"{name}.{inner}", tensor
+    elif isinstance(value, (list, tuple, dict)) and depth:
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in entries:
+            yield from _tensors_in(f"{name}[{key!r}]", entry, depth - 1)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a plain tensor has an address: not one on the device meta, or a fake one."""
+    try:
+        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    (start, end), (first, last) = _range(one), _range(other)
+    if end <= first or last <= start:
+        return False
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    # The columns of a matrix interleave: mark the bytes of one tensor, and look for the marks.
+    begin = min(start, first)
+    marks = torch.zeros(max(end, last) - begin, dtype=torch.bool, device="cpu")
+    _bytes(marks, one, begin).fill_(True)
+    return bool(_bytes(marks, other, begin).any())
+
+
+def _bytes(marks: Tensor, tensor: Tensor, first: int) -> Tensor:
+    """The marks of a tensor's bytes; `first` is the address of the first mark."""
+    size = tensor.itemsize
+    strides = [stride * size for stride in tensor.stride()]
+    return marks.as_strided([*tensor.shape, size], [*strides, 1], tensor.data_ptr() - first)
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a plain tensor's first byte, and behind its last one."""
+    start = tensor.data_ptr()
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The parts of a tensor that have memory: the tensor itself, or the tensors inside a sparse one
+    or a wrapper subclass. Other layouts are unknown, and count as nothing."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        parts = (getattr(tensor, name) for name in flatten()[0])
+        for part in parts:
+            if isinstance(part, Tensor):
+                yield from plain_parts(part)
+    elif tensor.layout is torch.strided:
+        yield tensor
+    else:
+        for part in _PARTS.get(tensor.layout, ()):
+            yield part(tensor)
+
+
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a plain tensor with memory, and not one that wraps others."""
+    return (
+        isinstance(value, Tensor)
+        and type(value) in (Tensor, nn.Parameter)
+        and (value.layout is torch.strided and not value.is_quantized)
+    )
+
+
+_BY_ROW = Tensor.crow_indices, Tensor.col_indices, Tensor.values
+_BY_COLUMN = Tensor.ccol_indices, Tensor.row_indices, Tensor.values
+_PARTS: Mapping[torch.layout, Sequence[Callable[[Tensor], Tensor]]] = {
+    torch.sparse_coo: (Tensor._indices, Tensor._values),
+    torch.sparse_csr: _BY_ROW,
+    torch.sparse_bsr: _BY_ROW,
+    torch.sparse_csc: _BY_COLUMN,
+    torch.sparse_bsc: _BY_COLUMN,
+}

@@ -1,0 +1,110 @@
+"""After a call that failed, the next one starts anew: nothing of the failed one is left."""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import plain_step, recurrence_of
+from torch import Tensor, nn
+
+import schedir
+from schedir.errors import ExecutionError
+from schedir.runtime import Executor
+from schedir.runtime.processes.failure import WaitError
+from schedir.runtime.processes.groups import Message
+from tests.built_in import EVERY
+from tests.runtime.kit import MSE, assert_equal_stages, gradients, microbatches_of, numbered, sgd
+from tests.sweeps import sweep
+
+
+class Fails(nn.Module):
+    """Fails in its forward, or in the backward of that, where it is called that many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.left, self.backward = -1, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(self.linear(x))
+        if not self.training:
+            return y
+        self.left -= 1
+        if not self.left:
+            if not self.backward:
+                raise ValueError("struck")
+            y.register_hook(self._strike)
+        return y
+
+    def _strike(self, grad: Tensor) -> None:
+        raise ValueError("struck")
+
+
+@sweep("seed", range(500), quick=range(20))
+def test_the_calls_after_a_failed_one_train_as_if_it_had_not_been(seed: int) -> None:
+    chance = random.Random(seed)
+    name = chance.choice([*EVERY])
+    schedule = schedir.build(name, ranks=3 if name == "1f1b-rr" else 2, microbatches=6)
+    torch.manual_seed(seed)
+    stages, whole = ([Fails() for _ in range(schedule.stages)] for _ in range(2))
+    optimizers = [sgd(stage.parameters()) for stage in whole]
+    failing = chance.randrange(3)
+    with Executor(schedule, numbered(stages), MSE, sgd, in_process=True) as executor:
+        for call in range(4):
+            # An update of an asynchronous schedule may have come before the failure.
+            for mine, theirs in zip(stages, whole, strict=True):
+                theirs.load_state_dict(mine.state_dict())
+            inputs, target = torch.randn(2, chance.choice([6, 12]), 3)
+            if call == failing:
+                struck = chance.choice(stages)
+                struck.left, struck.backward = chance.randint(1, 6), chance.random() < 0.5
+                with pytest.raises(ExecutionError, match="struck"):
+                    executor.step(inputs, target=target)
+                struck.left = -1
+                assert gradients(stages) == [None] * 2 * len(stages)
+                continue
+            found = executor.step(inputs, target=target).loss
+            microbatches = microbatches_of((inputs, target), 6)
+            recurrence = recurrence_of(schedule)
+            assert found == plain_step(whole, MSE, optimizers, microbatches, recurrence)
+            assert_equal_stages(numbered(stages), whole)
+
+
+@pytest.mark.parametrize("struck", [0, 1])
+def test_accumulated_gradients_that_are_lost_are_told_of(struck: int) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stages = [Fails(), Fails()]
+    inputs, target = torch.randn(2, 4, 3)
+    with Executor(schedule, numbered(stages), MSE, sgd, in_process=True) as executor:
+        executor.step(inputs, target=target, update=False)
+        stages[struck].left = 1
+        with pytest.raises(ExecutionError) as caught:
+            executor.step(inputs, target=target)
+    assert caught.value.__notes__ == [
+        "the gradients that earlier calls with update=False had accumulated are lost: repeat those "
+        "calls"
+    ]
+    assert gradients(stages) == [None] * 4
+
+
+class Never:
+    """What can't arrive."""
+
+    def wait(self) -> None:
+        raise RuntimeError("closed")
+
+
+def test_what_had_not_arrived_raises_at_every_read() -> None:
+    message: Message = Message(torch.zeros(1), "the loss of process 1", 1, cast(dist.Work, Never()))
+    message.drop()
+    message.drop()
+    for _ in range(2):
+        with pytest.raises(WaitError):
+            message.wait()
+    arrived = Message(torch.zeros(1), "the loss of process 1", 1, None)
+    arrived.drop()
+    assert arrived.wait() == 0
