@@ -103,6 +103,7 @@ class Engine:
         self._stages = [*parts.stages.values()]
         self._versioned = [stage.weights for stage in self._stages if stage.weights.stashes]
         self._checks = [parts.shared.check_frozen] if parts.shared.active else []
+        self._checks += [s.check_frozen for s in self._stages if plan.updates and not s.optimizer]
         self._follows = parts.progress.follows
         self._begins = [
             *([parts.accumulated.set_aside] if parts.accumulated.active else []),

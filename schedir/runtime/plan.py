@@ -35,6 +35,7 @@ from schedir.runtime.arguments import (
     timeout_of,
     whole_name,
 )
+from schedir.runtime.processes.failure import describe
 from schedir.runtime.processes.grid import Grid, grid
 from schedir.runtime.sharded import check_sharded
 from schedir.runtime.transports.choice import Choice, channel_for, check_streams, transport_for
@@ -139,16 +140,26 @@ class Plan:
         return self.arguments.trace and self.grid.pipeline == 0
 
     def optimizers(self) -> dict[int, torch.optim.Optimizer]:
-        """Make the optimisers of the stages here that have parameters."""
+        """Make the optimisers of the stages here that have parameters.
+
+        Raises ExecutionError, with the stage, where the user's function fails. If nothing of the
+        stage requires grad, the stage has no optimiser instead: the function may leave such
+        parameters out, and an optimiser of none can't be made.
+        """
         make = self.arguments.optimizer
-        if make is None:
-            return {}
-        held = {stage: self.named_parameters(stage) for stage in self.local_stages}
-        return {
-            stage: _check_optimizer(optimizer_of(make, own, stage), stage, [p for _, p in own])
-            for stage, own in held.items()
-            if own
-        }
+        made: dict[int, torch.optim.Optimizer] = {}
+        for stage in self.local_stages:
+            own = self.named_parameters(stage)
+            if own and make is not None:
+                try:
+                    found = optimizer_of(make, own, stage)
+                except Exception as error:
+                    if any(parameter.requires_grad for _, parameter in own):
+                        what = f"optimizer, called for stage {stage}: {describe(error)}"
+                        raise ExecutionError(what, cause=error) from error
+                    continue
+                made[stage] = _check_optimizer(found, stage, [p for _, p in own])
+        return made
 
     def named_parameters(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are trained with a stage here, by their names in the whole model; a

@@ -230,9 +230,11 @@ class Segments:
         """The engine for segments of this length, which all processes make at the same time."""
         if microbatches not in self._engines:
             schedule = self._made(microbatches, build)
-            optimizers = iter(self._engine.parts.optimizers.values())
+            optimizers = self._engine.parts.optimizers
             arguments = attrs.evolve(
-                self._plan.arguments, schedule=schedule, optimizer=lambda _: next(optimizers)
+                self._plan.arguments,
+                schedule=schedule,
+                optimizer=lambda named, stage: optimizers[stage],
             )
             size = self._plan.schedule.microbatches
             self._engines[microbatches] = Engine(plan_of(arguments), batch=size)

@@ -274,12 +274,14 @@ class _List:
             run = _under_autocast(run, self._now)
         if stage.weights.stashes:
             run = _at_version(run, stage.weights, version, last_read)
-        wait = None
+        wait, arrived = None, [self._sends(send) for send in self._arrived.get(turn, ())]
         if receives is not nobody:
-            wait = waiting(receives, [self._sends(send) for send in self._arrived.get(turn, ())])
+            wait = waiting(receives, arrived)
         if stage.sharded is not None and turn in self._gathered:
             wait = until_gathered(stage.sharded, stage.weights, wait)
-        return Instruction(*place, run, wait, receives, computes=True, cell=cell, stage=stage)
+        return Instruction(
+            *place, run, wait, receives, arrived, computes=True, cell=cell, stage=stage
+        )
 
     def _copy(self, action: Action, stage: Stage) -> Bound:
         cell, copiers = self._cell(action), self._compiler.copiers

@@ -25,7 +25,8 @@ class Instruction:
 
     `index` is its place in the list that runs, `listed_at` its place in the list before receives
     were moved: users see that one, and errors name it. `receives` has the works of the receives
-    that it waits for, and `blocked` says whether another rank of this process has to come first. It
+    that it waits for, `arrived` those of the sends that have arrived by then, and `blocked` says
+    whether another rank of this process has to come first. It
     `computes` if its time counts as compute. It is `listed` if it does its action, and not
     something that has to be done before the action.
 
@@ -40,6 +41,7 @@ class Instruction:
     run: Bound
     wait: Bound | None = None
     receives: list[Work] = attrs.field(factory=list)
+    arrived: Sequence[list[Work]] = ()
     blocked: Callable[[], bool] | None = None
     computes: bool = False
     listed: bool = True
@@ -51,8 +53,10 @@ class Instruction:
 
     def is_blocked(self) -> bool:
         """Whether it has to wait for another rank of this process."""
-        if not all(work.is_completed() for work in self.receives):
-            return True
+        # Where no gradient travels, a backward comes before its activation has been received.
+        for works in (self.receives, *self.arrived):
+            if not all(work.is_completed() for work in works):
+                return True
         return self.blocked is not None and self.blocked()
 
 

@@ -63,6 +63,17 @@ class Stage:
         split = bool(plan.groups_of_stages) and index != plan.last_stage
         self._hook = return_local(self.module) if split else None
 
+    def check_frozen(self) -> None:
+        """Raise ExecutionError where a parameter was thawed that no optimiser steps."""
+        if any(parameter.requires_grad for parameter in self.weights.newest):
+            named = self.module.named_parameters()
+            name = next((name for name, p in named if p.requires_grad), "the loss")
+            raise ExecutionError(
+                f"{name} of stage {self.index} was thawed since the executor was made, but no "
+                "optimizer could be made there, as nothing of the stage required grad; make a new "
+                "Executor"
+            )
+
     def close(self) -> None:
         """Leave the module as it was."""
         if self._hook is not None:
