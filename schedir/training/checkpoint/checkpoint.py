@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class Checkpoint:
     >>> with TemporaryDirectory() as folder:
     ...     Checkpoint(model).save(folder)
     ...     like = nn.Linear(4, 1)
-    ...     Checkpoint(like).load(folder)
+    ...     _ = Checkpoint(like).load(folder)
     >>> torch.equal(like.weight, model.weight)
     True
 
@@ -229,25 +229,31 @@ class Checkpoint:
         if self._saving is not None:
             self._saving.wait()
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str], strict: bool = True) -> IncompatibleKeys:
         """Load from a folder, in place. Every rank calls it, and reads only what it needs.
 
         First the ranks share out the files, and compare each file with its hash. State in the
         checkpoint that nothing here takes is ignored, such as an optimiser's if there is none.
+
+        With `strict=False` the model may have parameters and buffers that the checkpoint lacks,
+        such as those of adapters, which keep their values, and the other way round. What does not
+        fit is returned, by the names of the whole model.
 
         Raises ExecutionError on all ranks, and changes nothing, if there is no complete checkpoint;
         if a file is missing, damaged, from another checkpoint or without a hash; if the checkpoint
         is of another model (the message names what is missing, unexpected or of another shape), of
         another optimiser or of other param groups; or if it lacks a state that is to be loaded.
         """
-        self.step = self._load(Path(path), weights_only=False).training["step"]
+        stored, unlike = self._load(Path(path), strict, weights_only=False)
+        self.step = stored.training["step"]
+        return unlike
 
-    def load_weights(self, path: str | os.PathLike[str]) -> None:
+    def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> IncompatibleKeys:
         """Load only the parameters and buffers, to evaluate or to begin another training.
 
-        Raises ExecutionError as `load`.
+        `strict`, what is returned and the errors are those of `load`.
         """
-        self._load(Path(path), weights_only=True)
+        return self._load(Path(path), strict, weights_only=True)[1]
 
     def _put(self, state: dict[str, Any], names: Names) -> Kept:
         """Put the tensors that this process writes into `state`."""
@@ -266,7 +272,9 @@ class Checkpoint:
         packed(merged([kept]), "the optimizer's state")  # else it would fail on its way
         return kept
 
-    def _load(self, folder: Path, weights_only: bool) -> Stored:
+    def _load(
+        self, folder: Path, strict: bool, weights_only: bool
+    ) -> tuple[Stored, IncompatibleKeys]:
         self._wait()
         stored: Stored
 
@@ -286,8 +294,12 @@ class Checkpoint:
         number = list(marks).index(self._place)
         everywhere(self._gather, lambda: stored.check(number, len(marks)))
         names = names_of(self._model, self._held, self._gather)
+        unlike = everywhere(self._gather, lambda: _check_model(names, stored, strict))[0]
         loads: list[Callable[[], object]] = []
-        everywhere(self._gather, lambda: loads.extend(self._loads(stored, names, weights_only)))
+        lacking = unlike.missing_keys
+        everywhere(
+            self._gather, lambda: loads.extend(self._loads(stored, names, lacking, weights_only))
+        )
 
         def load() -> None:
             try:
@@ -301,13 +313,13 @@ class Checkpoint:
                 ) from error
 
         everywhere(self._gather, load)
-        return stored
+        return stored, unlike
 
     def _loads(
-        self, stored: Stored, names: Names, weights_only: bool
+        self, stored: Stored, names: Names, lacking: Collection[str], weights_only: bool
     ) -> Iterator[Callable[[], object]]:
-        """Yield functions that load, once all fits. Raises ExecutionError if something does not."""
-        _check_model(names, stored)
+        """Yield functions that load, once all fits, but for the parameters that the checkpoint is
+        `lacking`. Raises ExecutionError if something does not fit."""
         for held in self._held:
             yield partial(_load_module, held, stored)
         if weights_only:
@@ -330,7 +342,7 @@ class Checkpoint:
         kept = stored.training["optimizer"]
         if self._optimizers and not kept["records"]:
             raise lacks("an optimizer")
-        yield from loads_of(stored, kept, optimizers, names.aliases)
+        yield from loads_of(stored, kept, optimizers, names.aliases, lacking)
         pipeline, rank, _ = self._place
         stateful = [
             (self._scheduler, "a scheduler", ["scheduler"]),
@@ -367,6 +379,14 @@ def _optimizers_of(model: Executor, optimizer: Optimizer | None, loss_fn: object
     return {"this process": optimizer}
 
 
+class IncompatibleKeys(NamedTuple):
+    """What does not fit between a model and a checkpoint, by names in the whole model: what the
+    checkpoint lacks, and what the model lacks. torch's `load_state_dict` returns the same."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 class Stateful(Protocol):
     """An object with a state: a learning-rate scheduler, `Batches`, or another loader."""
 
@@ -400,8 +420,9 @@ def _state(one: Stateful, what: str) -> Tensor:
 
 def _load_module(held: Held, stored: Stored) -> None:
     state = held.state()
-    stored.read_into({held.key(name): x for name, x in state.items() if isinstance(x, Tensor)})
-    for name, value in state.items():
+    saved = {name: value for name, value in state.items() if held.key(name) in stored.sizes}
+    stored.read_into({held.key(name): x for name, x in saved.items() if isinstance(x, Tensor)})
+    for name, value in saved.items():
         if not isinstance(value, Tensor):
             state[name] = stored.value(held.key(name))
     held.take(state)
@@ -409,35 +430,41 @@ def _load_module(held: Held, stored: Stored) -> None:
         parameter.grad = None  # it belongs to other weights: a step that failed leaves some
 
 
-def _check_model(names: Names, stored: Stored) -> None:
-    """Raise ExecutionError if the checkpoint is of another model."""
+def _check_model(names: Names, stored: Stored, strict: bool) -> IncompatibleKeys:
+    """The names that the checkpoint lacks, and those that the model lacks. Raises ExecutionError if
+    tensors differ in shape, or, if it is `strict`, for any such name."""
     saved = {
         name: tuple(size)
         for name, size in stored.sizes.items()
         if name.startswith(("model.", f"{LOSS}."))
     }
     wanted = names.sizes
-    unexpected = [name for name in saved if name not in wanted]
-    findings = {
-        "it lacks {}": [_shown(name) for name in wanted if name not in saved],
-        "it has {}, which the model has not": [_shown(name) for name in unexpected],
-        "{}": [
-            f"{_shown(name)} is {list(saved[name])} there and {list(size)} here"
-            for name, size in wanted.items()
-            if size is not None and name in saved and saved[name] != size
-        ],
-    }
-    said = []
-    for text, found in findings.items():
-        if found:
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            said.append(text.format(", ".join(found[:_SHOWN]) + more))
+    unlike = IncompatibleKeys(
+        [_shown(name) for name in wanted if name not in saved],
+        [_shown(name) for name in saved if name not in wanted],
+    )
+    shapes = [
+        f"{_shown(name)} is {list(saved[name])} there and {list(size)} here"
+        for name, size in wanted.items()
+        if size is not None and name in saved and saved[name] != size
+    ]
+    said = [_few(shapes)] if shapes else []
+    if strict and unlike.unexpected_keys:
+        said.insert(0, f"it has {_few(unlike.unexpected_keys)}, which the model has not")
+    if strict and unlike.missing_keys:
+        said.insert(0, f"it lacks {_few(unlike.missing_keys)}")
     if said:
-        loss = any(name.startswith(f"{LOSS}.") for name in unexpected)
+        loss = any(name.startswith(f"{LOSS}.") for name in unlike.unexpected_keys)
         hint = "; its loss has parameters: pass loss_fn=" if loss else ""
         raise ExecutionError(
             f"the checkpoint in {stored.folder} is of another model: {'; '.join(said)}{hint}"
         )
+    return unlike
+
+
+def _few(found: Sequence[str]) -> str:
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(found[:_SHOWN]) + more
 
 
 def _shown(name: str) -> str:

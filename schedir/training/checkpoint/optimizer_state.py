@@ -125,11 +125,16 @@ def merged(parts: Iterable[Kept]) -> dict[str, Any]:
 
 
 def loads_of(
-    stored: Stored, kept: Mapping[str, Any], optimizers: Optimizers, aliases: Aliases
+    stored: Stored,
+    kept: Mapping[str, Any],
+    optimizers: Optimizers,
+    aliases: Aliases,
+    lacking: Collection[str],
 ) -> list[Callable[[], None]]:
     """Make a function for each optimiser here that loads it through `load_state_dict`.
 
-    `kept` has the checkpoint's values of optimisers that are no tensors. Raises ExecutionError if
+    `kept` has the checkpoint's values of optimisers that are no tensors; parameters that it is
+    `lacking` have no state there. Raises ExecutionError if
     the optimiser has another class, if a parameter is missing, or if one group's parameters are in
     different groups there.
     """
@@ -157,13 +162,17 @@ def loads_of(
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     return [
-        partial(load, optimizer, place, _options_for(optimizer, place, records, aliases))
+        partial(load, optimizer, place, _options_for(optimizer, place, records, aliases, lacking))
         for place, optimizer in optimizers.items()
     ]
 
 
 def _options_for(
-    optimizer: Optimizer, place: str, records: Sequence[Record], aliases: Aliases
+    optimizer: Optimizer,
+    place: str,
+    records: Sequence[Record],
+    aliases: Aliases,
+    lacking: Collection[str],
 ) -> list[Mapping[str, Any]]:
     """Find the hyperparameters that a checkpoint has for each param group of an optimiser."""
     by_name = {name: record for record in records for name in record.names}
@@ -174,6 +183,8 @@ def _options_for(
         for parameter in group["params"]:
             names = _names(parameter, aliases, place)
             record = _first(by_name, names)
+            if record is None and names[0] in lacking:
+                continue
             if record is None:
                 raise ExecutionError(
                     f"the checkpoint's optimizer does not have {names[0]}, which is in {whose}: it "
