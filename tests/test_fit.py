@@ -307,3 +307,14 @@ def test_broken_samples_are_refused_by_name(
     file.write_text(json.dumps(content))
     with pytest.raises(LoadError, match=rf"costs.json: {says}"):
         CostModel.load(file)
+
+
+def test_a_sharded_list_fits_its_gathers_and_its_sums() -> None:
+    built = schedir.build("interleaved-1f1b", ranks=2, microbatches=4, chunks=2)
+    schedule = schedir.shard(built, limit=1, ahead=0)
+    line = schedir.simulate(schedule, CostModel(unshard=5, reduce_grad=3))
+    fitted = CostModel.fit([line])
+    assert (fitted.unshard, fitted.reduce_grad) == ((5,) * 4, (3,) * 4)
+    assert schedir.simulate(schedule, fitted).makespan == line.makespan
+    band = schedir.forecast(schedule, CostModel.fit([line] * 6), draws=8)
+    assert {*band.makespans} == {line.makespan}

@@ -86,7 +86,7 @@ def drawn_prices(
     ratios = samples.ratios
     computed = _lenders(_keys_of_compute(schedule, entries), _rows, samples)
     exchanged = _lenders(
-        [*zip(*_ends(transfers), strict=True), *((-1, s) for s in columns.stage[sums].tolist())],
+        [*zip(*_ends(transfers), strict=True), *_keys_of_collectives(schedule, sums)],
         _rows_of_link,
         samples,
     )
@@ -197,10 +197,17 @@ def _keys_of_compute(schedule: Schedule, heads: Ints) -> list[tuple[int, int]]:
     return list(zip(cost.tolist(), columns.stage[home].tolist(), strict=True))
 
 
+def _keys_of_collectives(schedule: Schedule, places: Ints) -> list[tuple[int, int]]:
+    """The cost, with all bits turned over to be below 0, and the stage of each collective."""
+    columns = schedule.columns
+    cost = COST_OF_KIND[columns.kind[places]]
+    return list(zip((~cost).tolist(), columns.stage[places].tolist(), strict=True))
+
+
 def _rows_of_link(samples: Samples, source: int, target: int) -> Ints:
-    """The samples of a link; with a source of -1, those of a stage's sums."""
+    """The samples of a link, or, with a source below 0, of a collective of a stage."""
     if source < 0:
-        return samples.groups.get(("reduce_grad", target), _NOTHING)
+        return samples.groups.get((COSTS[~source], target), _NOTHING)
     if (source, target) in samples.links:
         return samples.links[source, target]
     return np.concatenate([_NOTHING, *samples.links.values()])

@@ -210,9 +210,9 @@ def median(values: Numbers) -> float:
 # What timelines show.
 
 COST_OF_KIND = np.array(
-    [COSTS.index(kind.name.lower()) if kind in COMPUTE | COPIES else -1 for kind in KINDS]
+    [COSTS.index(k.name.lower()) if k in COMPUTE | COPIES | GROUPS else -1 for k in KINDS]
 )
-_REDUCE, _PAIR = map(COSTS.index, ("reduce_grad", "overlapped"))
+_PAIR = COSTS.index("overlapped")
 
 
 @attrs.frozen
@@ -370,7 +370,8 @@ def _observed(timeline: Any) -> Iterator[_Entries]:
     turns = graph_of(schedule).collectives
     if turns:
         places = np.array([turn[0] for turn in turns])  # all places of one have the same times
-        yield _Entries(places, np.full(len(turns), _REDUCE), ends[places] - starts[places])
+        cost = COST_OF_KIND[columns.kind[places]]
+        yield _Entries(places, cost, ends[places] - starts[places])
 
 
 def _in_turn(starts: Numbers, ends: Numbers, arrived: Numbers) -> bool:
