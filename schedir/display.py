@@ -10,6 +10,16 @@ from importlib import import_module
 from typing import Any, Literal, TypedDict, Unpack
 
 
+def rounded(value: float, digits: int = 6) -> str:
+    """A number in so many significant digits, but with all that stand before the point.
+
+    >>> rounded(0.1 + 0.2), rounded(1023693.6), rounded(1e300)
+    ('0.3', '1023694', '1e+300')
+    """
+    text = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e+" in text and abs(value) < 1e15 else text
+
+
 def _shown() -> Any:
     """The module of `render` that has a row for each class here."""
     return import_module("schedir.render.objects")

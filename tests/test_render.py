@@ -21,7 +21,7 @@ from schedir.render import Page, explanation, outputs_of, timeline_json, timelin
 from schedir.render.overview import overview_blocks
 from schedir.render.steady_state import Repeat, repeats
 from schedir.render.terminal_timeline import drawing_of
-from schedir.render.text import coloured, plain, write_to_terminal
+from schedir.render.text import coloured, number, plain, size, write_to_terminal
 from tests.findings import odd
 from tests.literals import listed
 from tests.test_golden import GOLDEN, compare
@@ -31,8 +31,8 @@ from tests.timelines import lines, simulated
 def rows_of(text: str) -> list[list[str]]:
     """For each rank what its row holds, page by page."""
     rows: dict[int, list[str]] = {}
-    for number, row in re.findall(r"^rank +(\d+)(?:  (.*))?$", text, re.MULTILINE):
-        rows.setdefault(int(number), []).append(row)
+    for rank, row in re.findall(r"^rank +(\d+)(?:  (.*))?$", text, re.MULTILINE):
+        rows.setdefault(int(rank), []).append(row)
     return list(rows.values())
 
 
@@ -434,3 +434,19 @@ def test_holes_are_filled_with_attributes(template: str, filled: str) -> None:
 def test_an_attribute_that_is_not_there_is_an_error() -> None:
     with pytest.raises(AttributeError, match="severel"):
         fill("{severel}", Filler())
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(99999.6, "99999.6"), (1023693.6, "1023694"), (21.0, "21"), (0.1 + 0.2, "0.3")],
+)
+def test_a_number_keeps_what_stands_before_its_point(value: float, shown: str) -> None:
+    assert number(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("many", "shown"),
+    [(1023693, "1000 KiB"), (1048575.6, "1 MiB"), (1536, "1.5 KiB"), (5e300, "4.44e+285 PiB")],
+)
+def test_a_size_has_at_least_its_whole_digits(many: float, shown: str) -> None:
+    assert size(many) == shown

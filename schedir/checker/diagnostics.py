@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import attrs
 
 from schedir.checker.changes import Change
-from schedir.display import Displayed
+from schedir.display import Displayed, rounded
 from schedir.errors import ScheduleError
 from schedir.ir import Action, Columns, Schedule, Source
 
@@ -324,7 +324,8 @@ def fill(template: str, filler: object) -> str:
         {above:is|are}     the first word for one, the second for any other number
         {held:and}         0, 1 and 2
         {held:ranges}      0-3, 5
-        {late:g}           as `format` has it
+        {late:g}           a number in few digits
+        {share:.0%}        as `format` has it
     """
     return "".join(
         literal if read is None else literal + _form(read(filler), form)
@@ -350,6 +351,8 @@ def _form(value: Any, form: str) -> str:
         return joined(value)
     if form == "ranges":
         return ranges(value)
+    if form == "g":
+        return rounded(value)
     try:
         return format(value, form)
     except ValueError:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import numpy as np
 from attrs import define, field, frozen
 
+from schedir.display import rounded
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import (
     COMPUTE,
@@ -250,8 +251,9 @@ class _Rank:
         many = sum(self.sizes[stage] for stage in needed)
         if many > self.limit:
             raise ValueError(
-                f"rank {self.rank} needs the weights of stages {sorted(needed)} at once, {many:g} "
-                f"bytes, but the limit is {self.limit:g}: allow {many:g}, or cut the model into "
+                f"rank {self.rank} needs the weights of stages {sorted(needed)} at once, "
+                f"{rounded(many)} bytes, but the limit is {rounded(self.limit)}: allow "
+                f"{rounded(many)}, or cut the model into "
                 "more stages"
             )
 

@@ -20,6 +20,7 @@ import attrs
 from rich.console import Console, ConsoleOptions, RenderableType
 
 from schedir.checker import CHANNELS, Report, prove
+from schedir.display import rounded
 from schedir.errors import ExecutionError, SchedirError
 from schedir.finder import Comparison
 from schedir.ir import Schedule, dumps, printable
@@ -73,7 +74,8 @@ def _comparison(comparison: Comparison) -> str:
 def _band(band: Band) -> str:
     low, median, high = map(band.quantile, (0.05, 0.5, 0.95))
     runs = count(len(band.makespans), "run")
-    return f"makespan {median:.5g} (the median of {runs}), {low:.5g} to {high:.5g} in nine of ten"
+    least, usual, most = (rounded(value, 5) for value in (low, median, high))
+    return f"makespan {usual} (the median of {runs}), {least} to {most} in nine of ten"
 
 
 def _result(result: Any, page: Page) -> Iterable[Block]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from schedir.display import rounded
 from schedir.errors import SchedirError
 
 if TYPE_CHECKING:
@@ -56,10 +57,10 @@ def window_of(page: Page, *timelines: Timeline | None) -> tuple[float, float]:
     last = max(line.makespan for line in timelines if line is not None)
     end = last if page.end is None else min(page.end, last)
     if not 0 <= page.start < end and last:
-        until = "the end" if page.end is None else f"{page.end:g}"
+        until = "the end" if page.end is None else rounded(page.end)
         raise SchedirError(
-            f"there is nothing to draw from {page.start:g} to {until}: the timeline goes from 0 to "
-            f"{last:g}"
+            f"there is nothing to draw from {rounded(page.start)} to {until}: the timeline goes "
+            f"from 0 to {rounded(last)}"
         )
     return page.start, end
 

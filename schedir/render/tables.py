@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from schedir.display import rounded
 from schedir.finder import Comparison, Found, Row
 from schedir.ir import printable
 from schedir.render.captions import UNIT_NAMES, bubble, steady_figures, unit_for
@@ -179,7 +180,7 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
     def time(value: float) -> str:
         """A number in five digits: a sixth decides nothing."""
         value *= scale
-        return f"{value:.5g}" if value < 10**5 and value != int(value) else f"{value:.0f}"
+        return f"{value:.0f}" if value == int(value) else rounded(value, 5)
 
     yield _Column("schedule", lambda row: printable(row.target), align="<")
     if any(_remark(comparison, row) for row in rows):

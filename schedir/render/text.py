@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
 import attrs
 
+from schedir.display import rounded
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -145,7 +147,7 @@ def _rich(block: Panel | Table) -> RenderableType:
 
 def number(value: float) -> str:
     """A number in few digits: 21.0 is 21, 0.1 + 0.2 is 0.3."""
-    return str(int(value)) if value == int(value) else f"{value:.6g}"
+    return str(int(value)) if value == int(value) else rounded(value)
 
 
 def count(many: int, what: str, plural: str = "s") -> str:
@@ -156,10 +158,10 @@ def count(many: int, what: str, plural: str = "s") -> str:
 def size(many: float) -> str:
     """A number of bytes in three digits: 1.5 GiB."""
     power = 0
-    while many >= 1024 and power < len(_PREFIXES) - 1:
+    while round(many) >= 1024 and power < len(_PREFIXES) - 1:
         many /= 1024
         power += 1
-    return f"{many:{'.3g' if many < 1000 else '.0f'}} {_PREFIXES[power]}B"
+    return f"{rounded(many, 3)} {_PREFIXES[power]}B"
 
 
 def fill(text: str, width: int | None) -> str:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from schedir.display import rounded
 from schedir.errors import ExecutionError
 from schedir.runtime import StepResult
 from schedir.training.history import History
@@ -180,4 +181,4 @@ def shown(total: int | None, wanted: bool) -> list[Callback]:
 
 
 def _short(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return rounded(value, 4) if abs(value) < 9999.5 else f"{value:,.0f}"

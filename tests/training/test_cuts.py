@@ -178,3 +178,8 @@ def test_a_regular_expression_is_matched_as_by_deepspeed() -> None:
         assert [stage.cost for stage in of] == costs
     stages = partition(layers, 2, by="type:Block").summaries
     assert [stage.layers for stage in stages] == [("0", "1", "2", "3"), ("4", "5")]
+
+
+@pytest.mark.parametrize("cost", [5e-324, 1e-300, 1e200, 1.7e308])
+def test_costs_of_any_size_are_balanced(cost: float) -> None:
+    assert balanced([cost] * 4, 2) == ((0, 2), (2, 4))

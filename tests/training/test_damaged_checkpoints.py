@@ -79,7 +79,7 @@ def files_of(folder: Path) -> list[Path]:
     return [folder / ".metadata", *data_of(folder)]
 
 
-def loaded_after_damage(folder: Path, trials: int, load: Callable[[Path], None]) -> list[str]:
+def loaded_after_damage(folder: Path, trials: int, load: Callable[[Path], object]) -> list[str]:
     """Damage copies of the checkpoint `a`, with files of `b`, and load them: which damage has
     loaded, or was refused without the folder's name."""
     draw = random.Random(20)

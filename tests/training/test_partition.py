@@ -416,3 +416,21 @@ def test_a_stage_can_be_copied_and_its_layers_exchanged() -> None:
     assert_same(stage.state_dict(), twin.state_dict())
     twin.add_module("4", nn.Identity())
     assert twin(x).shape == (2, 8)
+
+
+def calls_another(x: Tensor) -> Tensor:
+    return through_the_table(x)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda x: sum([TABLE.weight * y for y in (x, x)]),
+        lambda x: (lambda y: y @ TABLE.weight)(x),
+        functools.partial(lambda x, y: through_the_table(x), y=1),
+        calls_another,
+    ],
+)
+def test_a_module_that_a_function_uses_is_found_in_what_it_calls(layer: Any) -> None:
+    with pytest.raises(ExecutionError, match="layer 0 is a function that uses the module Embed"):
+        partition([layer], 1)

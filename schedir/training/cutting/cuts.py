@@ -57,7 +57,9 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
     if not any(costs):
         costs = [1] * len(costs)
     layers = len(costs)
-    before = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
+    # Sums and squares must be numbers too; a power of two changes no comparison.
+    scaled = np.ldexp(np.asarray(costs, dtype=np.float64), -math.frexp(max(costs))[1])
+    before = np.concatenate([[0.0], np.cumsum(scaled)])
     cost = before[None, :] - before[:, None]  # of a part from the row to the column
     cost[np.tril_indices(layers + 1)] = np.inf
     # least[i]: the cost of the most costly part in the best cut of the layers from i on.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dis import get_instructions
 from functools import partial
 from itertools import accumulate
-from types import CellType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import attrs
@@ -185,24 +185,33 @@ def _check(layer: Layer) -> None:
 
 
 def _brought_along(function: Any) -> nn.Module | Tensor | None:
-    """Find a module or parameter that a function closes over or reads as a global, if any."""
-    if isinstance(function, partial):
-        inside = [function.func, *function.args, *function.keywords.values()]
-    else:
-        cells = getattr(function, "__closure__", None) or ()
-        inside = [cell.cell_contents for cell in cells if cell != CellType()]
-        inside += [function, getattr(function, "__self__", None), *_of_globals(function)]
-    for held in inside:
+    """Find a module or parameter that a function closes over or reads as a global, if any: in the
+    functions that it defines, and in those of its file that it calls, too."""
+    home, pending, seen = getattr(function, "__globals__", None), [function], set[int]()
+    while pending:
+        held = pending.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
         if isinstance(held, Tensor) and held.requires_grad:
             return held
-        if isinstance(held, nn.Module) and next(held.parameters(), None) is not None:
-            return held
+        if isinstance(held, nn.Module):
+            if next(held.parameters(), None) is not None:
+                return held
+        elif isinstance(held, partial):
+            pending += [held.func, *held.args, *held.keywords.values()]
+        elif isinstance(held, MethodType):
+            pending += [held.__self__, held.__func__]
+        elif isinstance(held, FunctionType) and home in (None, held.__globals__):
+            cells = held.__closure__ or ()
+            pending += [cell.cell_contents for cell in cells if cell != CellType()]
+            read = _names_in(held.__code__) & held.__globals__.keys()
+            pending += [held.__globals__[name] for name in sorted(read)]
     return None
 
 
-def _of_globals(function: Any) -> list[object]:
-    """The globals that a function reads, as functions of a script do."""
-    if not hasattr(function, "__code__"):
-        return []
-    read = (step.argval for step in get_instructions(function) if step.opname == "LOAD_GLOBAL")
-    return [function.__globals__[name] for name in read if name in function.__globals__]
+def _names_in(code: CodeType) -> set[str]:
+    """The globals that a function's code reads, and that of the functions that it defines."""
+    names = {step.argval for step in get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return names.union(*map(_names_in, inner))
