@@ -15,6 +15,7 @@ from tests.oracle import Oracle
 from tests.sweeps import sweep
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
+ON_SEVERAL = ("chimera", "dualpipe")  # at their defaults; 1f1b-rr has one replica of each stage
 QUICK = [(0, None), (1, 1)]
 MEANT = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 
@@ -27,7 +28,7 @@ def most_gathered(schedule: Schedule, rank: int) -> int:
     return most
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if name not in ASYNCHRONOUS])
+@pytest.mark.parametrize("name", [n for n in EVERY if n not in (*ASYNCHRONOUS, *ON_SEVERAL)])
 @sweep("ranks", [2, 4], quick=[2])
 @sweep(
     "ahead, limit",
@@ -39,8 +40,7 @@ def test_a_sharded_list_is_clean_wherever_the_plain_one_is(
 ) -> None:
     plain = schedir.build(name, ranks=ranks, microbatches=2 * ranks)
     needs = max(len({a.stage for a in getattr(e, "actions", ())}) for r in plain.actions for e in r)
-    shared = any(len(held) > 1 for held in plain.placement)
-    if limit is not None and (needs > limit or shared):
+    if limit is not None and needs > limit:
         with pytest.raises(ValueError, match="bytes, but the limit is"):
             schedir.shard(plain, ahead=ahead, limit=0)
         return
@@ -84,7 +84,7 @@ def mutant(schedule: Schedule, chance: random.Random) -> Schedule:
     return attrs.evolve(schedule, actions=tuple(map(tuple, lists)), sources=None)
 
 
-SMALL = ["1f1b", "zb-h1", "interleaved-1f1b", "chimera", "fill-drain"]
+SMALL = ["1f1b", "zb-h1", "interleaved-1f1b", "zbv", "fill-drain"]
 
 
 @sweep("seed", range(60 * len(SMALL)), quick=range(len(SMALL)))
@@ -154,3 +154,10 @@ def test_bad_arguments_are_refused(options: dict[str, object], said: str) -> Non
 def test_asynchronous_lists_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="only the newest weights of a sharded stage"):
         schedir.shard(schedir.build(name, ranks=4, microbatches=8))
+
+
+def test_a_stage_on_several_ranks_is_refused() -> None:
+    plain = schedir.build("1f1b-rr", ranks=3, microbatches=2, replicas="2,1")
+    with pytest.raises(ValueError, match="stage 0 of 1f1b-rr can't be sharded: ranks 0 and 1 run"):
+        schedir.shard(plain)
+    assert schedir.check(schedir.without(schedir.shard(plain, [1]), 1)).ok

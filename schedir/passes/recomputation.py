@@ -27,7 +27,7 @@ def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
     of Python of its B or I. Communication stays in place, unless it is exactly what
     `insert_communication` makes: then it is inserted again, because its order follows the new
     times. Raises TypeError for anything that is not a Schedule or not a collection of stages, and
-    ValueError for an unknown stage.
+    ValueError for an unknown stage, and for a microbatch whose activation is offloaded.
 
     >>> import schedir
     >>> schedule = schedir.Schedule.of("mine", [0], ["0F0 0F1 0B0 0B1"])
@@ -61,6 +61,14 @@ def _listed(schedule: Schedule, stages: Collection[int]) -> Schedule:
     backwards = backwards[~known]
     if not len(backwards):
         return schedule
+    offloaded = backwards[columns.alike(backwards, columns.where(Kind.OFFLOAD))]
+    if len(offloaded):
+        action = columns.action(int(offloaded[0]))
+        raise ValueError(
+            f"stage {action.stage} of {schedule.name} can't be recomputed: the activation of "
+            f"microbatch {action.microbatch} is offloaded, so there is nothing to make again; "
+            "recompute first, and offload what is left"
+        )
     return inserted(
         schedule,
         Kind.RECOMPUTE,

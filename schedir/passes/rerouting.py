@@ -35,7 +35,9 @@ from schedir.graph.compile import graph_of
 from schedir.graph.paths import TEXTBOOK, textbook, waits
 from schedir.ir import (
     COMPLETES_GRADIENTS,
-    GROUPS,
+    GATHERS,
+    RELEASES,
+    SUMS,
     VALUES,
     Action,
     Kind,
@@ -70,8 +72,8 @@ def without(schedule: Schedule, rank: int, *, split: bool = False) -> Schedule:
 
     Raises LoadError if no other rank holds one of the rank's stages, or if a peer updates too late
     to go on with the rank's next microbatch; ValueError for an unknown rank, and with `split` for
-    an asynchronous schedule or one that runs forwards again or offloads; TypeError for anything
-    that is not a Schedule; and everything that `insert_communication` raises.
+    an asynchronous schedule or one that runs forwards again, offloads or is sharded; TypeError for
+    anything that is not a Schedule; and everything that `insert_communication` raises.
 
     >>> import schedir
     >>> schedule = schedir.build("1f1b-rr", ranks=12, microbatches=18, replicas="3,3,3,3")
@@ -111,9 +113,14 @@ def _merged(schedule: Schedule, lost: int) -> Schedule:
         work[peer] += 1
     taken = (columns.rank == lost) & (columns.microbatch >= 0)
     rank = np.where(taken, runs[columns.stage, columns.microbatch], columns.rank)
-    # The lost rank's sums and updates go with it, and the sums of a stage that one rank holds now.
+    # The lost rank's sums and updates go with it, and the sums of a stage that one rank holds now,
+    # unless stages on one rank are summed as well: over pipelines, or shards.
+    sums = columns.is_kind(*SUMS)
+    several = np.array([len(held) > 1 for held in schedule.placement])
     shared = np.array([len({*held} - {lost}) > 1 for held in schedule.placement])
-    kept = (rank != lost) & (shared[columns.stage] | ~columns.is_kind(*GROUPS))
+    kept = (rank != lost) & (shared[columns.stage] | ~sums)
+    if (sums & ~several[columns.stage]).any():
+        kept = rank != lost
     # What takes no time, such as an update, comes before what begins at the same time.
     waiting = waits(schedule, "host")
     turn = np.empty(waiting.nodes, np.int64)
@@ -144,10 +151,11 @@ def _split(schedule: Schedule, most: int) -> Schedule:
     """
     graph, stages = graph_of(schedule), schedule.stages
     known = {*COMPLETES_GRADIENTS, *STAGE_WIDE, Kind.FORWARD, Kind.BACKWARD_INPUT}
+    known -= GATHERS | RELEASES
     if schedule.is_asynchronous or not schedule.columns.is_kind(*known).all():
         raise ValueError(
             f"{schedule.name} can't be split: only a schedule with a flush can, before passes that "
-            "recompute or offload"
+            "recompute, offload or shard"
         )
     pipelines: dict[tuple[int, ...], list[int]] = {}
     for microbatch in np.argsort(graph.home[0]).tolist():

@@ -56,14 +56,13 @@ def shard(
     Each UNSHARD stands `ahead` compute entries before the use. `limit` is the most bytes of
     gathered weights that a rank holds at once, where a stage has `weight_bytes`: one number, or one
     for each stage; by default the limit counts stages. Within the limit a stage stays gathered.
-    Otherwise the stage whose next use is furthest away is given up until then. A stage on several
-    ranks is gathered on all of them at once, before anything else. A REDUCE_GRAD is listed for
-    every OPTIM_STEP that lacks one. A stage that already has an UNSHARD stays unchanged.
+    Otherwise the stage whose next use is furthest away is given up until then. A REDUCE_GRAD is
+    listed for every OPTIM_STEP that lacks one. A stage that already has an UNSHARD stays unchanged.
 
     Raises TypeError for anything that is not a Schedule or not a collection of stages. Raises
     ValueError for an unknown stage, a negative `ahead`, other sizes, a limit that a single entry
-    exceeds, and a stage whose backwards use older weights than the newest: of these a rank has only
-    its shard.
+    exceeds, a stage on several ranks, and a stage whose backwards use older weights than the
+    newest: of these a rank has only its shard.
 
     >>> import schedir
     >>> schedule = schedir.Schedule.of("mine", [0], ["0F0 0F1 0B0 0B1 0OPTIM_STEP"])
@@ -80,16 +79,22 @@ def shard(
     wanted = {stage for stage in stages if not graph.sharded[stage]}
     if not wanted:
         return schedule
+    for stage in sorted(wanted):
+        if len(schedule.placement[stage]) > 1:
+            holders = " and ".join(map(str, schedule.placement[stage]))
+            raise ValueError(
+                f"stage {stage} of {schedule.name} can't be sharded: ranks {holders} run it, and "
+                "would gather its weights at different times; leave it out of stages=, or take a "
+                "schedule that has each stage on one rank"
+            )
     _expect_newest(graph, wanted)
     schedule = insert_reductions(schedule, wanted)
     graph = graph_of(schedule)
     most = math.inf if limit is None else limit
-    several = [s for s in sorted(wanted) if len(schedule.placement[s]) > 1]
     new = []
-    for rank, begin in enumerate(schedule.columns.starts[:-1].tolist()):
-        shared = [stage for stage in several if rank in schedule.placement[stage]]
-        walk = _Rank(rank, _entries(graph, rank, wanted), shared, sizes, most)
-        new += [(at, rank, KIND_INDEX[kind], s) for at, kind, s in walk.listed(begin, ahead)]
+    for rank in range(schedule.ranks):
+        walk = _Rank(rank, _entries(graph, rank, wanted), sizes, most)
+        new += [(at, rank, KIND_INDEX[kind], stage) for at, kind, stage in walk.listed(ahead)]
     before, ranks, kinds, numbers = np.array(new, np.int64).reshape(-1, 4).T
     return inserted(schedule, kinds, numbers, np.full(len(new), -1), ranks, before)
 
@@ -178,13 +183,11 @@ _New: TypeAlias = tuple[int, Kind, int]
 class _Rank:
     """The walk through a rank's compute that lists what is gathered and given up.
 
-    `held` has the stages that are gathered, each with the place after its last use so far. The
-    stages in `shared` are also on other ranks, which must gather them at the same turn.
+    `held` has the stages that are gathered, each with the place after its last use so far.
     """
 
     rank: int
     entries: list[_Entry]
-    shared: list[int]
     sizes: Sequence[float]
     limit: float
     uses: dict[int, list[int]] = field(factory=dict)
@@ -203,10 +206,8 @@ class _Rank:
         use, step = (_next(of.get(stage, []), number) for of in (self.uses, self.steps))
         return use if use < step else math.inf
 
-    def listed(self, begin: int, ahead: int) -> Iterator[_New]:
-        """The new actions, for a list that begins at a place."""
-        self._expect_room({*self.shared})
-        yield from (self._gathered(stage, begin) for stage in self.shared)
+    def listed(self, ahead: int) -> Iterator[_New]:
+        """The new actions."""
         for number, entry in enumerate(self.entries):
             for use in range(number, min(number + ahead + 1, len(self.entries))):
                 for stage in self.entries[use].used:
@@ -216,23 +217,18 @@ class _Rank:
             for stage in [*self.held]:
                 if self.next_use(stage, number + 1) == math.inf:
                     yield self._released(stage)
-            for stage in entry.stepped:
-                if stage in self.shared and _next(self.steps[stage], number + 1) < math.inf:
-                    yield self._gathered(stage, entry.end)
         yield from [self._released(stage) for stage in [*self.held]]
 
     def _made_room_and_gathered(self, stage: int, number: int, use: int) -> Iterator[_New]:
         """Gather a stage before an entry, for its use at this or a later one. What is used last,
         and after that, makes room for it."""
-        spare = {
-            other: self.next_use(other, number) for other in self.held if other not in self.shared
-        }
+        spare = {other: self.next_use(other, number) for other in self.held}
         spare = {other: needed for other, needed in spare.items() if needed > use}
         out: list[int] = []
         while sum(self.sizes[s] for s in {*self.held, stage} - {*out}) > self.limit:
             if not spare:
                 if use == number:
-                    self._expect_room({*self.entries[number].used, *self.shared})
+                    self._expect_room({*self.entries[number].used})
                 return  # there is room later, or somebody makes it
             out.append(max(spare, key=lambda other: spare[other]))
             del spare[out[-1]]

@@ -179,7 +179,11 @@ def plan_of(given: Arguments) -> Plan:
     timeout = timeout_of(given.timeout)
     ties = _stages_of(given.ties)
     schedule = proved(given.schedule, "async", ties)
-    schedule = recompute(schedule, recomputed_stages(given.recompute, schedule.stages))
+    stages = recomputed_stages(given.recompute, schedule.stages)
+    try:
+        schedule = recompute(schedule, stages)
+    except ValueError as error:
+        raise ExecutionError(f"recompute=: {error}") from None
     ranks = schedule.ranks
     if given.in_process:
         place = Grid((((0,) * ranks,),))
