@@ -51,7 +51,7 @@ def right(chance: random.Random) -> Schedule:
     return scattered(complete, chance) if chance.random() < 0.5 else complete
 
 
-@sweep("seed", range(2000), quick=range(60))
+@sweep("seed", range(2000), quick=range(20))
 def test_a_chain_of_passes_is_clean_or_refused(seed: int) -> None:
     chance = random.Random(seed)
     schedule = right(chance)

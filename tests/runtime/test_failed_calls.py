@@ -44,7 +44,7 @@ class Fails(nn.Module):
         raise ValueError("struck")
 
 
-@sweep("seed", range(500), quick=range(20))
+@sweep("seed", range(500), quick=range(8))
 def test_the_calls_after_a_failed_one_train_as_if_it_had_not_been(seed: int) -> None:
     chance = random.Random(seed)
     name = chance.choice([*EVERY])
