@@ -193,7 +193,7 @@ def test_another_autocast_is_named(rank: int) -> None:
 
 
 @on_ranks(2)
-@sweep("limit", [4.0, timedelta(seconds=4)], quick=[4.0], ids=str)
+@sweep("limit", [4.0, timedelta(seconds=4)], quick=(), ids=str)
 def test_a_rank_that_makes_no_call_is_waited_for_as_long_as_said(
     rank: int, limit: float | timedelta, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +211,7 @@ def test_a_rank_that_makes_no_call_is_waited_for_as_long_as_said(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("hosts", [1, 2])
+@sweep("hosts", [1, 2], quick=[2])
 def test_the_timeout_is_that_of_the_process_group_by_default(
     rank: int, hosts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ from tests.runtime.kit import (
 from tests.runtime.lists import megatron
 from tests.runtime.nccl_over_gloo import NcclOverGloo, Work, connect_all, nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
-from tests.sweeps import sweep
+from tests.sweeps import long, sweep
 
 
 def executor_on(
@@ -372,6 +372,7 @@ def test_a_rank_says_what_its_device_waits_for(waits: str, rank: int) -> None:
         everyone(rank)
 
 
+@long
 @on_ranks(2)
 def test_a_device_that_waits_for_a_rank_without_a_call_names_it(rank: int) -> None:
     """By where the device stands, which does nothing: the host has come to the update."""

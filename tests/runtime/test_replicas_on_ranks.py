@@ -35,6 +35,7 @@ from tests.runtime.kit import (
     sgd,
 )
 from tests.runtime.on_ranks import on_ranks
+from tests.sweeps import long
 
 LONG = 60.0  # seconds, of which none should be waited
 
@@ -238,6 +239,7 @@ def test_copies_that_drift_apart_are_found(rank: int, what: str) -> None:
     assert any("stage 0 differs between processes" in text for text in said)
 
 
+@long
 @on_ranks(2)
 def test_a_parameter_that_one_replica_freezes_is_named(rank: int) -> None:
     def freeze(_: Executor, module: Any) -> None:

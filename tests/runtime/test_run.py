@@ -34,6 +34,7 @@ from tests.runtime.kit import (
 from tests.runtime.nccl_over_gloo import nccl_over_gloo
 from tests.runtime.on_ranks import name_of, on_ranks
 from tests.runtime.test_replicas_on_ranks import pipelines
+from tests.sweeps import sweep
 
 SIZE = 8  # microbatches of a batch
 
@@ -133,7 +134,7 @@ ON_RANKS = [*((2, *one) for one in LISTS), (4, "pipedream", {}), (4, *ROUND_ROBI
 
 
 @on_ranks()
-@pytest.mark.parametrize(("ranks", "name", "parameters"), ON_RANKS, ids=name_of)
+@sweep("ranks, name, parameters", ON_RANKS, quick=[ON_RANKS[0], ON_RANKS[-1]], ids=name_of)
 def test_it_is_so_on_ranks(ranks: int, name: str, parameters: dict[str, Any], rank: int) -> None:
     assert_is_one_call(rank, ranks, name, **parameters)
 

@@ -98,7 +98,7 @@ def assert_trains(
 
 
 @on_ranks(4)
-@sweep("name", SYNCHRONOUS, quick=["1f1b", "zb-h1", "interleaved-1f1b"])
+@sweep("name", SYNCHRONOUS, quick=["zb-h1", "interleaved-1f1b"])
 @sweep("nested, checkpointed", [(False, False), (True, True)], quick=[(True, True)])
 def test_shards_train_as_one_process(
     rank: int, name: str, nested: bool, checkpointed: bool

@@ -22,6 +22,7 @@ from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.training import Batches
 from tests.runtime.kit import MSE, linear_stages, numbered
+from tests.sweeps import sweep
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -144,7 +145,7 @@ def test_what_the_caller_draws_stays_what_it_was(kind: str) -> None:
     assert [*found, drawn()] == expected
 
 
-@pytest.mark.parametrize("before", [0, 2, 3, 7])
+@sweep("before", [0, 2, 3, 7], quick=[2, 7])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_resumed_run_goes_on_with_the_next_batch(kind: str, before: int) -> None:
     whole = values(islice(batches_of(kind, repeat=True), 10))

@@ -175,7 +175,7 @@ def test_it_goes_on_from_any_step_bit_for_bit(name: str, ends: int, tmp_path: Pa
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["sized", "endless", "stream"])
+@sweep("name", ["sized", "endless", "stream"], quick=["stream"])
 @pytest.mark.parametrize("reader", ["all", "first"])
 def test_it_goes_on_from_any_step_on_ranks(name: str, reader: str, rank: int, folder: Path) -> None:
     whole = fitted(name, rank=rank, **EVERY)

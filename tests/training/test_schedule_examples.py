@@ -84,7 +84,7 @@ def test_pipedream_is_compared_and_equals_its_recurrence(
     assert curves[1].losses == curves[2].losses  # the same updates in another order
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@sweep("model", ["gpt2", "llama"], quick=["llama"])
 @on_ranks(2)
 def test_models_of_transformers_equal_themselves_uncut(model: str, run: Run) -> None:
     options = f"--model {model} --batch 9 --steps 2 --epochs 2 --warmup 1"

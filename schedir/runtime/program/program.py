@@ -545,6 +545,6 @@ def _signatures(feed: Feed) -> Iterator[object]:
 
 
 def _looks(tensor: Tensor) -> object:
-    if tensor.layout in (torch.strided, torch.jagged):
+    if tensor.layout is torch.strided or tensor.is_nested:
         return meta_of(tensor)
     return tensor.layout, tensor.shape, tensor.dtype, tensor.requires_grad
