@@ -163,7 +163,7 @@ class _Monitor:
     def _arm(self, watches: Sequence[Watch], armed: float) -> float:
         """Have a timer in C end the process if this thread does not come back in time."""
         if "_pytest.faulthandler" in sys.modules or not watches:  # it has but one timer
-            return 0.0
+            return armed
         limit = min(watch.timeout for watch in watches)
         now = monotonic()
         if now - armed < again(limit):
