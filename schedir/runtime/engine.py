@@ -136,6 +136,7 @@ class Engine:
             plan.accelerator,
         )
         weakref.finalize(self, self._session.say_calls)
+        weakref.finalize(self, self._session.watch_no_longer)
 
     @property
     def schedule(self) -> Schedule:
@@ -410,14 +411,16 @@ class Engine:
         """Read a value of a call, once the call has `ended`; `what` names it if that fails."""
         words = self._session.words
         place, number = words[CODE], words[CALL]
-        words[CALL], words[CODE] = call.number << 1 | call.request.trains, _AT_RESULTS
+        if is_between := place == OUTSIDE:  # or another thread is in the midst of a call
+            words[CALL], words[CODE] = call.number << 1 | call.request.trains, _AT_RESULTS
         try:
             self.parts.progress.reach(ended)
             return fetch()
         except WaitError as stalled:
             raise self._failed(stalled, f"the {what} of {call}") from None
         finally:
-            words[CODE], words[CALL] = place, number
+            if is_between and words[CODE] == _AT_RESULTS:
+                words[CODE], words[CALL] = place, number
 
     def _failed(self, error: BaseException, where: str) -> BaseException:
         """Clean up after a call that failed; returns the error to raise. With several processes the

@@ -358,10 +358,14 @@ class Session:
                     with waiting("the other ranks to close"):
                         dist.barrier()
         finally:
-            if self._watch is not None:
-                watch_no_longer(self._watch)
+            self.watch_no_longer()
             if first and self._made_group:
                 dist.destroy_process_group()
+
+    def watch_no_longer(self) -> None:
+        """Stop watching the other processes."""
+        if self._watch is not None:
+            watch_no_longer(self._watch)
 
     def leave(self) -> None:
         """Tell the others that this process makes no more calls, and end its connections."""

@@ -12,6 +12,7 @@ import math
 import resource
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,16 @@ class _File(Logger):
         self._path = Path(path)
 
     def before_training(self, step: int) -> None:
-        """Drop the rows of later steps, and a last line that was cut off."""
+        """Drop the rows of later steps, and a last line that was cut off. A training that begins
+        moves the file of an earlier one aside: `log.csv` becomes `log-1.csv`."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._replace([row for row in self._rows() if int(row["step"]) <= step])
+            rows = self._rows()
+            kept = [row for row in rows if int(row["step"]) <= step]
+            if rows and not step:
+                names = (self._path.with_stem(f"{self._path.stem}-{n}") for n in count(1))
+                self._path.rename(next(name for name in names if not name.exists()))
+            self._replace(kept)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ExecutionError(
                 f"{type(self).__name__} can't continue the file {self._path}: {describe(error)}; "
@@ -64,8 +71,8 @@ class JSONLines(_File):
     >>> Path("log.jsonl").read_text()
     '{"step": 10, "loss": 0.5}\\n'
 
-    Pass it in the `callbacks` of a Trainer. If the file exists, a resumed training appends to it,
-    and drops the lines of later steps.
+    Pass it in the `callbacks` of a Trainer. A resumed training appends to the file, and drops the
+    lines of later steps; a new one moves an earlier file aside.
     """
 
     def after_log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -84,8 +91,8 @@ class CSV(_File):
     >>> Path("log.csv").read_text().splitlines()
     ['step,loss', '10,0.5']
 
-    Pass it in the `callbacks` of a Trainer. If the file exists, a resumed training appends to it,
-    and drops the rows of later steps.
+    Pass it in the `callbacks` of a Trainer. A resumed training appends to the file, and drops the
+    rows of later steps; a new one moves an earlier file aside.
     """
 
     _names: Sequence[str] = ("step",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from operator import length_hint
 from os import PathLike
@@ -237,9 +237,11 @@ class Trainer:
         ends = (self.epochs or 0) * self._length, self.max_steps
         total = min(filter(None, ends), default=None)
         self._called = [*shown(total, self.progress), *self.callbacks]
-        for callback in self._called:
-            callback.before_training(now.step)
+        begun: list[Callback] = []
         try:
+            for callback in self._called:
+                callback.before_training(now.step)
+                begun.append(callback)
             while not (self._is_over() or self.stopped):
                 self._train()
             if self._folder is not None:
@@ -252,8 +254,9 @@ class Trainer:
                 self._folder.end()
             raise
         finally:
-            for callback in self._called:
-                callback.after_training(self.history)
+            with ExitStack() as stack:  # of all that have begun, whichever of them fails
+                for callback in reversed(begun):
+                    stack.callback(callback.after_training, self.history)
         return self.history
 
     @property

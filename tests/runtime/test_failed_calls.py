@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import cast
 
 import pytest
@@ -18,6 +20,7 @@ from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Message
 from tests.built_in import EVERY
 from tests.runtime.kit import MSE, assert_equal_stages, gradients, microbatches_of, numbered, sgd
+from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
 
 
@@ -108,3 +111,18 @@ def test_what_had_not_arrived_raises_at_every_read() -> None:
     arrived = Message(torch.zeros(1), "the loss of process 1", 1, None)
     arrived.drop()
     assert arrived.wait() == 0
+
+
+@on_ranks(2)
+def test_a_failed_executor_keeps_nothing_alive(rank: int) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stage = Fails()
+    stage.left = -1 if rank else 1
+    executor = Executor(schedule, {rank: stage}, MSE, sgd, timeout=30)
+    x = torch.ones(4, 3)
+    with pytest.raises(ExecutionError):
+        executor.step(x, target=x)
+    known = weakref.ref(stage)
+    del executor, stage
+    gc.collect()
+    assert known() is None

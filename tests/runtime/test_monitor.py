@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import os
+import signal
 import sys
 import threading
 from typing import ClassVar, cast
@@ -46,3 +48,17 @@ def test_the_timer_that_ends_the_process_goes_with_the_last_executor(
     monitor.remove(made)
     thread.join(60)
     assert said[-1] == "cancelled"
+
+
+@pytest.mark.parametrize("blocked", [set(), {signal.SIGTERM}])
+def test_a_fork_leaves_the_mask_of_signals_as_it_was(blocked: set[signal.Signals]) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        child = os.fork()
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        if not child:
+            os._exit(masked != before | blocked)
+        assert masked == before | blocked
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

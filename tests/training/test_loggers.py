@@ -216,3 +216,17 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(
 
 def test_nothing_is_imported_for_loggers_that_are_not_used() -> None:
     assert not imported_by("import schedir.training") & {"tensorboard", "wandb"}
+
+
+@pytest.mark.parametrize("make", [CSV, JSONLines])
+def test_a_new_training_moves_the_log_of_an_earlier_one_aside(
+    make: Callable[[Path], Logger], tmp_path: Path
+) -> None:
+    file = tmp_path / "log.txt"
+    fit(make(file))
+    first = file.read_text()
+    for number in (1, 2):
+        fit(make(file), ends=4 * number)
+        assert (tmp_path / "log-1.txt").read_text() == first
+        assert (tmp_path / "log-2.txt").exists() == (number > 1)
+    assert len(file.read_text()) > len((tmp_path / "log-2.txt").read_text()) > 0

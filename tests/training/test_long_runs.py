@@ -602,3 +602,25 @@ def test_float16_goes_on_with_its_scale(tmp_path: Path) -> None:
     assert scale == expected
     assert scale["scale"] == 2.0**14
     assert_same(resumed, through)
+
+
+@pytest.mark.parametrize("fails", ["before_training", "after_training"])
+def test_each_callback_that_has_begun_ends_whichever_fails(fails: str) -> None:
+    seen: list[str] = []
+
+    def said(name: str, what: str) -> Any:
+        def call(_: object) -> None:
+            seen.append(f"{what} {name}")
+            if (name, what) == ("second", fails):
+                raise ValueError("no more of this")
+
+        return call
+
+    callbacks = [
+        Calls(**{what: said(name, what) for what in ("before_training", "after_training")})
+        for name in ("first", "second", "third")
+    ]
+    with an_executor(None) as executor, pytest.raises(ValueError, match="no more of this"):
+        trainer_of(executor, TRAINED, max_steps=1, callbacks=callbacks).fit()
+    ended = [line.split()[1] for line in seen if line.startswith("after")]
+    assert ended == (["first"] if fails == "before_training" else ["first", "second", "third"])

@@ -22,6 +22,7 @@ from pathlib import Path
 from time import monotonic, sleep, time
 from types import TracebackType
 from typing import Any, TypeAlias
+from weakref import ref
 
 import attrs
 import torch.distributed as dist
@@ -286,11 +287,13 @@ def end_in_one_line(error: OneLineError) -> None:
 def _at_the_end(error: BaseException, say: Callable[[BaseException], object]) -> None:
     """If this error ends the process, say it in this way."""
     before: _Hook = sys.excepthook
+    # Its frames hold the executor, and with it the modules.
+    known = ref(error) if isinstance(error, ExecutionError) else lambda: error
 
     def hook(
         kind: type[BaseException], found: BaseException, traceback: TracebackType | None
     ) -> None:
-        if found is error:
+        if found is known():
             say(found)
         else:
             before(kind, found, traceback)

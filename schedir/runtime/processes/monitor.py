@@ -16,7 +16,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -88,7 +87,6 @@ class _Monitor:
         """In a forked process, such as one that loads data: SIGTERM ends it, and only it."""
         self.watches, self.thread = [], None
         self._give_signal_back()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def _close_pipe(self) -> None:
         for end in (self.woken, self.waker):
@@ -189,11 +187,24 @@ def _opened(process: int) -> int | None:
 
 
 _monitor = _Monitor()
-os.register_at_fork(
-    before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM}),
-    after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM}),
-    after_in_child=_monitor.forget,
-)
+_masks = threading.local()  # the signals that each thread blocked before it forked
+
+
+def _before_fork() -> None:
+    """No SIGTERM until the child has forgotten the executors."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _in_child() -> None:
+    _monitor.forget()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
 
 
 def watch(made: Watch) -> None:
