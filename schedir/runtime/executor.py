@@ -226,36 +226,36 @@ class Executor:
         in_process: bool = False,
         trace: bool = False,
     ) -> None:
-        scaler = enabled_scaler(scaler, nonfinite)
-        if scaler is not None:
-            nonfinite = "skip"
-        given = Arguments(
-            schedule,
-            stages,
-            loss_fn,
-            optimizer,
-            boundaries,
-            recompute,
-            count,
-            batch_dim,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            clip_grad_norm,
-            nonfinite,
-            scaler,
-            ties,
-            mesh,
-            pipeline_dim,
-            data_dims,
-            seed_dims,
-            seed,
-            step,
-            timeout,
-            channel,
-            in_process,
-            trace,
-        )
         with nullcontext() if in_process else declining(mesh, pipeline_dim, data_dims):
+            scaler = enabled_scaler(scaler, nonfinite)
+            if scaler is not None:
+                nonfinite = "skip"
+            given = Arguments(
+                schedule,
+                stages,
+                loss_fn,
+                optimizer,
+                boundaries,
+                recompute,
+                count,
+                batch_dim,
+                args_chunk_spec,
+                kwargs_chunk_spec,
+                clip_grad_norm,
+                nonfinite,
+                scaler,
+                ties,
+                mesh,
+                pipeline_dim,
+                data_dims,
+                seed_dims,
+                seed,
+                step,
+                timeout,
+                channel,
+                in_process,
+                trace,
+            )
             plan = plan_of(given)
             check_loss(plan)
             expect_carried_out(plan.schedule)

@@ -103,6 +103,15 @@ def test_wrong_stages_are_named_on_every_rank(rank: int, ranks: int, given: list
 
 
 @on_ranks(2)
+def test_of_a_wrong_scaler_on_one_rank_the_other_hears_at_once(rank: int) -> None:
+    started = time.monotonic()
+    said = message_of(executor_of, rank, scaler=3 if rank else None, timeout=LONG)
+    assert time.monotonic() - started < LONG / 4
+    assert ("scaler must be" if rank else "making the executor: not all processes have") in said
+    executor_of(rank).close()
+
+
+@on_ranks(2)
 def test_a_rank_without_an_optimizer_is_named_on_every_rank(rank: int) -> None:
 
     def refuse(parameters: Any) -> torch.optim.Optimizer:
