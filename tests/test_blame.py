@@ -575,3 +575,11 @@ def test_another_jobs_schedule_names_nothing(run: Run) -> None:
     code, out, _ = run("blame", str(SAMPLE), "--schedule", "1f1b", "--ranks", "3", "--json")
     assert code == 0
     assert {root["action"] for root in json.loads(out)["roots"]} == {None}
+
+
+def test_its_colours_are_colours(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run("blame", str(SAMPLE), "--schedule", "1f1b", "--ranks", "3")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    code, out, _ = run("blame", str(SAMPLE), "--schedule", "1f1b", "--ranks", "3")
+    assert "\x1b[1;31mroot: rank" in out
+    assert (code, re.sub(r"\x1b\[[0-9;]*m", "", out)) == plain[:2]

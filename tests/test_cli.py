@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -1019,3 +1020,23 @@ def test_explain_lists_all(run: Run) -> None:
     err = run.refuses("explain", "S999")
     assert err.startswith("error: there is no diagnostic 'S999'; known: S101 ")
     assert all(known in err for known in RULES)
+
+
+def test_in_a_folder_that_is_gone_errors_are_told(run: Run, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    assert run("check", "1f1b")[0] == 0
+    assert run("check", "nope")[2].startswith("error: no schedule is named 'nope'")
+
+
+def test_a_title_of_any_characters_makes_a_picture(run: Run) -> None:
+    assert run("export", "1f1b", "--title", "a\x01b", "-o", "a.svg")[0] == 0
+    titles = [each.text for each in ElementTree.parse("a.svg").iter() if each.text]
+    assert r"a\x01b" in titles
+
+
+def test_memory_is_refused_where_it_changes_nothing(run: Run) -> None:
+    said = run.refuses("export", "1f1b", "--memory", "-o", "a.json")
+    assert "a trace holds the memory in any case" in said

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from schedir.checker import Report
@@ -33,8 +33,9 @@ def fail(message: str) -> int:
 def say(level: str, message: str) -> None:
     """Print one line on stderr, such as `warning: …`. Paths in the working directory are shortened,
     and characters that a terminal would obey are escaped."""
-    here = re.escape(os.path.join(os.getcwd(), ""))
-    message = re.sub(rf"(?<![\w./-]){here}", "", message)
+    with suppress(FileNotFoundError):  # of a folder that has been removed
+        here = re.escape(os.path.join(os.getcwd(), ""))
+        message = re.sub(rf"(?<![\w./-]){here}", "", message)
     print(f"{level}: {printable(message)}", file=sys.stderr)
 
 

@@ -87,4 +87,7 @@ def _belongs_to_user(file: str) -> bool:
 def _shown_path(file: str) -> str:
     """A file's real path, relative to the working directory if that is shorter."""
     path = Path(file).resolve()
-    return min(os.path.relpath(path), str(path), key=len)
+    try:
+        return min(os.path.relpath(path), str(path), key=len)
+    except FileNotFoundError:  # the working directory has been removed
+        return str(path)

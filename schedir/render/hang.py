@@ -13,6 +13,7 @@ from schedir.diagnosis.verdict import Diagnosis
 from schedir.ir import printable
 from schedir.render.text import Block, Piece, count
 
+_ROOT = "bold red"
 _MOST_ROOTS = 3
 _MOST_WAITS = 3
 
@@ -20,7 +21,7 @@ _MOST_WAITS = 3
 def hang_blocks(verdict: Verdict) -> Iterator[Block]:
     """At most ten lines: the roots, why, who waits, and what was read."""
     for root in verdict.roots[:_MOST_ROOTS]:
-        yield Piece(f"root: rank {root.rank}", "error")
+        yield Piece(f"root: rank {root.rank}", _ROOT)
         yield Piece(f"{_action(root)}: {root.reason}: {REASONS[root.reason]}{_about(root)}\n")
     if len(verdict.roots) > _MOST_ROOTS:
         yield Piece(f"root: also {_ranks(each.rank for each in verdict.roots[_MOST_ROOTS:])}\n")
@@ -68,7 +69,7 @@ def hang_data(verdict: Verdict) -> dict[str, Any]:
 def standing_blocks(standing: Standing, found: Diagnosis) -> Iterator[Block]:
     """The roots of a job of schedir, and where its other ranks stood, in ten lines."""
     for root in found.roots[:_MOST_ROOTS]:
-        yield Piece("root: ", "error")
+        yield Piece("root: ", _ROOT)
         yield Piece(f"{printable(str(root))}\n")
     if len(found.roots) > _MOST_ROOTS:
         yield Piece(f"root: also {_ranks(each.rank for each in found.roots[_MOST_ROOTS:])}\n")

@@ -22,7 +22,7 @@ from xml.sax.saxutils import escape
 import attrs
 import numpy as np
 
-from schedir.ir import COPIES
+from schedir.ir import COPIES, printable
 from schedir.render.axis import finite, round_step
 from schedir.render.captions import bubble, captions, clock_of, readable, title
 from schedir.render.memory import AXIS, Curve, Kept, between, kept_by
@@ -135,7 +135,7 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
         width = breadth - left - max(room, _tick_width(number(end)) / 2)
     per_unit = finite(width / (end - start or 1))
     shapes = list(dict.fromkeys(map(title, schedules)))
-    named = shapes if page.title is None else [page.title]
+    named = shapes if page.title is None else [printable(page.title)]
     headings = [line for each in named for line in wrap(each, int(width / _TITLE_LETTER))]
     top = _MARGIN + _LINE * len(headings) + 4
     legend, rows = _legend(both, width, kept, left, top + 12)
@@ -158,7 +158,7 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
     yield Piece(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
         f'viewBox="0 0 {wide} {high}" role="img" font-family="{_FONT}" font-size="12">\n'
-        f"<title>{escape(page.title or '; '.join(shapes))}</title>\n"
+        f"<title>{escape('; '.join(filter(None, named)) or '; '.join(shapes))}</title>\n"
     )
     lanes = [[cells_of(p.timeline, rank, p.scale) for rank in p.ranks] for p in panels]
     yield Piece(f"<desc>{escape(_description(panels, lanes))}</desc>\n")
