@@ -36,7 +36,7 @@ from schedir.render.text import Piece, number
 _SHORTEST = 1 / 16
 _BEYOND = 1e9  # more columns than anybody draws
 MOST_COLUMNS = 10_000
-"""The part of a drawing that is idle before letters replace labels."""
+"""The columns of a drawing at most, where no width is given."""
 NEARLY_ALL = 0.75
 """The part of a column's work that one kind needs for its letter to stand in the column."""
 _MOSTLY_IDLE = 8  # times as long as its busiest lane's work

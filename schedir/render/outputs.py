@@ -42,7 +42,7 @@ class Output:
     `name` is the word that the user types, and `about` describes it in a few words. `cannot_hold`
     says what it leaves out, with a warning. `extension` is the extension of its files.
     `communication` says if it has sends and receives; with "either" the user chooses. With `looks`
-    it is drawn as `Page.picture` says, from `Page.start` to `Page.end`.
+    it is a picture: drawn from `Page.start` to `Page.end`, with a title, a width and colours.
     """
 
     command: Literal["show", "check", "compare", "export"]

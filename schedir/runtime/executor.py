@@ -403,8 +403,9 @@ class Executor:
     ) -> StepResult:
         """Compute the loss of a batch with the current weights: run only the list's forwards.
 
-        Modules are in eval mode during the call. No gradient, statistic or weight changes, and the
-        call does not count as a step. The batch may have fewer rows than the schedule has
+        Modules are in eval mode during the call. No gradient and no weight changes, nor what a
+        module changes in train mode alone, such as BatchNorm's statistics; a module that counts in
+        any mode counts. The call does not count as a step. The batch may have fewer rows than the schedule has
         microbatches. Arguments, result and errors are those of `step`.
         """
         given = CallArguments(inputs, target, stage_inputs or {}, loss_kwargs)
