@@ -15,7 +15,7 @@ from tests.oracle import Oracle
 from tests.sweeps import sweep
 
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
-ON_SEVERAL = ("chimera", "dualpipe")  # at their defaults; 1f1b-rr has one replica of each stage
+ON_SEVERAL = ("1f1b-rr", "chimera", "dualpipe")
 QUICK = [(0, None), (1, 1)]
 MEANT = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 
