@@ -405,8 +405,8 @@ class Executor:
 
         Modules are in eval mode during the call. No gradient and no weight changes, nor what a
         module changes in train mode alone, such as BatchNorm's statistics; a module that counts in
-        any mode counts. The call does not count as a step. The batch may have fewer rows than the schedule has
-        microbatches. Arguments, result and errors are those of `step`.
+        any mode counts. The call does not count as a step. The batch may have fewer rows than the
+        schedule has microbatches. Arguments, result and errors are those of `step`.
         """
         given = CallArguments(inputs, target, stage_inputs or {}, loss_kwargs)
         return self._engine.call(EVALUATE, given, _kept(outputs))
