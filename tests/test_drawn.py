@@ -123,11 +123,12 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
 
 @pytest.mark.parametrize("file", ["it.svg", "it.html", "it.json"])
 def test_two_timelines_are_written_to_every_format(run: Run, file: str) -> None:
-    costs = ["--cost", "forward=0.125", "--cost", "backward=0.25", "--memory"]
+    memory = [] if file == "it.json" else ["--memory"]  # which a trace holds in any case
+    costs = ["--cost", "forward=0.125", "--cost", "backward=0.25", *memory]
     code, out, err = run("export", "run.json", "--against", "gpipe", *costs, "-o", file)
     assert (code, out, err) == (0, "", "")
     form = {"it.json": "perfetto"}.get(file, file[3:])
-    alone = run("export", "run.json", "--memory", "--format", form)
+    alone = run("export", "run.json", *memory, "--format", form)
     assert alone[0] == 0
     assert len(Path(file).read_text()) > len(alone[1]) > 1000
 
