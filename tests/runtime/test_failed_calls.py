@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 import weakref
 from typing import cast
 
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 import schedir
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
-from schedir.runtime.processes import monitor
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Message
 from tests.built_in import EVERY
@@ -123,10 +123,11 @@ def test_a_failed_executor_keeps_nothing_alive(rank: int) -> None:
     x = torch.ones(4, 3)
     with pytest.raises(ExecutionError):
         executor.step(x, target=x)
-    known, watching = weakref.ref(stage), monitor._monitor.thread
+    gone = threading.Event()
+    known = weakref.ref(stage, lambda _: gone.set())
     del executor, stage
-    gc.collect()
-    if watching is not None:
-        watching.join(60)  # it looks at the other ranks until it sees that there is no executor
-    gc.collect()
+    for _ in range(600):  # the monitor holds what it watches until its next look
+        gc.collect()
+        if gone.wait(0.1):
+            break
     assert known() is None
