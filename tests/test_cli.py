@@ -1039,4 +1039,4 @@ def test_a_title_of_any_characters_makes_a_picture(run: Run) -> None:
 
 def test_memory_is_refused_where_it_changes_nothing(run: Run) -> None:
     said = run.refuses("export", "1f1b", "--memory", "-o", "a.json")
-    assert "a trace holds the memory in any case" in said
+    assert "--memory would change nothing: perfetto holds it in any case" in said

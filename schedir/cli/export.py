@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
             "--title, --no-title, --width, --greyscale, --from and --to are for pictures (svg, "
             f"png, pdf); {output.name} takes none of them"
         )
-    if args.memory and output.name == "perfetto":
-        args.parser.error("--memory is for pictures and html; a trace holds the memory in any case")
+    if args.memory and output.memory == "always":
+        args.parser.error(f"--memory would change nothing: {output.name} holds it in any case")
     if output.of == "timeline":
         return _write_timeline(output, args)
     for option, value in (("--memory", args.memory), ("--against", args.against)):

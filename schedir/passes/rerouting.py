@@ -116,11 +116,12 @@ def _merged(schedule: Schedule, lost: int) -> Schedule:
     # The lost rank's sums and updates go with it, and the sums of a stage that one rank holds now,
     # unless stages on one rank are summed as well: over pipelines, or shards.
     sums = columns.is_kind(*SUMS)
-    several = np.array([len(held) > 1 for held in schedule.placement])
-    shared = np.array([len({*held} - {lost}) > 1 for held in schedule.placement])
-    kept = (rank != lost) & (shared[columns.stage] | ~sums)
-    if (sums & ~several[columns.stage]).any():
-        kept = rank != lost
+    alone, alone_now = (
+        np.array([len({*held} - gone) == 1 for held in schedule.placement])[columns.stage]
+        for gone in (set(), {lost})
+    )
+    needless = sums & alone_now & ~(sums & alone).any()
+    kept = (rank != lost) & ~needless
     # What takes no time, such as an update, comes before what begins at the same time.
     waiting = waits(schedule, "host")
     turn = np.empty(waiting.nodes, np.int64)

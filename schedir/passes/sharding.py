@@ -249,8 +249,7 @@ class _Rank:
             raise ValueError(
                 f"rank {self.rank} needs the weights of stages {sorted(needed)} at once, "
                 f"{rounded(many)} bytes, but the limit is {rounded(self.limit)}: allow "
-                f"{rounded(many)}, or cut the model into "
-                "more stages"
+                f"{rounded(many)}, or cut the model into more stages"
             )
 
 

@@ -43,6 +43,7 @@ class Output:
     says what it leaves out, with a warning. `extension` is the extension of its files.
     `communication` says if it has sends and receives; with "either" the user chooses. With `looks`
     it is a picture: drawn from `Page.start` to `Page.end`, with a title, a width and colours.
+    `memory` says if a timeline's memory is written only if the user asks for it.
     """
 
     command: Literal["show", "check", "compare", "export"]
@@ -54,6 +55,7 @@ class Output:
     cannot_hold: str = ""
     communication: Literal["with", "without", "either"] = "either"
     looks: bool = False
+    memory: Literal["asked", "always"] = "asked"
 
 
 def _text(text: str, left_out: Iterable[str] = ()) -> Written:
@@ -280,6 +282,7 @@ OUTPUTS = (
         _perfetto,
         ".json",
         _NOT_IN_PICTURES,
+        memory="always",
     ),
     Output(
         "export",

@@ -158,7 +158,7 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
     yield Piece(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
         f'viewBox="0 0 {wide} {high}" role="img" font-family="{_FONT}" font-size="12">\n'
-        f"<title>{escape('; '.join(filter(None, named)) or '; '.join(shapes))}</title>\n"
+        f"<title>{escape(printable(page.title or '; '.join(shapes)))}</title>\n"
     )
     lanes = [[cells_of(p.timeline, rank, p.scale) for rank in p.ranks] for p in panels]
     yield Piece(f"<desc>{escape(_description(panels, lanes))}</desc>\n")

@@ -147,6 +147,11 @@ class Engine:
         """Raise ExecutionError if no call can be made now."""
         self._session.check_usable()
 
+    def check_frozen(self) -> None:
+        """Raise ExecutionError where a parameter was frozen or thawed that must not be."""
+        for check in self._checks:
+            check()
+
     @property
     def stop_requested(self) -> bool:
         """Whether all ranks are to stop, as of the latest call; see `Executor.stop_requested`."""
@@ -246,8 +251,7 @@ class Engine:
             # A call that is refused here has changed nothing.
             feed = self._feeder.cut(given, request)
             if request.trains:
-                for check in self._checks:
-                    check()
+                self.check_frozen()
             try:
                 session.begin_call(request.trains, self.steps)
                 opened, exchanges = self._open(programs, call, given, feed)

@@ -147,17 +147,18 @@ class Plan:
         parameters out, and an optimiser of none can't be made.
         """
         make = self.arguments.optimizer
+        if make is None:
+            return {}
+        named = {stage: self.named_parameters(stage) for stage in self.local_stages}
         made: dict[int, torch.optim.Optimizer] = {}
-        for stage in self.local_stages:
-            own = self.named_parameters(stage)
-            if own and make is not None:
-                try:
-                    found = optimizer_of(make, own, stage)
-                except Exception as error:
-                    if any(parameter.requires_grad for _, parameter in own):
-                        what = f"optimizer, called for stage {stage}: {describe(error)}"
-                        raise ExecutionError(what, cause=error) from error
-                    continue
+        for stage, own in ((stage, own) for stage, own in named.items() if own):
+            try:
+                found = optimizer_of(make, own, stage)
+            except Exception as error:
+                if any(parameter.requires_grad for _, parameter in own):
+                    what = f"optimizer, called for stage {stage}: {describe(error)}"
+                    raise ExecutionError(what, cause=error) from error
+            else:
                 made[stage] = _check_optimizer(found, stage, [p for _, p in own])
         return made
 

@@ -74,6 +74,7 @@ class Segments:
         once."""
         plan, size = self._plan, self._plan.schedule.microbatches
         self._engine.check_usable()
+        self._engine.check_frozen()
         if not plan.updates:
             raise ExecutionError(
                 "run steps while the pipeline is full, so it needs an optimizer: make the executor "

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import weakref
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -19,6 +20,7 @@ from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Message
+from schedir.runtime.program.progress import Progress
 from tests.built_in import EVERY
 from tests.runtime.kit import MSE, assert_equal_stages, gradients, microbatches_of, numbered, sgd
 from tests.runtime.on_ranks import on_ranks
@@ -131,3 +133,50 @@ def test_a_failed_executor_keeps_nothing_alive(rank: int) -> None:
         if gone.wait(0.1):
             break
     assert known() is None
+
+
+class Reads(nn.Module):
+    """From its third forward on another thread reads a loss, which has come in the fourth one; then
+    it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(3, 3), 0
+        self.loss: Callable[[], float] | None = None
+        self.reads, self.comes = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.loss is not None and self.calls == 3:
+            self.reader = threading.Thread(target=self.loss)
+            self.reader.start()
+            assert self.reads.wait(60)
+        if self.loss is not None and self.calls == 4:
+            self.comes.set()
+            self.reader.join(60)
+            raise ValueError("struck")
+        y: Tensor = self.linear(x)
+        return y
+
+    def wait(self, *_: object) -> None:
+        self.reads.set()
+        if threading.current_thread() is not threading.main_thread():
+            assert self.comes.wait(60)
+
+
+@on_ranks(2)
+def test_a_thread_that_reads_a_loss_leaves_the_place_of_an_error_alone(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
+    stage = Reads()
+    x = torch.ones(4, 3)
+    with Executor(schedule, {rank: stage}, MSE, sgd, timeout=30) as executor:
+        result = executor.step(x, target=x)
+        if not rank:
+            monkeypatch.setattr(Progress, "reach", stage.wait)
+            stage.loss = lambda: result.loss
+        with pytest.raises(ExecutionError) as caught:
+            executor.step(x, target=x)
+    if not rank:
+        assert str(caught.value.action) == "0F1"

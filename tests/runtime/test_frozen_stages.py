@@ -144,6 +144,9 @@ def test_a_run_steps_what_has_an_optimizer() -> None:
     given: dict[str, Any] = {"optimizer": with_some, "in_process": True}
     with Executor(schedule, numbered(stages), MSE, **given) as executor:
         assert len([*executor.run(random_batches(4), segment=4)]) == 4
+        stages[0].requires_grad_()
+        with pytest.raises(ExecutionError, match="weight of stage 0 was thawed since"):
+            executor.run(random_batches(4), segment=4)
     stepped = [
         [not torch.equal(value, old[key]) for key, value in stage.state_dict().items()]
         for stage, old in zip(stages, before, strict=True)

@@ -309,7 +309,7 @@ def end_in_silence(error: BaseException, roots: Iterable[int]) -> None:
         until = monotonic() + _SEEN
         for process in roots:
             while state_of(process) not in ("", "T") and monotonic() < until:
-                sleep(_ASK / 10)
+                sleep(_SEEN / 50)
 
     _at_the_end(error, wait)
 

@@ -448,11 +448,12 @@ def _check_model(names: Names, stored: Stored, strict: bool) -> IncompatibleKeys
         for name, size in wanted.items()
         if size is not None and name in saved and saved[name] != size
     ]
-    said = [_few(shapes)] if shapes else []
-    if strict and unlike.unexpected_keys:
-        said.insert(0, f"it has {_few(unlike.unexpected_keys)}, which the model has not")
-    if strict and unlike.missing_keys:
-        said.insert(0, f"it lacks {_few(unlike.missing_keys)}")
+    findings = {
+        "it lacks {}": unlike.missing_keys if strict else (),
+        "it has {}, which the model has not": unlike.unexpected_keys if strict else (),
+        "{}": shapes,
+    }
+    said = [text.format(_few(found)) for text, found in findings.items() if found]
     if said:
         loss = any(name.startswith(f"{LOSS}.") for name in unlike.unexpected_keys)
         hint = "; its loss has parameters: pass loss_fn=" if loss else ""

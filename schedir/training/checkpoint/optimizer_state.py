@@ -134,9 +134,8 @@ def loads_of(
     """Make a function for each optimiser here that loads it through `load_state_dict`.
 
     `kept` has the checkpoint's values of optimisers that are no tensors; parameters that it is
-    `lacking` have no state there. Raises ExecutionError if
-    the optimiser has another class, if a parameter is missing, or if one group's parameters are in
-    different groups there.
+    `lacking` have no state there. Raises ExecutionError if the optimiser has another class, if
+    another parameter is missing, or if one group's parameters are in different groups there.
     """
     records = [Record(**record) for record in kept["records"]]
     flat_names: dict[str, dict[str, str]] = {}

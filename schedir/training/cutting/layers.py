@@ -187,7 +187,7 @@ def _check(layer: Layer) -> None:
 def _brought_along(function: Any) -> nn.Module | Tensor | None:
     """Find a module or parameter that a function closes over or reads as a global, if any: in the
     functions that it defines, and in those of its file that it calls, too."""
-    home, pending, seen = getattr(function, "__globals__", None), [function], set[int]()
+    pending, seen = [function], set[int]()
     while pending:
         held = pending.pop()
         if id(held) in seen:
@@ -202,11 +202,11 @@ def _brought_along(function: Any) -> nn.Module | Tensor | None:
             pending += [held.func, *held.args, *held.keywords.values()]
         elif isinstance(held, MethodType):
             pending += [held.__self__, held.__func__]
-        elif isinstance(held, FunctionType) and home in (None, held.__globals__):
-            cells = held.__closure__ or ()
+        elif isinstance(held, FunctionType):
+            cells, own = held.__closure__ or (), held.__globals__
             pending += [cell.cell_contents for cell in cells if cell != CellType()]
-            read = _names_in(held.__code__) & held.__globals__.keys()
-            pending += [held.__globals__[name] for name in sorted(read)]
+            read = [own[name] for name in sorted(_names_in(held.__code__) & own.keys())]
+            pending += [one for one in read if getattr(one, "__globals__", own) is own]
     return None
 
 
