@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import pickle
 from collections.abc import Mapping
 from contextlib import closing
@@ -16,13 +17,14 @@ from reference import plain_step
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.optim import Optimizer, lr_scheduler
 
 import schedir
 from schedir import ExecutionError, Schedule
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, gathered_state, partition
-from schedir.training.checkpoint.storage import sealed, unsealed
+from schedir.training.checkpoint.storage import _Unpickler, sealed, unsealed
 from tests.runtime.kit import (
     MSE,
     Batch,
@@ -416,3 +418,24 @@ def test_groups_that_depend_on_the_cut_are_refused_for_a_scheduler(tmp_path: Pat
             Checkpoint(executor, scheduler=scheduler).save(tmp_path)
         Checkpoint(executor).save(tmp_path)
         Checkpoint(executor).load(tmp_path)
+
+
+class Attribute:
+    """Pickled as Python 3.11.0 to 3.11.3 pickles the members of enumerations."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
+def test_members_are_read_as_any_python_has_written_them_and_no_other_attributes() -> None:
+    def read(of: object, name: str) -> object:
+        return _Unpickler(io.BytesIO(pickle.dumps(Attribute(of, name)))).load()
+
+    for member in _MEM_FORMAT_ENCODING:
+        assert read(_MEM_FORMAT_ENCODING, member.name) is member
+    for of, name in ((Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")):
+        with pytest.raises((AttributeError, KeyError)):
+            read(of, name)

@@ -476,6 +476,8 @@ class _Unpickler(pickle.Unpickler):
             return lambda *parts: os.path.join(*parts)  # the folder that it was saved in
         if (module, name) == ("torch.serialization", "_get_layout"):
             return torch.serialization._get_layout
+        if (module, name) == ("builtins", "getattr"):
+            return EnumType.__getitem__  # how Python before 3.11.4 pickles members
         found = super().find_class(module, name) if module in ("torch", *self._MODULES) else None
         if isinstance(found, torch.dtype) or found is torch.Size:
             return found
