@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
+import schedir
 from schedir import Kind
 from schedir.ir import kinds
 from schedir.ir.kinds import VALUES, Meaning, Use, incomplete
@@ -110,3 +115,68 @@ def test_the_import_refuses_an_incomplete_row() -> None:
     assert broken != source
     with pytest.raises(ImportError, match="no kind ends the value 'stored', which must be ended"):
         exec(compile(broken, "kinds.py", "exec"), {"__name__": "schedir.ir.broken"})
+
+
+ROWS = """
+    CHECK = (
+        "CHECK",
+        Meaning(
+            "check of the activation",
+            "compute",
+            "microbatch",
+            (_end("saved"), _make("saved"), _make("digest")),
+            cost=2,
+        ),
+    )
+    REMAKE = (
+        "REMAKE",
+        Meaning("other recomputation", "compute", "microbatch", (_end("kept"), _make("saved"))),
+    )
+    SEND_ACT = ("""
+USED = """
+import schedir
+
+found = schedir.search(ranks=2, microbatches=4, max_activations=1)
+assert schedir.check(found).ok
+
+checked = schedir.Schedule.of("checked", [0], ["0F0 0CHECK0 0B0 0OPTIM_STEP"])
+line = schedir.simulate(checked, schedir.CostModel(forward=1.5, backward=2))
+assert line.makespan == 6.5, line.makespan
+
+for refused in (
+    lambda: schedir.CostModel.fit([line]),
+    lambda: schedir.simulate(checked, schedir.CostModel(activation_bytes=1)).memory(0),
+):
+    try:
+        refused()
+    except schedir.SchedirError as error:
+        print(error)
+"""
+
+
+def test_a_new_row_breaks_nothing_and_is_left_out_nowhere(tmp_path: Path) -> None:
+    """As rows of the tables alone: a kind of compute that has a value of its own, and one that
+    takes from a queue of the Board."""
+    kept = Path(schedir.__file__).parents[1]
+    for package in ("schedir", "schedules"):
+        shutil.copytree(
+            kept / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    table = tmp_path / "schedir/ir/kinds.py"
+    source = table.read_text(encoding="utf-8").replace("    SEND_ACT = (", ROWS)
+    source = source.replace(
+        "VALUES = {", "VALUES = {'digest': Value(word='digest', ended='never'),"
+    )
+    table.write_text(source, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", USED],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    fit, size = done.stdout.splitlines()
+    assert "add the field check to CostModel" in fit
+    assert "CHECK uses the value 'digest', whose bytes are not known" in size

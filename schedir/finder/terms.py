@@ -248,7 +248,8 @@ class Task:
         return steps_of(
             self.placement,
             (self.microbatches,),
-            {kind: getattr(costs, kind.name.lower()) for kind, _ in WAYS},
+            # No search puts a kind into a list that its costs have no field for.
+            {kind: getattr(costs, kind.name.lower(), costs.forward) for kind, _ in WAYS},
             {
                 "input": list(zip(costs.down, costs.down_holds, strict=True)),
                 "output gradient": list(zip(costs.up, costs.up_holds, strict=True)),

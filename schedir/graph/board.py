@@ -34,16 +34,16 @@ from schedir.ir.kinds import STAGE_WIDE, uses_of
 Order: TypeAlias = list[list[int]]
 """`order[rank]`: the steps of a rank."""
 
+QUEUES = ("input", "kept", "output gradient", "deferred")
+"""The first value that each way uses up, in the order in which a microbatch comes by them."""
 WAYS = tuple(
     (kind, beside)
     for kind in Kind
-    if kind in COMPUTE - STAGE_WIDE and uses_of(kind, "end")
+    if kind in COMPUTE - STAGE_WIDE and any(use.value in QUEUES for use in uses_of(kind, "end")[:1])
     for beside in (False, True)[: 1 + any(u.beside or u.without for u in kind.meaning.uses)]
 )
-"""The kinds of compute that use something up, twice where they do other things beside another kind:
-an F that is to be run again keeps less."""
-QUEUES = ("input", "kept", "output gradient", "deferred")
-"""The first value that each way uses up, in the order in which a microbatch comes by them."""
+"""The kinds of compute that take from a queue, twice where they do other things beside another
+kind: an F that is to be run again keeps less."""
 DOWN, KEPT, BACK, DEFERRED = range(4)
 
 

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from schedir.errors import SchedirError
-from schedir.ir import COPIES, Bools, Kind
+from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, Bools, Kind
 from schedir.simulator.samples import (
     COSTS,
     DELAYED,
@@ -66,7 +66,8 @@ def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
     """The costs of compute and collectives at each stage, seen or derived, by the CostModel's
     field.
 
-    Raises SchedirError if some stage has no forward or no backward.
+    Raises SchedirError if some stage has no forward or no backward, and for a kind of compute or
+    collective that costs have no field for.
     """
     found = {name: _medians(samples, name) for name in COSTS}
     fields: dict[str, Any] = {
@@ -84,6 +85,13 @@ def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
         both = zip(fields["forward"], fields["backward"], strict=True)
         sums = dict(enumerate(forward + backward for forward, backward in both))
         fields["overlapped"] = tuple((sums | found["overlapped"]).values())
+    for kind in KINDS:
+        name = kind.name.lower()
+        if kind in COMPUTE | GROUPS and found[name] and name not in fields:
+            raise SchedirError(
+                f"the timelines show how long {kind.name} takes, but costs have no field for it: "
+                f"add the field {name} to CostModel, and fit it in schedir/simulator/fit.py"
+            )
     return fields
 
 

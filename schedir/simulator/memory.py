@@ -34,9 +34,10 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from schedir.errors import SchedirError
 from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import Graph, Touch, Transfers
-from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, COPIES, READS_WEIGHTS, SENDS, Ints
+from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, COPIES, READS_WEIGHTS, SENDS, VALUES, Ints
 from schedir.simulator.moments import Moments
 from schedir.simulator.values import Numbers, PerStage, Sizes
 
@@ -78,8 +79,11 @@ def live_activations(moments: Moments) -> Held:
 
 
 def live_bytes(moments: Moments, sizes: Sizes) -> Held:
-    """How many bytes each rank holds. Raises ValueError if the sizes belong to another number of
-    stages."""
+    """How many bytes each rank holds.
+
+    Raises ValueError if the sizes belong to another number of stages, SchedirError for a value that
+    has no size.
+    """
     stages = moments.schedule.stages
     boundary = _by_stage("boundary", sizes.boundary, stages - 1)
     before, after = np.append(0, boundary), np.append(boundary, 0)
@@ -95,6 +99,12 @@ def live_bytes(moments: Moments, sizes: Sizes) -> Held:
         "kept": _by_stage("input", sizes.input, stages),
         "gathered": _by_stage("weight", sizes.weight, stages),
     }
+    unsized = VALUES.keys() - values.keys() - _ELSEWHERE
+    for touch in moments.graph.touches(*unsized) if unsized else ():
+        raise SchedirError(
+            f"{touch.kind.name} uses the value {touch.use.value!r}, whose bytes are not known: "
+            "give it a size in schedir/simulator/memory.py"
+        )
     if not boundary.any():
         values = {name: size for name, size in values.items() if name not in _TRAVEL}
     gradient = _by_stage("gradient", sizes.gradient, stages)
@@ -113,6 +123,8 @@ def host_bytes(moments: Moments, sizes: Sizes) -> Held:
 
 _TRAVEL = {"input", "output", "output gradient", "input gradient"}
 """Values that go from stage to stage."""
+_ELSEWHERE = {"ran", "share", "gradient", "sum", "weights", "stored"}
+"""Values that have no size of their own, or that `_base`, `_gradients` and `host_bytes` count."""
 
 
 def _by_stage(name: str, value: PerStage | None, many: int) -> Amounts:

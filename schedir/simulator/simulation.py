@@ -186,7 +186,7 @@ def prices(schedule: Schedule, costs: CostModel) -> Prices:
     _expect_fit(schedule, costs)
     columns, transfers = schedule.columns, graph_of(schedule).transfers
     present = np.flatnonzero(np.bincount(columns.kind)).tolist()
-    costs_of = {code: np.array(_of_kind(costs, KINDS[code])) for code in present}
+    costs_of = {code: _of_kind(costs, KINDS[code]) for code in present}
     table = np.zeros((len(KINDS), schedule.stages), np.result_type(np.int64, *costs_of.values()))
     for code, cost in costs_of.items():
         table[code] = cost
@@ -237,10 +237,13 @@ def _expect_fit(schedule: Schedule, costs: CostModel) -> None:
             )
 
 
-def _of_kind(costs: CostModel, kind: Kind) -> PerStage:
-    """What a kind costs: as the table of kinds says, where the costs have no field for it."""
-    cost: PerStage | None = getattr(costs, kind.name.lower(), kind.meaning.cost)
-    return costs.forward if cost is None else cost
+def _of_kind(costs: CostModel, kind: Kind) -> Numbers:
+    """What a kind costs: as many forwards as the table of kinds says, where the costs have no field
+    for it."""
+    if not hasattr(costs, kind.name.lower()):
+        return kind.meaning.cost * np.array(costs.forward)
+    cost: PerStage | None = getattr(costs, kind.name.lower())
+    return np.array(costs.forward if cost is None else cost)
 
 
 def _at(value: PerStage, stages: Ints) -> Numbers:
