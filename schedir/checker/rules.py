@@ -791,11 +791,11 @@ def _late_receives(finding: Diagnostic) -> Iterator[str]:
 LATE_RECEIVE = Rule(
     code="S501",
     name="late-receive",
-    severity="warning",
+    severity="note",
     meaning="A receive is posted only when its rank already waits for it, though its send was "
     "posted while that rank still computed.",
     why="A transfer starts when both its ends are posted, so this one can't overlap with compute, "
-    "and its sender may wait for it.",
+    "and its sender may wait for it. The step is no longer where transfers take no time.",
     fix="Post the receive ahead of the compute before it, or let schedir insert the communication.",
     example=_example(
         2,
