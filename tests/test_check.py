@@ -130,6 +130,25 @@ def test_a_send_under_the_wrong_rank() -> None:
     assert found(moved) == [("S103", "rank 1 #9 0SEND_ACT1")]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "stages"),
+    [
+        ("2 1 0 3", "s 0 and 2"),
+        ("0 1 3 3", " 2"),
+        ("3 0 1 2", "s 0, 1, 2 and 3"),
+    ],
+)
+def test_a_wrong_placement_is_one_finding(wrong: str, stages: str) -> None:
+    right = schedir.build("1f1b", ranks=4, microbatches=8)
+    text = schedir.dumps(right).replace("placement 0 1 2 3", f"placement {wrong}")
+    (finding,) = [d for d in schedir.check(schedir.loads(text)).errors if d.code == "S103"]
+    assert finding.message == f"the lists have stage{stages} on other ranks than the placement"
+    assert finding.help is not None
+    _, _, placement = finding.help.partition("write the placement ")
+    text = text.replace(f"placement {wrong}", f"placement {placement.partition(', or')[0]}")
+    assert schedir.check(schedir.loads(text)).ok
+
+
 def test_a_cross_rank_compute_cycle() -> None:
     """Stage 2 is listed before stage 0 on rank 0: nothing on the ranks can start."""
     cycle = schedule(1, "0 1 0", "2F0 0F0 2B0 0B0", "1F0 1B0")

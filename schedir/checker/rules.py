@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from schedir.checker.diagnostics import Diagnostic, Location, Rule, joined, ranges
+from schedir.checker.diagnostics import Diagnostic, Location, Rule, fill, joined, ranges
 from schedir.ir import BACKWARDS, CHANNELS_IN_WORDS, COPIES, DEFAULT_CHANNEL, SENDS, Action, Kind
 
 
@@ -45,6 +45,28 @@ UNKNOWN_MICROBATCH = Rule(
     after_change=", or say that the schedule has more microbatches",
 )
 
+
+def _wrong_rank(finding: Diagnostic) -> str:
+    if "elsewhere" in finding.facts:
+        several = "s" * (len(finding.facts["elsewhere"]) > 1)
+        text = f"the lists have stage{several} {{elsewhere:and}} on other ranks than the placement"
+        return fill(text, finding)
+    return fill("rank {rank} does not hold stage {action.stage}", finding)
+
+
+def _where_it_lives(finding: Diagnostic) -> Iterator[str]:
+    if "held" in finding.facts:
+        yield fill("stage {action.stage} lives on rank {held:and}", finding)
+
+
+def _to_its_rank(finding: Diagnostic) -> str:
+    if "placed" in finding.facts:
+        text = "write the placement {placed}, or list the stages on the ranks that it names now"
+    else:
+        text = "move {action} to rank {held:and}"
+    return fill(text, finding)
+
+
 WRONG_RANK = Rule(
     code="S103",
     name="wrong-rank",
@@ -52,8 +74,9 @@ WRONG_RANK = Rule(
     why="The rank has neither the module nor its tensors.",
     fix="Move the action to a rank that holds the stage, or change the placement.",
     example=_example(1, "0 1", "0F0 1B0 0B0", "1F0"),
-    message="rank {rank} does not hold stage {action.stage}",
-    notes=("stage {action.stage} lives on rank {held:and}",),
+    message=_wrong_rank,
+    notes=_where_it_lives,
+    advice=_to_its_rank,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from heapq import merge
@@ -39,6 +40,7 @@ from schedir.ir import (
     Schedule,
 )
 from schedir.ir.kinds import STAGE_WIDE, uses_of
+from schedir.ir.printing import placement_text
 
 _ORDERLESS = np.zeros(0, np.int64)
 
@@ -170,6 +172,16 @@ def _on_their_ranks(schedule: Schedule, places: Ints, table: _Table) -> Faults:
     held = [stage * schedule.ranks + rank for stage, rank in schedule.holdings]
     holding = columns.stage[apart] * schedule.ranks + columns.rank[apart]
     wrong = apart[~np.isin(holding, held)].tolist()
+    elsewhere = _elsewhere(schedule, places) if len(wrong) > 1 else None
+    if elsewhere:
+        now = enumerate(schedule.placement)
+        finding = rules.WRONG_RANK.at(
+            schedule,
+            wrong[0],
+            elsewhere=[*elsewhere],
+            placed=placement_text(elsewhere.get(stage, ranks) for stage, ranks in now),
+        )
+        return Faults(rule=rules.WRONG_RANK, keys=_ORDERLESS, findings=[Finding(finding)], many=1)
     return Faults(
         rule=rules.WRONG_RANK,
         keys=_ORDERLESS,
@@ -182,6 +194,17 @@ def _on_their_ranks(schedule: Schedule, places: Ints, table: _Table) -> Faults:
         ),
         many=len(wrong),
     )
+
+
+def _elsewhere(schedule: Schedule, places: Ints) -> dict[int, list[int]]:
+    """The ranks that list each misplaced stage; of none, if a rank that holds it lists it too."""
+    columns, found = schedule.columns, defaultdict[int, list[int]](list)
+    for pair in np.unique(columns.stage[places] * schedule.ranks + columns.rank[places]).tolist():
+        stage, rank = divmod(pair, schedule.ranks)
+        found[stage].append(rank)
+    wrong = {s: ranks for s, ranks in found.items() if {*ranks} - {*schedule.placement[s]}}
+    apart = all({*ranks}.isdisjoint(schedule.placement[s]) for s, ranks in wrong.items())
+    return wrong if apart else {}
 
 
 def _to_its_rank(schedule: Schedule, place: int, table: _Table) -> Change:
