@@ -259,6 +259,7 @@ class _Waits:
             starts = step in self._columns.starts
             self._first_of_run[step] = step if starts else self._first_of_run.get(step - 1, step)
         self._collective = {place: met for met in self._graph.collectives for place in met}
+        self._gathering = _gathering(self._graph)
 
     def of(self, rank: int, position: Position) -> Iterator[_Awaited]:
         """The entries of other ranks that a waiting rank needs."""
@@ -314,7 +315,9 @@ class _Waits:
             peer, index = self._columns.position(other)
             yield pipeline + peer, (call, index), True
         if place not in self._steps:
-            met: list[Collection[int]] = [self._collective.get(place, ())]
+            met: list[Collection[int]] = [
+                self._collective.get(each, ()) for each in (place, self._gathering.get(place, -1))
+            ]
         else:  # the updates that are listed one after the other are made ready together
             run = [each for each in self._steps if self._first_of_run[each] == place]
             met = [self._collective.get(graph.sums.get(each, -1), ()) for each in run]
@@ -345,3 +348,21 @@ class _Waits:
         ranks, speaker = self._schedule.ranks, self._schedule.placement[0][0]
         turn = (rank - speaker) % ranks
         return (speaker + (turn & (turn - 1))) % ranks if turn else None
+
+
+def _gathering(graph: Graph) -> dict[int, int]:
+    """Where it is listed that the weights are gathered that the action at a place reads."""
+    touched = sorted(
+        (place, touch.use.does)
+        for touch in graph.touches("gathered")
+        for place in touch.places.tolist()
+    )
+    found: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for place, does in touched:
+        holding = int(graph.holding[place])
+        if does == "make":
+            last[holding] = place
+        elif does == "read" and holding in last:
+            found[place] = last[holding]
+    return found

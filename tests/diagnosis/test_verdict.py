@@ -129,6 +129,19 @@ def test_of_two_pipelines_the_one_that_holds_the_sum_up_is_named() -> None:
     assert found.chain[-1] == 2
 
 
+def test_the_one_that_others_gather_weights_from_is_named() -> None:
+    lists = schedir.shard(schedir.build("interleaved-1f1b", ranks=2, microbatches=4), limit=1)
+    schedule = schedir.insert_communication(lists)
+    texts = [str(entry) for entry in schedule.actions[0]]
+    gathers = [index for index, text in enumerate(texts) if text == "0UNSHARD"]
+    assert len(gathers) > 1
+    for gather in gathers:
+        read = (index for index, text in enumerate(texts) if index > gather and text[:2] in "0F0B")
+        at = [(0, next(read), "waiting"), (1, 0, "outside"), (0, gather, "running")]
+        found = diagnose(schedule, [*at, (1, 0, "outside")], pipelines=2)
+        assert [root.rank for root in found.roots] == [2]
+
+
 def test_wrong_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="positions of ranks 0 to 3, not"):
         diagnose(SCHEDULE, [(0, 0, "running")])
