@@ -224,8 +224,8 @@ def _steps_of(graph: Graph, holding: int) -> list[int]:
 
 def _usual(graph: Graph, holding: int) -> int:
     """How many steps most of the other stages, and the replicas of this one, have."""
-    others = np.delete(graph.steps_of, holding).tolist()
-    return max(others, key=lambda steps: (others.count(steps), steps), default=0)
+    others = np.bincount(np.delete(graph.steps_of, holding), minlength=1)
+    return len(others) - 1 - int(others[::-1].argmax())
 
 
 def _never_applied(graph: Graph, late: Ints) -> Iterator[Faults]:

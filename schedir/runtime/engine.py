@@ -204,15 +204,16 @@ class Engine:
         self.steps += 1
         return result
 
-    def stream(self, given: CallArguments) -> Iterator[StepResult]:
-        """Make a call that trains on several batches; yield the result of each as soon as its last
-        OPTIM_STEP here is over. Between two results the modules, generators and autocast are as the
-        caller left them."""
+    def stream(self, feed: Feed) -> Iterator[StepResult]:
+        """Make a call that trains on several batches, cut by `cut`; yield the result of each as
+        soon as its last OPTIM_STEP here is over. Between two results the modules, generators and
+        autocast are as the caller left them."""
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
                 "run can't train under torch.inference_mode(); call it outside of that"
             )
-        under_way = self._carry_out(RUN, given, None)
+        given = CallArguments([*feed.inputs] or None, [*feed.targets] or None)
+        under_way = self._carry_out(RUN, given, None, feed)
         while True:
             with self._plan.accelerator.chosen(), torch.enable_grad():
                 result = next(under_way, None)
@@ -227,10 +228,14 @@ class Engine:
         return last
 
     def _carry_out(
-        self, request: Request, given: CallArguments, keeps: Keep | None
+        self,
+        request: Request,
+        given: CallArguments,
+        keeps: Keep | None,
+        feed: Feed | None = None,
     ) -> Iterator[StepResult]:
         """Make a call; yield the result of each of its batches when the batch is over, and the last
-        one when the call is over."""
+        one when the call is over. What it is given may have been cut before."""
         session, parts = self._session, self.parts
         if session.closed or session.broken is not None or session.paused is not None:
             session.check_usable()
@@ -249,7 +254,8 @@ class Engine:
         saved = SavedRng(self._generators)
         try:
             # A call that is refused here has changed nothing.
-            feed = self._feeder.cut(given, request)
+            if feed is None:
+                feed = self._feeder.cut(given, request)
             if request.trains:
                 self.check_frozen()
             try:

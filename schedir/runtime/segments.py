@@ -156,7 +156,9 @@ class Segments:
         error."""
         try:
             given = map(_arguments, islice(batches, most))
-            return [(batch, self._engine.cut(batch)) for batch in given], None
+            drawn = [(batch, self._engine.cut(batch)) for batch in given]
+            _expect_alike([batch for batch, _ in drawn])
+            return drawn, None
         except Exception as error:
             return [], error
 
@@ -308,15 +310,37 @@ def _arguments(batch: Any) -> CallArguments:
     )
 
 
-def _joined(feeds: Sequence[Feed]) -> CallArguments:
-    """Join the microbatches of several batches into the arguments of one call."""
+def _joined(feeds: Sequence[Feed]) -> Feed:
+    """The microbatches of several batches as those of one call."""
     stages = {stage for feed in feeds for stage in feed.extras}
-    return CallArguments(
-        [m for feed in feeds for m in feed.inputs] or None,
-        [m for feed in feeds for m in feed.targets] or None,
+    return Feed(
+        [m for feed in feeds for m in feed.inputs],
         {stage: [m for feed in feeds for m in feed.extras[stage]] for stage in stages},
-        [m for feed in feeds for m in feed.loss_keywords] or None,
+        [m for feed in feeds for m in feed.targets],
+        [m for feed in feeds for m in feed.loss_keywords],
+        [n for feed in feeds for n in feed.counts],
+        None,
     )
+
+
+def _expect_alike(batches: Sequence[CallArguments]) -> None:
+    """Raise ExecutionError if batches of one segment differ in the arguments that they have."""
+    given = [_given(batch) for batch in batches]
+    for batch, names in enumerate(given):
+        if names != given[0]:
+            raise ExecutionError(
+                f"run: batch {batch} of a segment has {', '.join(names)}, and batch 0 "
+                f"{', '.join(given[0])}: give all batches of a stream the same arguments"
+            )
+
+
+def _given(batch: CallArguments) -> list[str]:
+    stages = [f"stage_inputs[{stage}]" for stage in sorted(batch.stage_inputs)]
+    return [
+        name
+        for name in attrs.fields_dict(CallArguments)
+        if name != "stage_inputs" and getattr(batch, name) is not None
+    ] + stages
 
 
 @contextmanager

@@ -108,13 +108,13 @@ class Program:
         """
         instructions = observed(self.lists[0], observers) if observers else self.lists[0]
         calls, codes, places = _flat(instructions) if observers else self._flat
+        stops = _stops(instructions, self._ends[0]) if self._ends[0] else ()
         at, start = self._at, 0
         at[0] = codes[0] if codes else at[0]
         try:
             self.post_ahead()
             self.is_posted = False
-            for batch, end in enumerate(self._ends[0]):
-                stop = len(_flat(instructions[:end])[0])
+            for batch, stop in enumerate(stops):
                 for at[0], call in zip(codes[start:stop], calls[start:stop], strict=True):
                     call()
                 start = stop
@@ -212,12 +212,23 @@ def _flat(
         phases: tuple[tuple[Bound | None, Phase], ...]
         phases = (instruction.run, run), (instruction.wait, "waiting")
         for call, phase in phases:
-            if call is not None and call is not nothing:
+            if _is_made(call):
                 calls.append(call)
                 codes.append(code(index, phase))
                 places.append(instruction)
     codes = [found | numbered(number) for number, found in enumerate(reversed(codes))]
     return calls[::-1], codes, places[::-1]
+
+
+def _is_made(call: Bound | None) -> TypeGuard[Bound]:
+    return call is not None and call is not nothing
+
+
+def _stops(instructions: Sequence[Instruction], ends: Sequence[int]) -> list[int]:
+    """How many calls are made up to each of the ends, which are numbers of instructions."""
+    made = (_is_made(each.run) + _is_made(each.wait) for each in instructions)
+    upto = [*accumulate(made, initial=0)]
+    return [upto[end] for end in ends]
 
 
 def _run_until_blocked(instructions: Sequence[Instruction], at: int, limit: int) -> int:
