@@ -171,7 +171,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
         progress,
         clock,
         Trace(plan, session.control, stages) if plan.traced else None,
-        Now(session.words),
+        Now(session.presence.words),
     )
 
 

@@ -67,19 +67,19 @@ class Engine:
 
     `steps` is the number of the next call that trains, which seeds its forwards. With several
     processes a failure breaks the engine for good. With `batch`, a call that trains has several
-    batches, of `batch` microbatches each; `stream` runs it.
+    batches, of `batch` microbatches each; `stream` runs it. It is a segment of the `outer` engine.
 
     Raises ExecutionError if processes differ, or if the others don't come in time.
     """
 
-    def __init__(self, plan: Plan, batch: int | None = None) -> None:
+    def __init__(self, plan: Plan, batch: int | None = None, outer: Engine | None = None) -> None:
         self._plan = plan
         self.steps = plan.arguments.step
         self._generators = plan.generators
         self._device_type = plan.device.type
         self._autocast_kinds = autocast_kinds(plan.device)
         with plan.accelerator.chosen():
-            self._session = Session(plan)
+            self._session: Session = Session(plan, None if outer is None else outer._session)
             with self._session.together("making the executor"):
                 self.parts = parts = assemble(plan, self._session)
                 self._feeder = Feeder(plan, self._session.control, self._session.groups)
@@ -91,7 +91,7 @@ class Engine:
             ]
             self.training = parts.programs(trains=True, batch=batch)
             self.evaluation = parts.programs(trains=False, batch=None)
-        self._stop, self._accumulates = False, False
+        self._accumulates = False
         # Decided once, so that a step does not look at features that the plan does not use.
         accelerator, trained = plan.accelerator, parts.nonfinite
         self._queues = accelerator.queues
@@ -156,7 +156,13 @@ class Engine:
     def stop_requested(self) -> bool:
         """Whether all ranks are to stop, as of the latest call; see `Executor.stop_requested`."""
         self._session.stop_on_signal()
-        return self._stop
+        return self._session.presence.stop
+
+    def agree_to_stop(self) -> None:
+        """Find out, with all ranks, whether one of them has been asked to stop."""
+        session = self._session
+        if not self._plan.grid.alone:
+            session.presence.stop = any(self.gather(session.stops(), RUN))
 
     @property
     def is_broken(self) -> bool:
@@ -245,7 +251,7 @@ class Engine:
         precision = None
         if self._device_type in autocast:
             precision = torch.get_autocast_dtype(self._device_type)
-        call = Call(request, session.calls, self.steps, keeps, autocast, precision)
+        call = Call(request, session.presence.calls, self.steps, keeps, autocast, precision)
         programs, clock = self.training, self._clock
         if not request.trains:
             programs, clock = self.evaluation, parts.clock if self._queues else None
@@ -359,7 +365,7 @@ class Engine:
             look(wait=False)
         exchanges = [losses.expect() for losses in self._losses] if request.has_loss else []
         opened = programs.open(call, given.inputs, given.target, feed)
-        self._stop = bool(opened.announcement.stop)
+        self._session.presence.stop = bool(opened.announcement.stop)
         cells = opened.program.cells
         cells.fill(feed)
         shares = self._feeder.shares(feed.counts, request)
@@ -419,7 +425,7 @@ class Engine:
 
     def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:
         """Read a value of a call, once the call has `ended`; `what` names it if that fails."""
-        words = self._session.words
+        words = self._session.presence.words
         place, number = words[CODE], words[CALL]
         if is_between := place == OUTSIDE:  # or another thread is in the midst of a call
             words[CALL], words[CODE] = call.number << 1 | call.request.trains, _AT_RESULTS
@@ -479,7 +485,7 @@ class Engine:
             named = ExecutionError(f"{what}: {describe(error)}", rank=rank, cause=error)
             raise self._failed(named, what) from error
         finally:
-            self._session.words[CODE] = OUTSIDE
+            self._session.presence.words[CODE] = OUTSIDE
 
     def gather(self, value: Any, request: Request = GATHER, what: str = "") -> list[Any]:
         """The values of all processes, by number, on each of them; all make the same request, for
@@ -490,7 +496,7 @@ class Engine:
             said, values = zip(*control.gather((what, value)), strict=True)
             for number, other in enumerate(said):
                 if other != what:
-                    grid, call = self._plan.grid, self._session.calls
+                    grid, call = self._plan.grid, self._session.presence.calls
                     raise DifferError(
                         f"its call {call} is {what} ({users_line()}), but call {call} of process "
                         f"{number} is {other}; every rank must make the same calls, in the same "
@@ -508,7 +514,8 @@ class Engine:
 
     def _announce(self, request: Request) -> None:
         """Raise DifferError if another rank makes another call now."""
-        self.parts.handshake.exchange(Announcement(request, self._session.calls, self.steps))
+        calls = self._session.presence.calls
+        self.parts.handshake.exchange(Announcement(request, calls, self.steps))
 
     def hand_out(self, values: Sequence[Any] | None) -> Any:
         """This rank's value from the first stage's rank; see `Executor.hand_out`."""
@@ -556,7 +563,7 @@ class Engine:
                 wait_for(self.parts.under_way)
                 self.parts.shared.settle()
                 self._session.control.courier.finish()
-                self.parts.handshake.last(Call(CLOSE, self._session.calls))
+                self.parts.handshake.last(Call(CLOSE, self._session.presence.calls))
                 for _ in range(2):  # the messages of the last step, and of the one before
                     self._session.control.settle()
                 self.parts.replica_check.compare()

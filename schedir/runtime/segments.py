@@ -222,7 +222,10 @@ class Segments:
         engine = self._engine_of(self._plan.schedule.microbatches * len(feeds), build)
         engine.steps = self._engine.steps
         try:
-            yield from engine.stream(_joined(feeds))
+            for batch, result in enumerate(engine.stream(_joined(feeds)), 1):
+                if batch == len(feeds):
+                    self._engine.agree_to_stop()
+                yield result
         except BaseException as error:
             if engine.is_broken:
                 self._engine.break_off(str(error))
@@ -240,7 +243,7 @@ class Segments:
                 optimizer=lambda named, stage: optimizers[stage],
             )
             size = self._plan.schedule.microbatches
-            self._engines[microbatches] = Engine(plan_of(arguments), batch=size)
+            self._engines[microbatches] = Engine(plan_of(arguments), batch=size, outer=self._engine)
         return self._engines[microbatches]
 
     def _made(self, microbatches: int, build: Build) -> Schedule:

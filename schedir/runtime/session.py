@@ -12,7 +12,6 @@ import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -69,47 +68,70 @@ logger = logging.getLogger("schedir")
 _AT_HANDSHAKE = at_place(HANDSHAKE)
 
 
+class Presence:
+    """This process as those that train with it see it: it stands at `words`, in the call after
+    `calls` others, of the `plan` that runs now. The `watch` sees the others; None if there are
+    none. `stop` says whether all are to stop, as of the latest call."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.words = nowhere()
+        self.watch: Watch | None = None
+        self.calls = 0
+        self.stop = False
+
+    def lists(self) -> Lists:
+        """What all ranks run now, and wait for."""
+        return lists_of(self.plan)
+
+
 class Session:
     """The processes of one executor; this one runs the plan's ranks.
 
     It provides the transports between ranks, the groups for sums, and `control`, the messages
     beside the pipeline's traffic. With several processes, a failure of any of them ends their
-    connections, and the session is broken for good. `calls` counts the calls so far.
+    connections, and the session is broken for good.
+
+    The session of a segment has connections of its own. It is watched with the `outer` one, which
+    runs the stream: whoever fails in it fails once.
 
     Raises ExecutionError if the other processes do not come in time.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, outer: Session | None = None) -> None:
         self._plan = plan
+        self._is_outer = outer is None
+        self.presence: Presence = Presence(plan) if outer is None else outer.presence
         self.grid = grid = plan.grid
         self.broken: str | None = None
         self.paused: str | None = None  # the reason why no call can be made now
         self.closed = False
-        self.calls = 0
         self._made_group = not grid.alone and not dist.is_initialized()
         if self._made_group:
             init_process_group(plan.timeout)
-        self.groups = Groups(grid.everyone, plan.timeout)
+        self.groups = Groups(grid.everyone, plan.timeout, None if outer is None else outer.board)
         # A connection of its own: on another one a call would wait for that of another thread.
         clone = getattr(self.groups.store, "clone", lambda: self.groups.store)
-        self._board = Board(clone())
+        self.board: Board = Board(clone()) if outer is None else outer.board
         self._hub = InProcessTransport(plan.accelerator)
         self.control = Control(grid)
-        self.words = nowhere()
-        self._watch: Watch | None = None
         with self.together("making the executor"):
             if not grid.alone:
                 self.groups.come_together(grid.everyone)
             self.control.connect(self.groups)
-            if not grid.alone:
-                self._watch = self._watched()
+            if not grid.alone and outer is None:
+                self.presence.watch = self._watched()
+
+    @property
+    def _watch(self) -> Watch | None:
+        return self.presence.watch
 
     def _watched(self) -> Watch:
         """Tell the others where this process can be found, and begin to watch them."""
-        plan, grid = self._plan, self.grid
+        grid = self.grid
         said = self.control.gather((Member.here(), secrets.token_hex(8)))
         positions = Positions(said[0][1], grid.number(grid.rank))
-        self.words = positions.words
+        self.presence.words = positions.words
         made = Watch(
             positions,
             [member for member, _ in said],
@@ -121,8 +143,8 @@ class Session:
                 for process in row
             ],
             len(grid.slices),
-            partial(lists_of, plan),
-            self._board,
+            self.presence.lists,
+            self.board,
             self.groups.timeout.total_seconds(),
         )
         watch(made)
@@ -130,24 +152,26 @@ class Session:
 
     def stand(self, index: int) -> None:
         """This process has come to a place beside its list; see `schedir.diagnosis.verdict`."""
-        self.words[CODE] = at_place(index)
+        self.presence.words[CODE] = at_place(index)
 
     def begin_call(self, trains: bool, step: int) -> None:
         """A call begins here."""
-        words = self.words
-        words[CALL] = self.calls << 1 | trains
+        presence = self.presence
+        presence.plan, words = self._plan, presence.words
+        words[CALL] = presence.calls << 1 | trains
         words[STEP] = step + 1 if trains else 0
         words[CODE] = _AT_HANDSHAKE
 
     def end_call(self, busy: object) -> None:
         """A call has ended here; `busy` are its seconds of compute, where they are known."""
-        words = self.words
+        presence = self.presence
+        words = presence.words
         words[CODE] = OUTSIDE
         if words[CALL] & 1 and isinstance(busy, float):
-            words[BUSY + self.calls % BUSY_OF] = int(busy * 1e9)
-        self.calls += 1
+            words[BUSY + presence.calls % BUSY_OF] = int(busy * 1e9)
+        presence.calls += 1
         words[STEP] += words[CALL] & 1  # the step that comes next, after one that trained
-        words[CALL] = self.calls << 1
+        words[CALL] = presence.calls << 1
 
     def stops(self) -> bool:
         """Whether a process has been asked to end."""
@@ -262,11 +286,11 @@ class Session:
         """Who is to blame for an error here: this process, unless it waited for others."""
         if self._watch is None:
             if isinstance(error, WaitError):
-                return self._board.verdict()
-            return self._board.give(Verdict((), str(error), self.grid.number(self.grid.rank)))
+                return self.board.verdict()
+            return self.board.give(Verdict((), str(error), self.grid.number(self.grid.rank)))
         if isinstance(error, WaitError):
             if self._plan.transport.queues and error.index is not None:
-                self.words[CODE] = at_place(error.index)  # of the device, behind the host
+                self.presence.words[CODE] = at_place(error.index)  # of the device, behind the host
             peer = error.process
             if peer is None and error.peer is not None:
                 peer = self.grid.number(error.peer)
@@ -282,7 +306,7 @@ class Session:
 
     def _left(self) -> Root | None:
         """The process that has closed after fewer calls than this one makes, if there is one."""
-        fewest = None if self.closed else self._board.fewest_calls(self.grid.everyone)
+        fewest = None if self.closed else self.board.fewest_calls(self.grid.everyone)
         if fewest is None:
             return None
         calls, process = fewest
@@ -316,7 +340,7 @@ class Session:
         awaited = stalled.what or "the other ranks"
         own = self.grid.number(self.grid.rank)
         reason = None if verdict is None or verdict.by == own else verdict.reason
-        fewest = None if reason or self.closed else self._board.fewest_calls(self.grid.everyone)
+        fewest = None if reason or self.closed else self.board.fewest_calls(self.grid.everyone)
         if fewest is not None:
             calls, process = fewest
             said = (
@@ -364,7 +388,7 @@ class Session:
 
     def watch_no_longer(self) -> None:
         """Stop watching the other processes."""
-        if self._watch is not None:
+        if self._watch is not None and self._is_outer:
             watch_no_longer(self._watch)
 
     def leave(self) -> None:
@@ -374,7 +398,8 @@ class Session:
 
     def say_calls(self) -> None:
         """Leave a note for the others that this process has made its last call."""
-        self._board.leave(self.grid.number(self.grid.rank), self.calls)
+        if self._is_outer:
+            self.board.leave(self.grid.number(self.grid.rank), self.presence.calls)
 
     def _let_go(self, abort: bool) -> None:
         """End the connections to other processes."""

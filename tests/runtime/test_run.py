@@ -397,6 +397,21 @@ def test_ranks_may_leave_after_the_same_result(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_sigterm_on_one_rank_asks_all_to_stop_at_the_end_of_a_segment(rank: int) -> None:
+    batches, _ = batches_of(2)
+    with executor_on(rank) as executor:
+        assert not executor.stop_requested
+        for number, _ in enumerate(executor.run(batches * 200, segment=16)):
+            if number == 2 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if executor.stop_requested:
+                break
+        assert number % 2 == 1
+        assert number < 399
+        assert everyone(number) == [number] * 2
+
+
+@on_ranks(2)
 def test_a_rank_that_fails_in_a_segment_breaks_the_executor_on_all(rank: int) -> None:
     class Failing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

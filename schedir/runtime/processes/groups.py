@@ -230,12 +230,14 @@ class Groups:
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
     _told_rank: ClassVar[bool] = False
 
-    def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
+    def __init__(
+        self, everyone: tuple[int, ...], timeout: timedelta | None, board: Board | None = None
+    ) -> None:
         self._name = Groups._named(everyone)
         alone = len(everyone) == 1
         self.store = PrefixStore(self._name, HashStore() if alone else _get_default_store())
         self.timeout = _timeout_of_user() if timeout is None else timeout
-        self.patience = Patience(self.timeout, Board(self.store).has_failed)
+        self.patience = Patience(self.timeout, (board or Board(self.store)).has_failed)
         self.posted: list[dist.Work] = []  # over NCCL, for whoever follows it
         self.asked: list[NcclGroup] = []
         self._for_numbers: dict[tuple[int, ...], Group] = {}
