@@ -1,7 +1,8 @@
 """One rank of a small training in which a fault strikes; run by `tools/fault_table.py`.
 
-It trains 1F1B with AdamW, saves checkpoints, and goes on from the latest one. The
-truth (rank, step and action of the fault, and the time) goes to a file before the fault strikes.
+It trains 1F1B with AdamW, saves checkpoints, and goes on from the latest one; or it does one of the
+PHASES of a training. The truth (rank, step and action of the fault, and the time) goes to a file
+before the fault strikes.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
-from schedir.training import Checkpoint
+from schedir.training import Batches, Callback, Checkpoint, Trainer
+from schedir.training.checkpoint import storage
 
 MICROBATCHES, WIDTH = 8, 16
 
 
 @define
 class Fault:
-    """Where a fault strikes: at the n-th forward, backward, loss, update or batch of a step."""
+    """Where a fault strikes: at the n-th forward, backward, loss, update or batch of a step, or
+    in another phase."""
 
     kind: str
     rank: int
@@ -130,10 +133,17 @@ class Stage(nn.Module):
         return y
 
 
+def nowhere(number: int) -> str:
+    """The action of what happens outside of the list."""
+    return "–"
+
+
 def optimizer_of(rank: int, faulty: Faulty) -> Callable[[Any], torch.optim.Optimizer]:
     def made(parameters: Any) -> torch.optim.Optimizer:
+        faulty.at("making", nowhere)
         optimizer = torch.optim.AdamW(parameters, lr=1e-2)
         optimizer.register_step_pre_hook(lambda *_: faulty.at("O", lambda n: f"{rank}OPTIM_STEP"))
+        optimizer.register_load_state_dict_pre_hook(lambda *_: faulty.at("load", nowhere))
         return optimizer
 
     return made
@@ -142,7 +152,7 @@ def optimizer_of(rank: int, faulty: Faulty) -> Callable[[Any], torch.optim.Optim
 def batches(first: int, steps: int, faulty: Faulty) -> Iterator[tuple[int, Tensor, Tensor]]:
     for step in range(first, steps):
         faulty.begin(step)
-        faulty.at("L", lambda n: "–")
+        faulty.at("L", nowhere)
         x, y = torch.randn(
             2, 2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(step)
         )
@@ -182,6 +192,80 @@ def held() -> tuple[int, int, int]:
     return kib, threads, len(os.listdir("/proc/self/fd"))
 
 
+class Struck:
+    """Something of a rank's that is told to others."""
+
+    def __init__(self, faulty: Faulty) -> None:
+        self.faulty = faulty
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.faulty.at("gather", nowhere)
+        return int, ()
+
+
+class Calls(Callback):
+    """Faults in what a Trainer calls."""
+
+    def __init__(self, faulty: Faulty) -> None:
+        self.faulty = faulty
+
+    def after_step(self, result: Any) -> None:
+        self.faulty.at("callback", nowhere)
+
+    def figures(self) -> dict[str, float]:
+        self.faulty.at("figures", nowhere)
+        return {}
+
+
+def one_phase(executor: Executor, faulty: Faulty, phase: str, folder: Path) -> None:
+    """Train for some steps; what the phase is about happens in each. The fault strikes in step 2,
+    unless an optimiser is made then."""
+    data = list(batches(0, 4, Faulty(None, 0, folder)))
+    if phase in ("callback", "figures"):
+        faulty.begin(2)  # a Trainer begins steps itself
+        pairs = Batches([(x, y) for _, x, y in data])
+        calls = [Calls(faulty)]
+        Trainer(executor, pairs, epochs=1, log_every=1, callbacks=calls, progress=False).fit()
+        return
+    if phase == "run":
+        faulty.begin(2)
+        for result in executor.run([(x, y) for _, x, y in data], segment=2 * MICROBATCHES):
+            result.loss  # noqa: B018
+        return
+    saved, write = Checkpoint(executor), storage._Writer.write_data
+
+    def written(*given: Any) -> Any:
+        faulty.at("save", nowhere)
+        return write(*given)
+
+    storage._Writer.write_data = written  # type: ignore[assignment, method-assign]
+    for step, x, y in data:
+        executor.step(x, target=y)
+        faulty.begin(step)
+        if phase == "evaluation":
+            executor.evaluate(x, target=y).loss  # noqa: B018
+        elif phase == "inference":
+            executor.infer(x)
+        elif phase == "between":
+            faulty.at("between", nowhere)
+        elif phase == "gather":
+            executor.gather(Struck(faulty))
+        else:
+            saved.save(folder / f"step-{step}")
+        if phase == "load":
+            saved.load(folder / f"step-{step}")
+
+
+STEPPING = {"forward": "F", "backward": "B", "optimiser": "O", "loss": "loss", "loader": "L"}
+PHASES = {
+    **STEPPING,
+    **{"evaluation": "F", "inference": "F", "run": "F"},
+    **{each: each for each in ("callback", "figures", "save", "load", "between", "gather")},
+    "making": "making",
+}
+"""Where a fault strikes in each phase of a training: in steps, or elsewhere."""
+
+
 def main(given: dict[str, Any]) -> None:
     """Train, with what the driver says."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -190,7 +274,9 @@ def main(given: dict[str, Any]) -> None:
     fault = Fault(**given["fault"]) if given["fault"] else None
     faulty = Faulty(fault, rank, folder)
     stage = made_stage(rank, faulty, given.get("slowed", {}).get(str(rank), 0.0))
-    schedule = schedir.build("1f1b", ranks=ranks, microbatches=MICROBATCHES)
+    phase = given.get("phase", "")
+    name = "pipedream" if phase == "run" else "1f1b"
+    schedule = schedir.build(name, ranks=ranks, microbatches=MICROBATCHES)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         faulty.at("loss", lambda n: f"{rank}F{n}")
@@ -200,6 +286,9 @@ def main(given: dict[str, Any]) -> None:
     with Executor(
         schedule, {rank: stage}, loss_fn, optimizer_of(rank, faulty), timeout=given["timeout"]
     ) as executor:
+        if phase not in ("", *STEPPING):
+            one_phase(executor, faulty, phase, folder)
+            return
         checkpoint = Checkpoint(executor)
         saved = sorted(folder.glob("step-*"), key=lambda path: int(path.name[5:]))
         saved = [path for path in saved if Checkpoint.is_at(path)]

@@ -2,12 +2,16 @@
 
     python tools/fault_table.py             20 trials a row, on 4 gloo ranks: some 20 minutes
     python tools/fault_table.py --trials 2 --rows SIGKILL,exit
+    python tools/fault_table.py --phases    5 trials a phase and fault: some 30 minutes
 
 Each trial forks a launcher, which has the store and forks the ranks, and sends SIGTERM to the
 others soon after one has ended, as torchrun does. The fault strikes at a place that a seed draws.
 Then the training is started again without a fault, goes on from its latest checkpoint, and its
 weights are compared, bit for bit, with those of plain training in one process. Trainings without a
 fault are compared as well, once each; they must not end early, and hold no more in the end.
+
+With `--phases` each kind of fault strikes in each phase of a training, on every rank: the table has
+how often that rank alone was named, by one process.
 """
 
 from __future__ import annotations
@@ -29,9 +33,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch  # noqa: F401  # once, before the forks
+import torch._dynamo  # noqa: F401  # once, before the forks: optimisers import it as they are made
 from attrs import define, frozen
-from fault_run import MICROBATCHES, main, plain
+from fault_run import MICROBATCHES, PHASES, main, plain
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, unlisted
 
 import schedir.training  # noqa: F401
@@ -330,6 +334,45 @@ def _count(counts: Counts, row: Row, truth: dict[str, Any], said: list[tuple[str
     return right and (row.names == "pair" or said[0][2] == truth["action"])
 
 
+STRIKES = {"raise": "exception", "exit": "exit", "SIGKILL": "kill", "stop": "stop", "hang": "hang"}
+
+
+def phases(names: Sequence[str], trials: int, seed: int, timeout: float) -> bool:
+    """Print, for each phase and fault, how often the right rank alone was named; returns whether it
+    always was. A name may end in the one fault to strike: `run:hang`."""
+    print(f"{'phase':<14}" + "".join(f"{fault:>10}" for fault in STRIKES), flush=True)
+    holds = True
+    for name, _, only in (each.partition(":") for each in names):
+        cells = []
+        for fault, kind in STRIKES.items():
+            right, most = 0, trials if only in ("", fault) else 0
+            for trial in range(most):
+                rank = RANKS - 1 if name == "loss" else (seed + trial) % RANKS
+                wrong = _phase_fault(name, kind, rank, random.Random(f"{name} {trial}"), timeout)
+                right += not wrong
+                print(f"    {name} {fault} {wrong}\n" * bool(wrong), end="", file=sys.stderr)
+            cells.append(f"{right}/{most}" if most else "")
+            holds &= right == most
+        print(f"{name:<14}" + "".join(f"{cell:>10}" for cell in cells), flush=True)
+    return holds
+
+
+def _phase_fault(name: str, kind: str, rank: int, chance: random.Random, timeout: float) -> str:
+    """Strike in a phase; returns what was wrong."""
+    where = PHASES[name]
+    number = chance.randrange(MICROBATCHES) if where in ("F", "B", "loss") else 0
+    step = 0 if name == "making" else 2
+    fault = {"kind": kind, "rank": rank, "step": step, "where": where, "number": number}
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"folder": folder, "fault": fault, "steps": 4, "timeout": timeout}
+        trial = run(Path(folder), given | {"nodes": 1, "save_every": 99, "phase": name})
+    said = ROOT_LINE.findall(trial.printed)
+    roots = [(int(rank), action) for rank, _, action, _ in said]
+    if trial.is_clean and roots == [(rank, trial.truth.get("action"))]:
+        return ""
+    return f"{trial.truth} {roots} {trial.seconds:.1f} s\n{trial.printed}"
+
+
 def grows(file: Path) -> str:
     """What a rank holds more of in the end than after a fifth of its steps; empty if nothing."""
     (kib, *few), (more, *fewer) = json.loads(file.read_text())
@@ -386,12 +429,17 @@ def table(rows: Sequence[str], most: int, seed: int, patient: bool) -> bool:
 
 def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--trials", type=int)
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patient", action="store_true", help="judge without the times")
+    parser.add_argument("--phases", nargs="?", const=",".join(PHASES), help="these, or all")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds, of phases")
     given = parser.parse_args()
-    return 0 if table(given.rows.split(","), given.trials, given.seed, given.patient) else 1
+    if given.phases:
+        names = given.phases.split(",")
+        return 0 if phases(names, given.trials or 5, given.seed, given.timeout) else 1
+    return 0 if table(given.rows.split(","), given.trials or 20, given.seed, given.patient) else 1
 
 
 if __name__ == "__main__":

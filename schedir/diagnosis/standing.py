@@ -13,6 +13,7 @@ from schedir.diagnosis.verdict import WORDS, Diagnosis, Position, diagnose
 from schedir.errors import LoadError, ParseError
 from schedir.files import write_text
 from schedir.ir import Schedule, dumps, loads
+from schedir.passes import forward_only
 
 FILE = "schedir-positions.json"
 
@@ -23,6 +24,7 @@ class Standing:
 
     `ranks` has the number of each in the default process group; `ties` and `clips` are as in
     `diagnose`. The `slices` of a mesh wait for each other inside their stages, unknown to the list.
+    `evaluating` are the turns of those in `ranks` that run only the list's forwards.
     """
 
     schedule: Schedule
@@ -31,6 +33,7 @@ class Standing:
     ties: tuple[tuple[int, ...], ...] = ()
     clips: bool = False
     slices: int = 1
+    evaluating: tuple[int, ...] = ()
 
     def diagnosis(self) -> Diagnosis:
         """Who is to blame, by the numbers in the default process group."""
@@ -55,9 +58,15 @@ class Standing:
     def _of(self, part: slice) -> Diagnosis:
         """Who is to blame in one slice."""
         names, positions = self.ranks[part], self.positions[part]
+        evaluating = [turn - part.start for turn in self.evaluating]
         lines = len(positions) // self.schedule.ranks
         found = diagnose(
-            self.schedule, positions, ties=self.ties, clips=self.clips, pipelines=lines
+            self.schedule,
+            positions,
+            ties=self.ties,
+            clips=self.clips,
+            pipelines=lines,
+            evaluating=evaluating,
         )
         return Diagnosis(
             tuple(attrs.evolve(root, rank=names[root.rank]) for root in found.roots),
@@ -78,6 +87,7 @@ class Standing:
             "ties": self.ties,
             "clips": self.clips,
             "slices": self.slices,
+            "evaluating": self.evaluating,
         }
         write_text(folder / FILE, json.dumps(content))
 
@@ -96,6 +106,7 @@ def load_standing(folder: str) -> Standing | None:
             tuple(map(tuple, found["ties"])),
             bool(found["clips"]),
             int(found.get("slices", 1)),
+            tuple(map(int, found.get("evaluating", ()))),
         )
         standing.diagnosis()
     except (OSError, ValueError, TypeError, KeyError, IndexError, ParseError) as error:
@@ -106,9 +117,11 @@ def load_standing(folder: str) -> Standing | None:
 def stands(standing: Standing, found: Diagnosis) -> dict[int, str]:
     """Where each rank stands, in words."""
     schedule = standing.schedule
+    evaluation = forward_only(schedule) if standing.evaluating else schedule
     said = {}
     for turn, (rank, position) in enumerate(zip(standing.ranks, standing.positions, strict=True)):
-        entries = schedule.actions[turn % schedule.ranks]
+        own = evaluation if turn in standing.evaluating else schedule
+        entries = own.actions[turn % schedule.ranks]
         place = ""
         if position.phase != "outside" and 0 <= position.index < len(entries):
             place = f" #{position.index} {entries[position.index]}"

@@ -22,18 +22,21 @@ from attrs import frozen
 from schedir.diagnosis.waits_for import chain, sinks
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import Action, Columns, Schedule, Ties, tied_steps
+from schedir.passes import forward_only
 
 HANDSHAKE, SENDS = -2, -1
 END = 1 << 24
-RESULTS, CLOSE = END + 1, END + 2
+RESULTS, CLOSE, GATHER = END + 1, END + 2, END + 3
 """Places in a call beside its list, in the order in which a rank comes to them: the handshake, the
-sends of the call before, the end of the list, the results, and the end of all calls."""
+sends of the call before, the end of the list, the results, and the end of all calls; and where all
+ranks tell each other something instead."""
 WORDS = {
     HANDSHAKE: "the handshake of the call",
     SENDS: "the sends of the call before",
     END: "the end of the call",
     RESULTS: "the results of the call",
     CLOSE: "close",
+    GATHER: "what all ranks tell each other",
 }
 
 Phase = Literal["outside", "waiting", "running"]
@@ -128,6 +131,7 @@ def diagnose(
     ties: Ties = (),
     clips: bool = False,
     pipelines: int = 1,
+    evaluating: Collection[int] = (),
 ) -> Diagnosis:
     """Name the ranks that are to blame where all ranks stand still at these positions.
 
@@ -142,7 +146,8 @@ def diagnose(
     rank, or a tuple of its first fields. They are read after all ranks have come to rest. With
     several `pipelines` side by side, those of the first one's ranks come first. `ties` are the
     stages that share parameters; if the executor `clips`, all ranks wait for each other before
-    their first OPTIM_STEP.
+    their first OPTIM_STEP. The ranks that are `evaluating` run only the forwards of the list, and
+    their places are those in that shorter one.
 
     Those that are gone are to blame before those that are silent, and these before those that run
     or are outside while others wait for them. If a wait's own message was sent, or its connection
@@ -158,14 +163,16 @@ def diagnose(
     }
     if set(at) != set(range(size)):
         raise ValueError(f"diagnose needs the positions of ranks 0 to {size - 1}, not {sorted(at)}")
-    waits = _Waits(schedule, ties, clips, pipelines)
+    evaluation = forward_only(schedule) if evaluating else schedule
+    lists = {rank: evaluation if rank in evaluating else schedule for rank in at}
+    kinds = {id(each): _Waits(each, ties, clips, pipelines) for each in (schedule, evaluation)}
     edges: dict[int, set[int]] = {}
     links: dict[int, set[int]] = {}
     for rank, position in at.items():
         stands = position.phase == "waiting" or position.cut
         if not stands or position.state == "gone":
             continue
-        for awaited, (call, index), counts_there in waits.of(rank, position):
+        for awaited, (call, index), counts_there in kinds[id(lists[rank])].of(rank, position):
             reached = at[awaited].reached
             is_there = reached == (call, index) and (
                 counts_there and at[awaited].phase == "waiting"
@@ -175,7 +182,7 @@ def diagnose(
     found = _roots(at, edges, links)
     graph = {rank: frozenset(edges.get(rank, set()) | links.get(rank, set())) for rank in at}
     return Diagnosis(
-        tuple(_root(schedule, rank, at[rank], links) for rank in found),
+        tuple(_root(lists[rank], rank, at[rank], links) for rank in found),
         tuple(chain(graph, found)),
         {rank: awaited for rank, awaited in graph.items() if awaited},
     )
@@ -282,10 +289,10 @@ class _Waits:
             for peer in self._everywhere(self._schedule.placement[-1]):
                 if peer != rank:
                     yield peer, (ended, END), True
-        elif index == CLOSE:
+        elif index in (CLOSE, GATHER):
             for peer in self._everywhere(range(ranks)):
                 if peer != rank:
-                    yield peer, (call, CLOSE), True
+                    yield peer, (call, index), True
         elif 0 <= index < len(self._schedule.actions[own]):
             for place in self._places(own, index):
                 yield from self._of_place(rank, place, call)

@@ -14,6 +14,7 @@ import torch
 
 from schedir.diagnosis.verdict import CLOSE as CLOSE_PLACE
 from schedir.diagnosis.verdict import END, HANDSHAKE, RESULTS
+from schedir.diagnosis.verdict import GATHER as GATHER_PLACE
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator, Mark
@@ -475,9 +476,9 @@ class Engine:
     def _message(self, what: str) -> Iterator[Control]:
         """Send messages beside the pipeline's traffic. If it fails here, no other rank waits."""
         self._session.check_usable()
-        self._session.stand(HANDSHAKE)
         try:
             yield self._session.control
+            self._session.end_message()
         except (WaitError, OneLineError) as error:
             raise self._failed(error, what) from None
         except Exception as error:
@@ -493,7 +494,7 @@ class Engine:
         what = what or request.name
         with self._message(what) as control:
             self._announce(request)
-            said, values = zip(*control.gather((what, value)), strict=True)
+            said, values = zip(*control.gather((what, value), self._gathers), strict=True)
             for number, other in enumerate(said):
                 if other != what:
                     grid, call = self._plan.grid, self._session.presence.calls
@@ -510,12 +511,17 @@ class Engine:
         """The values of all processes, by number, on the first one; None on the others."""
         with self._message("collect") as control:
             self._announce(COLLECT)
-            return control.collect(value)
+            return control.collect(value, self._gathers)
+
+    def _gathers(self) -> None:
+        self._session.stand(GATHER_PLACE)
 
     def _announce(self, request: Request) -> None:
         """Raise DifferError if another rank makes another call now."""
-        calls = self._session.presence.calls
-        self.parts.handshake.exchange(Announcement(request, calls, self.steps))
+        presence = self._session.presence
+        self._session.stand(HANDSHAKE)
+        self.parts.handshake.exchange(Announcement(request, presence.calls, self.steps))
+        presence.words[CODE] = OUTSIDE
 
     def hand_out(self, values: Sequence[Any] | None) -> Any:
         """This rank's value from the first stage's rank; see `Executor.hand_out`."""
@@ -525,6 +531,7 @@ class Engine:
         with self._message("hand_out") as control:
             self._announce(HAND_OUT)
             if grid.number(grid.rank) != number:
+                self._session.stand(HANDSHAKE)
                 return control.receive(speaker)
             if values is None or len(values) != grid.ranks:
                 raise ExecutionError(
@@ -547,6 +554,7 @@ class Engine:
             self._announce(TIMELINES)
             if self.parts.trace is None:
                 return []
+            self._gathers()
             self.parts.progress.settle()
             return self.parts.trace.timelines()
 

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.diagnosis.verdict import HANDSHAKE, Root
+from schedir.diagnosis.verdict import GATHER, HANDSHAKE, Root
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, dumps, loads
-from schedir.passes import forward_only
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.connecting import connect
 from schedir.runtime.processes.control import Control
@@ -173,6 +172,19 @@ class Session:
         words[STEP] += words[CALL] & 1  # the step that comes next, after one that trained
         words[CALL] = presence.calls << 1
 
+    def end_message(self) -> None:
+        """All ranks have told each other something here, as one call."""
+        presence = self.presence
+        presence.calls += 1
+        presence.words[CALL] = presence.calls << 1
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Inside, this process waits for all others to come to the same place."""
+        self.stand(GATHER)
+        yield
+        self.presence.words[CODE] = OUTSIDE
+
     def stops(self) -> bool:
         """Whether a process has been asked to end."""
         return self._watch is not None and self._watch.stop
@@ -213,7 +225,8 @@ class Session:
         if self._plan.transport is NcclTransport:
             connect(self.groups, self.control, processors)
         if not self.grid.alone:
-            self.control.meet(self.grid.everyone)
+            with self.gathering():
+                self.control.meet(self.grid.everyone)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -267,11 +280,14 @@ class Session:
         if isinstance(found, ExecutionError):
             found.roots = roots
         self.broken = f"{what} has failed: {found}"
-        if verdict is None or verdict.by == self.grid.number(self.grid.rank) or found is error:
+        own = self.grid.number(self.grid.rank)
+        elsewhere = bool(roots) and own not in {root.rank for root in roots}
+        if verdict is None or verdict.by == own or (found is error and not elsewhere):
             record(found)
         if self._watch is not None:
             self._watch.break_off()
-        if roots and isinstance(error, (OneLineError, WaitError, KeyboardInterrupt)):
+        told = isinstance(error, (OneLineError, WaitError, KeyboardInterrupt))
+        if roots and (told or (elsewhere and isinstance(error, ExecutionError) and error.roots)):
             members = () if self._watch is None else self._watch.members_here(roots)
             end_in_silence(found, members)  # the verdict has said it
         elif isinstance(found, OneLineError):
@@ -299,6 +315,8 @@ class Session:
             )
         own = self.root(error)
         roots = [own]
+        if isinstance(error, ExecutionError) and error.roots:  # all ranks know them
+            roots = [attrs.evolve(root, call=own.call, step=own.step) for root in error.roots]
         if isinstance(error, DifferError):  # both sides, of which nobody knows which is wrong
             others = {*error.processes} - {own.rank}
             roots += [Root(other, own.call, None, None, own.cause, own.step) for other in others]
@@ -419,7 +437,7 @@ def lists_of(plan: Plan) -> Lists:
     """What the ranks of a plan run, and wait for."""
     clips = plan.arguments.clip_grad_norm is not None or plan.arguments.nonfinite == "skip"
     ties = tuple(tuple(stage for stage, _ in tie) for tie in plan.arguments.ties)
-    return Lists(plan.schedule, forward_only(plan.schedule), ties, clips and plan.steps_last)
+    return Lists(plan.schedule, ties, clips and plan.steps_last)
 
 
 @attrs.frozen

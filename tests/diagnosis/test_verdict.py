@@ -8,6 +8,8 @@ import pytest
 
 import schedir
 from schedir import Position, Schedule, diagnose
+from schedir.diagnosis.verdict import GATHER, HANDSHAKE
+from schedir.passes import forward_only
 from tests.built_in import EVERY
 from tests.diagnosis.standing import at_rest, position
 from tests.sweeps import sweep
@@ -127,6 +129,25 @@ def test_of_two_pipelines_the_one_that_holds_the_sum_up_is_named() -> None:
     found = diagnose(schedule, at, pipelines=2)
     assert [root.rank for root in found.roots] == [2]
     assert found.chain[-1] == 2
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_the_one_that_does_not_come_where_all_tell_each_other_something_is_named(rank: int) -> None:
+    at: list[Any] = [(2, GATHER, "waiting")] * 4
+    at[rank] = (2, 0, "outside")
+    at[rank - 1] = (2, HANDSHAKE, "waiting") if rank else at[rank - 1]  # it is told by rank - 1
+    assert names(*at) == [rank]
+
+
+def test_one_that_still_evaluates_while_others_train_is_named_with_its_forward() -> None:
+    last = forward_only(SCHEDULE).actions[3]
+    index = [str(entry) for entry in last].index("3F5")
+    waiting = [
+        (3, list(map(str, own)).index(f"{rank}RECV_GRAD0"), "waiting")
+        for rank, own in enumerate(SCHEDULE.actions[:3])
+    ]
+    found = diagnose(SCHEDULE, [*waiting, (2, index, "running")], evaluating=[3])
+    assert [str(root) for root in found.roots] == [f"rank 3 #{index} 3F5: others wait for it"]
 
 
 def test_the_one_that_others_gather_weights_from_is_named() -> None:

@@ -400,7 +400,7 @@ def test_ranks_may_leave_after_the_same_result(rank: int) -> None:
 def test_sigterm_on_one_rank_asks_all_to_stop_at_the_end_of_a_segment(rank: int) -> None:
     batches, _ = batches_of(2)
     with executor_on(rank) as executor:
-        assert not executor.stop_requested
+        assert everyone(executor.stop_requested) == [False, False]
         for number, _ in enumerate(executor.run(batches * 200, segment=16)):
             if number == 2 and rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
+import schedir
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, deferred, gathered_state, partition
 from schedir.training.checkpoint import storage, whole_names
@@ -201,6 +202,34 @@ def test_ties_have_all_their_names(rank: int, folder: Path) -> None:
                 torch.testing.assert_close(value, other.stages[stage].state_dict()[name])
         for own in other.optimizers.values():
             assert all("momentum_buffer" in own.state[p] for p in own.param_groups[0]["params"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_that_all_ranks_raise_has_the_one_that_failed_as_its_root(
+    failing: int, rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no more of this")
+
+    executor = executor_of(built("1f1b"))
+    checkpoint = Checkpoint(executor)
+    if rank == failing:
+        monkeypatch.setattr(storage._Writer, "write_data", fail)
+
+    def save() -> None:
+        try:
+            checkpoint.save(folder / "a")
+        finally:
+            if rank == failing:
+                everyone("the other has ended, and has said who is to blame")
+
+    with pytest.raises(schedir.ExecutionError) as found, executor:
+        save()
+    if rank != failing:
+        everyone("this one has ended")
+    cause = (failing, "OSError: no more of this")
+    assert [(root.rank, root.cause) for root in found.value.roots] == [cause]
 
 
 @on_ranks(2)

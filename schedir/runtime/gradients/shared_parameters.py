@@ -87,7 +87,8 @@ class Shared:
             any(p.dtype is torch.float64 for p in every),
             getattr(plan.arguments.stages, "cut", None),  # of schedir.training's Stages
         )
-        self._claims = agree(session.control, own, plan.schedule)
+        with session.gathering():
+            self._claims = agree(session.control, own, plan.schedule)
         self.processors = min(claim.processors for claim in self._claims)
 
     def _digests(self) -> dict[str, tuple[int, ...]]:

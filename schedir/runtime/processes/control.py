@@ -83,24 +83,35 @@ class Control:
         """Make the group. Raises WaitError where the other processes don't come in time."""
         self._group = groups.make("control", self._everyone)
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, by number, on each of them."""
-        found = self.collect(value)
+    def gather(self, value: Any, begin: Callable[[], object] = int) -> list[Any]:
+        """The values of all processes, by number, on each of them. The value is packed before this
+        process waits for others, which it tells by `begin`."""
+        if len(self._everyone) == 1:
+            return [value]
+        content = packed(value)
+        begin()
+        found = self._collect(content)
         if found is None:
-            everywhere: list[Any] = self._receive(0)
-            return everywhere
-        for number in range(1, len(self._everyone)):
-            self._send(found, number)
-        return found
+            found = self._receive(0)
+        else:
+            for number in range(1, len(self._everyone)):
+                self._send(found, number)
+        return [*map(unpacked, found)]
 
-    def collect(self, value: Any) -> list[Any] | None:
-        """The values of all processes, by number, on the first one alone."""
+    def collect(self, value: Any, begin: Callable[[], object] = int) -> list[Any] | None:
+        """The values of all processes, by number, on the first one alone; as in `gather`."""
+        content = packed(value) if self._own else None
+        begin()
+        found = self._collect(content)
+        return None if found is None else [value, *map(unpacked, found[1:])]
+
+    def _collect(self, content: Tensor | None) -> list[Any] | None:
         # By hand, not as a collective: gloo's threads drop a collective's tensors some time after
         # it is done, and abort the process if Python is shutting down by then.
         if self._own:
-            self._send(value, 0)
+            self._send(content, 0)
             return None
-        return [value, *map(self._receive, range(1, len(self._everyone)))]
+        return [content, *map(self._receive, range(1, len(self._everyone)))]
 
     def meet(self, processes: Sequence[int]) -> None:
         """Wait until all of these processes, this one among them, have called this. Raises

@@ -70,10 +70,9 @@ class Member:
 
 @frozen
 class Lists:
-    """The lists that all ranks run in training and in evaluation, and what else they wait for."""
+    """The list that all ranks run, and what else they wait for."""
 
-    training: Schedule
-    evaluation: Schedule
+    schedule: Schedule
     ties: tuple[tuple[int, ...], ...]
     clips: bool
 
@@ -260,11 +259,16 @@ class Watch:
         if cut:
             here = self._ranks.index(self.own)
             at[here] = evolve(at[here], cut=True)
-        inside = [p for p in places.values() if p is not None and 0 <= p.position.index < END]
-        latest = max(inside, key=lambda place: place.position.call, default=own)
-        schedule = lists.training if latest.trains else lists.evaluation
+        found = [places[number] for number in self._ranks]
+        evaluating = tuple(
+            turn
+            for turn, place in enumerate(found)
+            if place is not None and not place.trains and 0 <= place.position.index < END
+        )
         ranks, slices = tuple(self._ranks), self._slices
-        return Standing(schedule, tuple(at), ranks, lists.ties, lists.clips, slices)
+        return Standing(
+            lists.schedule, tuple(at), ranks, lists.ties, lists.clips, slices, evaluating
+        )
 
     def _position(self, number: int, place: Place | None, own: Place) -> Position:
         """Where a process stands, and what has become of it."""
@@ -373,12 +377,13 @@ class Watch:
             return
         silent = not any(self._is_heard(rank) for rank in roots)
         if self.own in roots or (silent and self.own == min(waiting)):
-            first = min(waiting)
-            where = ""
-            if self.own in roots and (stack := self._stack()):
-                where = f", in {stack[-1].strip().splitlines()[0]}"
+            first, root, where = min(waiting), roots[0], ""
+            if self.own in roots:
+                root = self.own
+                if stack := self._stack():
+                    where = f", in {stack[-1].strip().splitlines()[0]}"
             said = f"for {patience:.1f} s now rank {first} {at[first]}"
-            say(f"slow: {said}; rank {roots[0]} {at[roots[0]]}{where}")
+            say(f"slow: {said}; rank {root} {at[root]}{where}")
 
     def _is_heard(self, number: int) -> bool:
         place = self._place(number)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
+from schedir.diagnosis.verdict import Root
 from schedir.errors import ExecutionError, SchedirError
-from schedir.runtime.processes.failure import describe
+from schedir.runtime.processes.failure import describe, in_one_line
 
 T = TypeVar("T")
 
@@ -40,4 +41,8 @@ def everywhere(gather: Gather, part: Callable[[], T]) -> list[T]:
     (number, (kind, text)), *_ = failed.items()
     # If all processes fail, no process is named.
     where = "" if len(failed) == len(found) else f"process {number} of {len(found)}: "
-    raise kind(f"{where}{text}", cause=failure) from failure
+    raised = kind(f"{where}{text}", cause=failure)
+    raised.roots = tuple(
+        Root(number, 0, None, None, in_one_line(text)) for number, (_, text) in failed.items()
+    )
+    raise raised from failure

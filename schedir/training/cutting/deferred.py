@@ -30,7 +30,9 @@ class Deferred:
 
         Make them all alike. The key, not the layer's name, seeds their weights. With `use`, the
         stage calls `use(layer, x)` instead of `layer(x)`: a head may use an embedding's transposed
-        weight, say. Raises ExecutionError if the key is no string, or empty.
+        weight, say. `x` is all that the layer before gives, in one piece even if that is a tuple.
+
+        Raises ExecutionError if the key is no string, or empty.
         """
         if not isinstance(key, str) or not key:
             raise ExecutionError(f"a tied layer's key must be a string, not {key!r}")

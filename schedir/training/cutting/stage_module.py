@@ -83,7 +83,7 @@ class StageModule(nn.Module):
             except _OF_THE_INPUT as error:
                 raise ExecutionError(
                     f"layer {link.label} fails on what {before} gives, {_described(value)}: "
-                    f"{type(error).__name__}: {error}",
+                    f"{type(error).__name__}: {error}{_hint(link, value)}",
                     cause=error,
                 ) from error
             before = f"layer {link.label}"
@@ -129,6 +129,16 @@ class StageModule(nn.Module):
                 f"parameter named {' or '.join(sorted(untaken))}, which stage_inputs= gives it"
             )
         return found
+
+
+def _hint(link: Link, value: Any) -> str:
+    """What a function that uses a tied layer may have been written against."""
+    if link.use is None or isinstance(value, Tensor):
+        return ""
+    kind = type(value).__name__
+    return (
+        f"; the function of .tied(key, use) is called as use(layer, x), x being all of the {kind}"
+    )
 
 
 def _parameters(layer: Callable[..., Any]) -> frozenset[str]:
