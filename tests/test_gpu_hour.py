@@ -331,7 +331,7 @@ def assert_is_right(check: Check) -> None:
     assert not outcome.bad, "\n".join(outcome.printed)
 
 
-@sweep("name", [check.name for check in PLANNED], quick=["1f1b, on 2 ranks"])
+@sweep("name", [check.name for check in PLANNED], quick=["1f1b, in one process"])
 def test_a_row_is_right_on_the_cpu(name: str) -> None:
     (check,) = (check for check in PLANNED if check.name == name)
     assert_is_right(check)

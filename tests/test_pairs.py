@@ -85,7 +85,7 @@ def verdict(read: Schedule) -> str:
     return "clean" if schedir.check(read).ok else "stuck"
 
 
-@sweep("number", [300, 1500], quick=[300])
+@sweep("number", [150, 1500], quick=[150])
 def test_pairs_are_judged_as_torch_judges_them(number: int) -> None:
     rng = random.Random(14)
     seen: Counter[str] = Counter()

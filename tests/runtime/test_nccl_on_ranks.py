@@ -391,6 +391,7 @@ def test_a_device_that_waits_for_a_rank_without_a_call_names_it(rank: int) -> No
         everyone(rank)
 
 
+@long
 @on_ranks(2)
 def test_of_a_batch_a_rank_names_all_parts(rank: int) -> None:
     stage: dict[int, nn.Module] = {rank: nn.Linear(4, 4)}

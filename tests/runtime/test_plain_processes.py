@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.launch import ROOT
-from tests.sweeps import sweep
+from tests.sweeps import long
 
 # Forked, so that all come at the same time.
 SCRIPT = """
@@ -30,7 +30,8 @@ Executor(schedule, stages, nn.functional.mse_loss).close()
 
 
 @pytest.mark.timeout(100)
-@sweep("wrong", [0, 1], quick=[0])
+@long
+@pytest.mark.parametrize("wrong", [0, 1])
 def test_a_rank_with_wrong_stages_ends_all(wrong: int, tmp_path: Path) -> None:
     """Rank 0 has the store, and takes it along."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

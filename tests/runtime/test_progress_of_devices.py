@@ -158,7 +158,7 @@ def test_what_nccl_says_is_not_lost() -> None:
         groups=SimpleNamespace(timeout=SECOND),
         grid=SimpleNamespace(rank=1, everyone=(0, 1), number=lambda rank: rank),
         closed=False,
-        _board=SimpleNamespace(fewest_calls=lambda everyone: None),
+        board=SimpleNamespace(fewest_calls=lambda everyone: None),
     )
     stalled = WaitError(dist.DistBackendError("NCCL error: Duplicate GPU detected"))
     assert str(Session._explained(session, stalled, "making the executor", None)) == (

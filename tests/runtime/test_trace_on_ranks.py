@@ -20,7 +20,7 @@ from schedir.runtime.processes.clocks import Alignment
 from tests.literals import listed
 from tests.runtime.features import check_timeline
 from tests.runtime.kit import MSE, everyone, message_of, random_batch, sgd
-from tests.runtime.on_ranks import on_ranks
+from tests.runtime.on_ranks import name_of, on_ranks
 from tests.sweeps import sweep
 
 MICROBATCHES = 4
@@ -125,7 +125,8 @@ def test_sums_that_are_posted_without_an_update_have_their_time(rank: int) -> No
         assert np.isnan(one.starts[columns.is_kind(Kind.OPTIM_STEP)]).all()
 
 
-@on_ranks(2, 3)
+@on_ranks()
+@sweep("ranks", [2, 3], quick=[2], ids=name_of)
 def test_clocks_that_are_apart_and_drift_are_aligned(
     rank: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
