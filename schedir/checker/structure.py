@@ -197,14 +197,18 @@ def _on_their_ranks(schedule: Schedule, places: Ints, table: _Table) -> Faults:
 
 
 def _elsewhere(schedule: Schedule, places: Ints) -> dict[int, list[int]]:
-    """The ranks that list each misplaced stage; of none, if a rank that holds it lists it too."""
+    """The ranks that list each misplaced stage; of none, if a rank that holds it lists it too, or
+    if several share a microbatch of it."""
     columns, found = schedule.columns, defaultdict[int, list[int]](list)
     for pair in np.unique(columns.stage[places] * schedule.ranks + columns.rank[places]).tolist():
         stage, rank = divmod(pair, schedule.ranks)
         found[stage].append(rank)
     wrong = {s: ranks for s, ranks in found.items() if {*ranks} - {*schedule.placement[s]}}
     apart = all({*ranks}.isdisjoint(schedule.placement[s]) for s, ranks in wrong.items())
-    return wrong if apart else {}
+    of_pairs = places[columns.microbatch[places] >= 0]
+    pair = columns.stage[of_pairs] * schedule.microbatches + columns.microbatch[of_pairs]
+    split = np.unique(np.stack((pair, columns.rank[of_pairs])), axis=1).shape[1]
+    return wrong if apart and split == len(np.unique(pair)) else {}
 
 
 def _to_its_rank(schedule: Schedule, place: int, table: _Table) -> Change:

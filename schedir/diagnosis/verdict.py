@@ -230,7 +230,7 @@ def _root(schedule: Schedule, rank: int, position: Position, links: Mapping[int,
     cause = position.cause
     if not cause and position.state in ("gone", "silent"):
         cause = position.state
-    elif not cause and position.cut:
+    elif not cause and position.cut and rank in links:
         cause = f"lost its connection to rank {min(links[rank])}"
     elif not cause and rank in links:
         cause = f"lost what rank {min(links[rank])} sent"

@@ -35,7 +35,7 @@ from schedir.runtime.call import (
     autocast_kinds,
 )
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import Control, Courier, Exchange
+from schedir.runtime.processes.control import Control, Courier, Exchange, packed
 from schedir.runtime.processes.failure import (
     DifferError,
     OneLineError,
@@ -538,9 +538,10 @@ class Engine:
                     f"hand_out: rank {speaker}, which runs the first stage, must pass a value for "
                     f"each of the {grid.ranks} ranks"
                 )
+            contents = [*map(packed, values)]  # whoever is sent nothing yet waits for this rank
             for rank in range(grid.ranks):
                 if grid.number(rank) != number:
-                    control.send(values[rank], rank)
+                    control.send_packed(contents[rank], rank)
             return values[speaker]
 
     def timelines(self) -> list[Timeline]:

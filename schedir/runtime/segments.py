@@ -118,14 +118,14 @@ class Segments:
         given, left = 0, None
         with _interrupts() as interrupted:
             while True:
-                drawn: list[tuple[CallArguments, Feed]] = []
-                error = None
+                drawn: list[CallArguments] = []
+                feed = error = None
                 if left is None and not interrupted:
-                    drawn, error = self._draw(batches, most)
+                    drawn, feed, error = self._draw(batches, most)
                 said = _Said(
                     given if left is None else left,
                     len(drawn),
-                    [(fingerprint(one.inputs), fingerprint(one.target)) for one, _ in drawn]
+                    [(fingerprint(one.inputs), fingerprint(one.target)) for one in drawn]
                     if self._reads
                     else (),
                     left is not None,
@@ -133,9 +133,9 @@ class Segments:
                     "" if error is None else describe(error),
                 )
                 self._agree(said, given, error)
-                if not drawn:
+                if feed is None:
                     return
-                for result in self._segment([feed for _, feed in drawn], build):
+                for result in self._segment(len(drawn), feed, build):
                     given += 1
                     if left is not None or interrupted:
                         continue  # the pipeline drains
@@ -151,16 +151,14 @@ class Segments:
 
     def _draw(
         self, batches: Iterator[Any], most: int
-    ) -> tuple[list[tuple[CallArguments, Feed]], Exception | None]:
-        """Draw the batches of a segment, and cut them. If that fails, returns none, and the
-        error."""
+    ) -> tuple[list[CallArguments], Feed | None, Exception | None]:
+        """Draw the batches of a segment, and cut them into what the segment is fed. If that fails,
+        returns none, and the error."""
         try:
-            given = map(_arguments, islice(batches, most))
-            drawn = [(batch, self._engine.cut(batch)) for batch in given]
-            _expect_alike([batch for batch, _ in drawn])
-            return drawn, None
+            drawn = [*map(_arguments, islice(batches, most))]
+            return drawn, _joined([*map(self._engine.cut, drawn)]), None
         except Exception as error:
-            return [], error
+            return [], None, error
 
     def _agree(self, own: _Said, applied: int, error: Exception | None) -> None:
         """Compare with the other processes before a segment.
@@ -217,13 +215,13 @@ class Segments:
                     "the other; draw the same batches on every rank"
                 )
 
-    def _segment(self, feeds: Sequence[Feed], build: Build) -> Iterator[StepResult]:
+    def _segment(self, batches: int, feed: Feed, build: Build) -> Iterator[StepResult]:
         """Run the batches of one segment as one call."""
-        engine = self._engine_of(self._plan.schedule.microbatches * len(feeds), build)
+        engine = self._engine_of(self._plan.schedule.microbatches * batches, build)
         engine.steps = self._engine.steps
         try:
-            for batch, result in enumerate(engine.stream(_joined(feeds)), 1):
-                if batch == len(feeds):
+            for batch, result in enumerate(engine.stream(feed), 1):
+                if batch == batches:
                     self._engine.agree_to_stop()
                 yield result
         except BaseException as error:
@@ -243,7 +241,13 @@ class Segments:
                 optimizer=lambda named, stage: optimizers[stage],
             )
             size = self._plan.schedule.microbatches
-            self._engines[microbatches] = Engine(plan_of(arguments), batch=size, outer=self._engine)
+            try:
+                made = Engine(plan_of(arguments), batch=size, outer=self._engine)
+            except BaseException as error:
+                if not self._plan.grid.alone:  # other processes have been told who is to blame
+                    self._engine.break_off(str(error))
+                raise
+            self._engines[microbatches] = made
         return self._engines[microbatches]
 
     def _made(self, microbatches: int, build: Build) -> Schedule:
@@ -313,37 +317,44 @@ def _arguments(batch: Any) -> CallArguments:
     )
 
 
-def _joined(feeds: Sequence[Feed]) -> Feed:
-    """The microbatches of several batches as those of one call."""
-    stages = {stage for feed in feeds for stage in feed.extras}
+def _joined(feeds: Sequence[Feed]) -> Feed | None:
+    """The microbatches of several batches as those of one call; None of no batch. Raises
+    ExecutionError if they do not all have the same parts."""
+    if not feeds:
+        return None
+    parts = [_parts(feed) for feed in feeds]
+    for batch, own in enumerate(parts):
+        if own.keys() != parts[0].keys():
+            raise ExecutionError(
+                f"run: batch {batch} of a segment has {', '.join(own) or 'nothing'}, and batch 0 "
+                f"{', '.join(parts[0]) or 'nothing'}: give all batches of a stream the same "
+                "arguments"
+            )
+
+    def every(name: str) -> list[Any]:
+        return [microbatch for own in parts for microbatch in own.get(name, ())]
+
+    stages = {stage: _of_stage(stage) for feed in feeds for stage in feed.extras}
     return Feed(
-        [m for feed in feeds for m in feed.inputs],
-        {stage: [m for feed in feeds for m in feed.extras[stage]] for stage in stages},
-        [m for feed in feeds for m in feed.targets],
-        [m for feed in feeds for m in feed.loss_keywords],
-        [n for feed in feeds for n in feed.counts],
+        every("inputs"),
+        {stage: every(name) for stage, name in stages.items() if name in parts[0]},
+        every("target"),
+        every("loss_kwargs"),
+        [number for feed in feeds for number in feed.counts],
         None,
     )
 
 
-def _expect_alike(batches: Sequence[CallArguments]) -> None:
-    """Raise ExecutionError if batches of one segment differ in the arguments that they have."""
-    given = [_given(batch) for batch in batches]
-    for batch, names in enumerate(given):
-        if names != given[0]:
-            raise ExecutionError(
-                f"run: batch {batch} of a segment has {', '.join(names)}, and batch 0 "
-                f"{', '.join(given[0])}: give all batches of a stream the same arguments"
-            )
+def _parts(feed: Feed) -> dict[str, Sequence[Any]]:
+    """The microbatches that a batch has here, by the argument of `step`."""
+    found: dict[str, Sequence[Any]] = {"inputs": feed.inputs, "target": feed.targets}
+    found |= {_of_stage(stage): own for stage, own in sorted(feed.extras.items())}
+    found["loss_kwargs"] = feed.loss_keywords if any(feed.loss_keywords) else ()
+    return {name: own for name, own in found.items() if own}
 
 
-def _given(batch: CallArguments) -> list[str]:
-    stages = [f"stage_inputs[{stage}]" for stage in sorted(batch.stage_inputs)]
-    return [
-        name
-        for name in attrs.fields_dict(CallArguments)
-        if name != "stage_inputs" and getattr(batch, name) is not None
-    ] + stages
+def _of_stage(stage: int) -> str:
+    return f"stage_inputs[{stage}]"
 
 
 @contextmanager

@@ -77,6 +77,7 @@ class Presence:
         self.words = nowhere()
         self.watch: Watch | None = None
         self.calls = 0
+        self.trained = 0  # of these, those that trained
         self.stop = False
 
     def lists(self) -> Lists:
@@ -116,7 +117,8 @@ class Session:
         self.control = Control(grid)
         with self.together("making the executor"):
             if not grid.alone:
-                self.groups.come_together(grid.everyone)
+                with self.gathering():
+                    self.groups.come_together(grid.everyone)
             self.control.connect(self.groups)
             if not grid.alone and outer is None:
                 self.presence.watch = self._watched()
@@ -167,8 +169,9 @@ class Session:
         words = presence.words
         words[CODE] = OUTSIDE
         if words[CALL] & 1 and isinstance(busy, float):
-            words[BUSY + presence.calls % BUSY_OF] = int(busy * 1e9)
+            words[BUSY + presence.trained % BUSY_OF] = int(busy * 1e9)
         presence.calls += 1
+        presence.trained += words[CALL] & 1
         words[STEP] += words[CALL] & 1  # the step that comes next, after one that trained
         words[CALL] = presence.calls << 1
 

@@ -292,6 +292,38 @@ def test_what_can_not_be_run_is_refused(name: str, options: dict[str, Any], said
         assert said in message_of(lambda: [*executor.run(**given)])
 
 
+def test_batches_of_a_segment_have_the_same_arguments() -> None:
+    (x, y), (later, _) = batches_of(2)[0]
+    batches: list[Any] = [
+        {"inputs": x, "target": y, "stage_inputs": {1: {"bias": y}}},
+        {"inputs": later, "target": y, "loss_kwargs": {}},
+    ]
+
+    class Biased(nn.Linear):
+        def forward(self, x: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+            return super().forward(x) + bias
+
+    stages, spec = [linear_stages()[0], Biased(4, 4)], {"bias": 0}
+    with executor_of(stages, kwargs_chunk_spec=spec) as executor:
+        assert message_of(lambda: [*executor.run(batches, segment=16)]) == (
+            "run: batch 1 of a segment has inputs, target, and batch 0 inputs, target, "
+            "stage_inputs[1]: give all batches of a stream the same arguments"
+        )
+        assert len([*executor.run(batches, segment=8)]) == 2
+
+
+def test_the_samples_of_a_microbatch_are_counted_once() -> None:
+    counted: list[int] = []
+
+    def count(target: Tensor) -> int:
+        counted.append(len(target))
+        return len(target)
+
+    with executor_of(linear_stages(), count=count) as executor:
+        list(executor.run(batches_of(3)[0], segment=16))
+    assert counted == [1] * 3 * SIZE
+
+
 def test_a_list_that_was_changed_needs_to_be_told_how_it_is_made() -> None:
     schedule = built("pipedream", 2)
     changed = Schedule.of(schedule.name, schedule.placement, schedule.actions)

@@ -90,28 +90,29 @@ class Control:
             return [value]
         content = packed(value)
         begin()
-        found = self._collect(content)
-        if found is None:
-            found = self._receive(0)
-        else:
-            for number in range(1, len(self._everyone)):
-                self._send(found, number)
-        return [*map(unpacked, found)]
+        if self._own:
+            self._post(content, 0)
+            return [*map(pickle.loads, self._receive(0))]
+        contents = self._contents(content)
+        answer = packed([each.numpy().tobytes() for each in contents])
+        for number in range(1, len(self._everyone)):
+            self._post(answer, number)
+        return [*map(unpacked, contents)]
 
     def collect(self, value: Any, begin: Callable[[], object] = int) -> list[Any] | None:
         """The values of all processes, by number, on the first one alone; as in `gather`."""
-        content = packed(value) if self._own else None
+        content = packed(value)
         begin()
-        found = self._collect(content)
-        return None if found is None else [value, *map(unpacked, found[1:])]
+        if self._own:
+            self._post(content, 0)
+            return None
+        return [*map(unpacked, self._contents(content))]
 
-    def _collect(self, content: Tensor | None) -> list[Any] | None:
+    def _contents(self, own: Tensor) -> list[Tensor]:
+        """The packed values of all processes, on the first one."""
         # By hand, not as a collective: gloo's threads drop a collective's tensors some time after
         # it is done, and abort the process if Python is shutting down by then.
-        if self._own:
-            self._send(content, 0)
-            return None
-        return [content, *map(self._receive, range(1, len(self._everyone)))]
+        return [own, *map(self._content, range(1, len(self._everyone)))]
 
     def meet(self, processes: Sequence[int]) -> None:
         """Wait until all of these processes, this one among them, have called this. Raises
@@ -155,21 +156,27 @@ class Control:
 
     def send(self, value: object, rank: int) -> None:
         """Send any object; `receive` on the other side takes it."""
-        self._send(value, self._numbers[rank])
+        self.send_packed(packed(value), rank)
+
+    def send_packed(self, content: Tensor, rank: int) -> None:
+        """Send an object that was packed before."""
+        self._post(content, self._numbers[rank])
 
     def receive(self, rank: int) -> Any:
         """Receive what `send` sends."""
         return self._receive(self._numbers[rank])
 
-    def _send(self, value: object, number: int) -> None:
-        content = packed(value)
+    def _post(self, content: Tensor, number: int) -> None:
         for part in (torch.tensor([len(content)], device="cpu"), content):
             self._group.tell(part, number, _OBJECT_TAG, "a message").wait()
 
     def _receive(self, number: int) -> Any:
+        return unpacked(self._content(number))
+
+    def _content(self, number: int) -> Tensor:
         place = number, _OBJECT_TAG, "a message from"
         size = int(self._group.expect(1, *place).wait())
-        return unpacked(self._group.expect(size, *place, torch.uint8).wait())
+        return self._group.expect(size, *place, torch.uint8).wait()
 
     def share(self, value: int) -> list[int]:
         """A number of each rank of this pipeline, by rank, on each of them."""

@@ -372,7 +372,7 @@ class Watch:
         found = standing.diagnosis()
         at = stands(standing, found)
         waiting = [rank for rank in found.waits_for if at[rank].startswith("waits")]
-        roots = [root.rank for root in found.roots]
+        roots = [r.rank for r in found.roots if not at[r.rank].startswith("waits")]
         if not waiting or not roots:
             return
         silent = not any(self._is_heard(rank) for rank in roots)
