@@ -163,16 +163,18 @@ def diagnose(
     }
     if set(at) != set(range(size)):
         raise ValueError(f"diagnose needs the positions of ranks 0 to {size - 1}, not {sorted(at)}")
-    evaluation = forward_only(schedule) if evaluating else schedule
-    lists = {rank: evaluation if rank in evaluating else schedule for rank in at}
-    kinds = {id(each): _Waits(each, ties, clips, pipelines) for each in (schedule, evaluation)}
+    waits = dict.fromkeys(at, _Waits(schedule, ties, clips, pipelines))
+    if evaluating:
+        waits |= dict.fromkeys(
+            {*at} & {*evaluating}, _Waits(forward_only(schedule), ties, clips, pipelines)
+        )
     edges: dict[int, set[int]] = {}
     links: dict[int, set[int]] = {}
     for rank, position in at.items():
         stands = position.phase == "waiting" or position.cut
         if not stands or position.state == "gone":
             continue
-        for awaited, (call, index), counts_there in kinds[id(lists[rank])].of(rank, position):
+        for awaited, (call, index), counts_there in waits[rank].of(rank, position):
             reached = at[awaited].reached
             is_there = reached == (call, index) and (
                 counts_there and at[awaited].phase == "waiting"
@@ -182,7 +184,7 @@ def diagnose(
     found = _roots(at, edges, links)
     graph = {rank: frozenset(edges.get(rank, set()) | links.get(rank, set())) for rank in at}
     return Diagnosis(
-        tuple(_root(lists[rank], rank, at[rank], links) for rank in found),
+        tuple(_root(waits[rank].schedule, rank, at[rank], links) for rank in found),
         tuple(chain(graph, found)),
         {rank: awaited for rank, awaited in graph.items() if awaited},
     )
@@ -255,7 +257,7 @@ class _Waits:
     """The entries of other ranks that a rank waits for at each place of a call."""
 
     def __init__(self, schedule: Schedule, ties: Ties, clips: bool, pipelines: int) -> None:
-        self._schedule, self._pipelines = schedule, pipelines
+        self.schedule, self._pipelines = schedule, pipelines
         self._graph: Graph = graph_of(schedule)
         self._columns: Columns = schedule.columns
         self._clips = clips
@@ -270,7 +272,7 @@ class _Waits:
 
     def of(self, rank: int, position: Position) -> Iterator[_Awaited]:
         """The entries of other ranks that a waiting rank needs."""
-        ranks = self._schedule.ranks
+        ranks = self.schedule.ranks
         pipeline, own = divmod(rank, ranks)
         call, index = position.call, position.index
         if index == HANDSHAKE:
@@ -286,14 +288,14 @@ class _Waits:
                 yield pipeline * ranks + peer, (call - 1, END), True
         elif index in (END, RESULTS):
             ended = call - (index == END)
-            for peer in self._everywhere(self._schedule.placement[-1]):
+            for peer in self._everywhere(self.schedule.placement[-1]):
                 if peer != rank:
                     yield peer, (ended, END), True
         elif index in (CLOSE, GATHER):
             for peer in self._everywhere(range(ranks)):
                 if peer != rank:
                     yield peer, (call, index), True
-        elif 0 <= index < len(self._schedule.actions[own]):
+        elif 0 <= index < len(self.schedule.actions[own]):
             for place in self._places(own, index):
                 yield from self._of_place(rank, place, call)
 
@@ -303,12 +305,12 @@ class _Waits:
 
     def _everywhere(self, ranks: Iterable[int]) -> list[int]:
         """These ranks of all pipelines."""
-        size = self._schedule.ranks
+        size = self.schedule.ranks
         return [line * size + rank for line in range(self._pipelines) for rank in ranks]
 
     def _of_place(self, rank: int, place: int, call: int) -> Iterator[_Awaited]:
         graph, transfers = self._graph, self._graph.transfers
-        pipeline = rank - rank % self._schedule.ranks
+        pipeline = rank - rank % self.schedule.ranks
         arrival = int(graph.arrivals[place])
         if arrival >= 0:  # the input of compute
             sent = int(transfers.send[arrival])
@@ -352,7 +354,7 @@ class _Waits:
 
     def _parent(self, rank: int) -> int | None:
         """The rank that passes the announcement of a call on to this one; None for the first."""
-        ranks, speaker = self._schedule.ranks, self._schedule.placement[0][0]
+        ranks, speaker = self.schedule.ranks, self.schedule.placement[0][0]
         turn = (rank - speaker) % ranks
         return (speaker + (turn & (turn - 1))) % ranks if turn else None
 

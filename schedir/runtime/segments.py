@@ -26,7 +26,7 @@ import attrs
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.batch.batches import check_batches
-from schedir.runtime.batch.feeding import CallArguments, Feed
+from schedir.runtime.batch.feeding import CallArguments, Feed, name_of_extra
 from schedir.runtime.call import RUN
 from schedir.runtime.engine import Engine
 from schedir.runtime.plan import Plan, plan_of, proved
@@ -334,7 +334,7 @@ def _joined(feeds: Sequence[Feed]) -> Feed | None:
     def every(name: str) -> list[Any]:
         return [microbatch for own in parts for microbatch in own.get(name, ())]
 
-    stages = {stage: _of_stage(stage) for feed in feeds for stage in feed.extras}
+    stages = {stage: name_of_extra(stage) for feed in feeds for stage in feed.extras}
     return Feed(
         every("inputs"),
         {stage: every(name) for stage, name in stages.items() if name in parts[0]},
@@ -348,13 +348,9 @@ def _joined(feeds: Sequence[Feed]) -> Feed | None:
 def _parts(feed: Feed) -> dict[str, Sequence[Any]]:
     """The microbatches that a batch has here, by the argument of `step`."""
     found: dict[str, Sequence[Any]] = {"inputs": feed.inputs, "target": feed.targets}
-    found |= {_of_stage(stage): own for stage, own in sorted(feed.extras.items())}
+    found |= {name_of_extra(stage): own for stage, own in sorted(feed.extras.items())}
     found["loss_kwargs"] = feed.loss_keywords if any(feed.loss_keywords) else ()
     return {name: own for name, own in found.items() if own}
-
-
-def _of_stage(stage: int) -> str:
-    return f"stage_inputs[{stage}]"
 
 
 @contextmanager

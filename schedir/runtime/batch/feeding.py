@@ -163,8 +163,10 @@ class Feeder:
         def beside(whole: Whole) -> list[Dim]:
             return specs.beside(whole, _common_rows(pieces))
 
-        extras = {stage: read(batch, _extra(stage), beside) for stage, batch in known.items()}
-        what = _extra(self._last) if request.has_loss and alone and here else "target"
+        extras = {
+            stage: read(batch, name_of_extra(stage), beside) for stage, batch in known.items()
+        }
+        what = name_of_extra(self._last) if request.has_loss and alone and here else "target"
         keywords = read(given.loss_kwargs, "loss_kwargs", beside) if what in pieces else []
         for piece in keywords:
             if not isinstance(piece, Mapping):
@@ -180,7 +182,7 @@ class Feeder:
             counts[given_rows:] = [0.0] * len(counts[given_rows:])
         # Counted before they are moved: for data on the CPU the host does not wait for the GPU.
         inputs = placed(inputs, self._device, "inputs")
-        extras = {s: placed(given, self._device, _extra(s)) for s, given in extras.items()}
+        extras = {s: placed(given, self._device, name_of_extra(s)) for s, given in extras.items()}
         targets = placed(targets, self._device, "target")
         keywords = placed(keywords, self._device, "loss_kwargs")
         return Feed(inputs, extras, targets, keywords, counts, given_rows)
@@ -300,7 +302,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {' and '.join(map(str, ranks))}"
 
 
-def _extra(stage: int) -> str:
+def name_of_extra(stage: int) -> str:
+    """What a stage gets beside its input, as messages name it."""
     return f"stage_inputs[{stage}]"
 
 

@@ -41,8 +41,5 @@ def everywhere(gather: Gather, part: Callable[[], T]) -> list[T]:
     (number, (kind, text)), *_ = failed.items()
     # If all processes fail, no process is named.
     where = "" if len(failed) == len(found) else f"process {number} of {len(found)}: "
-    raised = kind(f"{where}{text}", cause=failure)
-    raised.roots = tuple(
-        Root(number, 0, None, None, in_one_line(text)) for number, (_, text) in failed.items()
-    )
-    raise raised from failure
+    roots = [Root(each, 0, None, None, in_one_line(said)) for each, (_, said) in failed.items()]
+    raise kind(f"{where}{text}", cause=failure, roots=roots) from failure
