@@ -3,6 +3,10 @@
 Every rank walks down its list: it posts what it comes to, and runs compute once its input is there.
 At each moment whatever may start starts, until nothing else can; then time goes on to the next end.
 Nothing is worked out from what it depends on: there are only states, and who is busy until when.
+
+Under a `channel` model each end of a transfer stands in the queue of its own rank: a send until its
+bytes are gone, a receive until the payload is there. Under `host` a rank comes to nothing else
+before that.
 """
 
 from __future__ import annotations
@@ -70,10 +74,15 @@ class Exchange:
 
 class Stepped:
     def __init__(
-        self, schedule: Schedule, durations: Mapping[Key, Any], costs: CostModel, receives: str
+        self,
+        schedule: Schedule,
+        durations: Mapping[Key, Any],
+        costs: CostModel,
+        receives: str,
+        channel: str | None = None,
     ) -> None:
         self.schedule, self.costs, self.durations = schedule, costs, durations
-        self.ahead = receives == "ahead"
+        self.ahead, self.channel = receives == "ahead", channel
         self.entries = {
             (rank, index): entry.actions if isinstance(entry, Together) else (entry,)
             for rank, entries in enumerate(schedule.actions)
@@ -172,7 +181,8 @@ class Stepped:
         if shared and self.copies:
             free = {**self.durations, **dict.fromkeys(self.copies, 0)}
             alone = attrs.evolve(self.costs, copy_engine=None)
-            bare = Stepped(self.schedule, free, alone, "ahead" if self.ahead else "listed")
+            receives = "ahead" if self.ahead else "listed"
+            bare = Stepped(self.schedule, free, alone, receives, self.channel)
             bare.run()
             for copies in engines.values():
                 copies.sort(key=lambda copy: (bare.copies[copy.key].posted, copy.key))
@@ -193,7 +203,31 @@ class Stepped:
     def over(self, key: Key, now: Any) -> bool:
         if key in self.copies:
             return self.copies[key].over(now)
+        if self.channel is not None:
+            return all(self.left(each, key[0], now) for each in self.of_entry[key])
         return all(each.arrived(now) for each in self.of_entry[key])
+
+    def left(self, exchange: Exchange, rank: int, now: Any) -> bool:
+        """Whether an exchange no longer stands in a queue of one of its ranks."""
+        sends = [a.kind in SENDS for (own, _), a in exchange.ends if own == rank]
+        return exchange.free(now) if any(sends) else exchange.arrived(now)
+
+    def queues_of(self, key: Key) -> set[Any]:
+        """Those that an entry stands in on its rank, under the channel model."""
+        found: set[Any] = set()
+        for exchange in self.of_entry[key]:
+            (action,) = (a for end, a in exchange.ends if end == key)
+            peers = [end[0] for end, _ in exchange.ends if end[0] != key[0]]
+            if self.channel == "rank":
+                found.add("all")
+            elif self.channel in ("pair", "edge"):
+                if action.kind not in COMMUNICATION:
+                    found.add(("of stage", action.stage))
+                elif self.channel == "pair":
+                    found.add(peers[0])
+                else:
+                    found.add((peers[0], action.kind in SENDS))
+        return found
 
     def may_start(self, queue: list[Exchange], turn: int, now: Any) -> bool:
         """Whether a transfer or sum may, the `turn`-th of its channel or stage."""
@@ -204,6 +238,10 @@ class Stepped:
 
     def comes_to(self, key: Key, now: Any) -> bool:
         """Whether nothing before it in the queues of an entry, at its own rank, holds that up."""
+        if self.channel is not None:
+            own = self.queues_of(key)
+            before = ((key[0], index) for index in range(key[1]))
+            return all(self.over(each, now) for each in before if own & self.queues_of(each))
         for part in self.of_entry[key]:
             queue = self.queue_of(part)
             for other in queue[: queue.index(part)]:
@@ -262,6 +300,8 @@ class Stepped:
                         began[key] = now
                         until[rank] = now + self.takes(key)
                     else:
+                        continue
+                    if self.channel == "host" and not (key in began or self.over(key, now)):
                         continue
                     at[rank] += 1
                     moved = True

@@ -10,14 +10,15 @@ from itertools import pairwise, product
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Kind, Timeline
 from schedir.graph.compile import graph_of
+from schedir.checker import CHANNELS
 from schedir.ir import COMPUTE, CONSUMES, RECEIVES, SENDS
-from schedir.simulator import Measured
+from schedir.simulator import Cause, Measured
 from tests.built_in import NAMES
 from tests.literals import listed
 from tests.stepped import of_link, of_stage
@@ -100,6 +101,18 @@ def test_the_path_through_batches_copies_and_changed_durations_has_no_gap(seed: 
         for receives in ("ahead", "listed"):
             line = schedir.simulate(schedule, each, durations=longer, receives=receives)
             assert steps(line, each) == line.makespan
+
+
+@given(seeds, st.sampled_from(CHANNELS))
+def test_the_path_under_a_channel_model_has_no_gap(seed: int, channel: str) -> None:
+    chance = random.Random(seed)
+    schedule = some_schedule(chance)
+    assume(channel in schedir.check(schedule, channel).clean_channels)
+    costs = attrs.evolve(some_costs(schedule, chance), latency=0)  # an end is free as it arrives
+    line = schedir.simulate(schedule, costs, channel=channel)
+    assert steps(line, costs) == line.makespan
+    causes = {one.cause for own in line.idle for one in own}
+    assert not causes & {Cause.OVERHEAD, Cause.UNKNOWN}
 
 
 @given(seeds)

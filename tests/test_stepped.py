@@ -7,10 +7,12 @@ from itertools import chain
 from typing import Any
 
 import attrs
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import schedir
+import schedir.checker
 from schedir import CostModel, Kind, Schedule, Timeline, Together
 from schedir.ir import COMMUNICATION, COPIES, Entry
 from schedir.passes import offload
@@ -134,6 +136,52 @@ def test_the_simulator_agrees_with_one_that_steps_through_time(seed: int, receiv
     line = schedir.simulate(schedule, costs, durations=durations, receives=receives)
     assert line.starts.dtype.kind == "i"
     assert spans_of(line) == stepped(schedule, durations, costs, receives)
+
+
+def as_posted(schedule: Schedule, costs: CostModel, receives: str, channel: str) -> Schedule:
+    """The list with its receives where the executor posts them; under `host`, which knows no
+    batches, with their parts."""
+    if channel == "host":
+        return apart(schedule, {})[0]
+    if receives == "listed":
+        return schedule
+    sizes = costs.boundary_bytes
+    largest = max(sizes, default=0) if isinstance(sizes, tuple) else sizes
+    return schedir.advance_receives(schedule, channel, int(2**20 // max(largest, 1)))
+
+
+def agrees_under(channel: str, seed: int, receives: Any) -> None:
+    """One list, its transfers large and small, under a channel model."""
+    chance = random.Random(seed)
+    schedule = some_schedule(chance)
+    if chance.random() < 0.3:
+        schedule = copied(schedule, chance)
+    assume(channel in schedir.check(schedule, channel).clean_channels)
+    costs = some_costs(schedule, chance)
+    large = chance.choice([1, 2**18])  # of which few receive buffers fit into a mebibyte
+    costs = attrs.evolve(
+        costs,
+        boundary_bytes=scaled(costs.boundary_bytes, large),
+        bandwidth=scaled(costs.bandwidth, large),
+    )
+    line = schedir.simulate(schedule, costs, receives=receives, channel=channel)
+    posted = as_posted(schedule, costs, receives, channel)
+    assert line.starts.dtype.kind == "i"
+    assert spans_of(line) == Stepped(posted, {}, costs, "listed", channel).run()
+
+
+def scaled(value: Any, by: int) -> Any:
+    if isinstance(value, dict):
+        return {link: one * by for link, one in value.items()}
+    return tuple(one * by for one in value) if isinstance(value, tuple) else value * by
+
+
+@pytest.mark.parametrize("channel", schedir.checker.CHANNELS)
+@given(SEEDS, st.sampled_from(["ahead", "listed"]))
+def test_a_channel_model_agrees_with_stepping_through_time(
+    channel: str, seed: int, receives: Any
+) -> None:
+    agrees_under(channel, seed, receives)
 
 
 def copied(schedule: Schedule, chance: random.Random) -> Schedule:

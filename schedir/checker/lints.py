@@ -1,6 +1,7 @@
 """S5xx: correct schedules that are slower than necessary.
 
-They are judged at the textbook costs (F = 1, B = 2, I = W = 1, transfers free), as simulated.
+They are judged at the costs given, by default the textbook's (F = 1, B = 2, I = W = 1, transfers
+free), as simulated.
 
 A send may stand right after the compute that makes its payload, and after the send before it on its
 channel. The rank at the other end may have to wait for anything computed in between. To find the
@@ -11,6 +12,8 @@ batch, so it is neither late nor early.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
+from typing import Protocol
 
 import attrs
 import numpy as np
@@ -23,13 +26,16 @@ from schedir.graph.paths import (
     AFTER,
     QUEUED,
     TEXTBOOK,
+    Prices,
+    Waits,
     compute_before,
+    delays,
     finish,
     previous_of_queue,
     textbook,
     waits,
 )
-from schedir.ir import COMPUTE, RECEIVES, SENDS, Columns, Ints, Schedule
+from schedir.ir import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Ints, Schedule
 from schedir.passes import split_batches
 
 # The list is run again for each late send that may cost something, while this many actions last.
@@ -37,19 +43,79 @@ _MOST_RUN = 1_000_000
 _OVERHEAD = 2500
 
 
-def lints(schedule: Schedule, channel: str) -> Iterator[Faults]:
-    """Why a correct, complete schedule is slower than necessary."""
-    posted = _posting(schedule, channel)
+class Costs(Protocol):
+    """What prices the actions of a list: a `CostModel`."""
+
+    def prices(self, schedule: Schedule) -> Prices:
+        """What every action of a complete schedule costs."""
+
+
+def lints(schedule: Schedule, channel: str, costs: Costs | None = None) -> Iterator[Faults]:
+    """Why a correct, complete schedule is slower than necessary, by default at the textbook
+    costs."""
+    posted = _posting(schedule, channel, costs)
     yield from _late_sends(posted)
     # Under `host` every early receive holds up compute too; `edge` holds up no other channel.
     if channel in ("rank", "pair"):
-        done = _done(schedule.columns, textbook(schedule, channel))
-        yield from _late_receives(posted, _held_up(posted, channel, done))
-        yield from _early_receives(schedule, channel, int(done.max()), int(posted.listed.max()))
+        clock = _Clock(schedule, costs, channel)
+        yield from _late_receives(posted, _held_up(posted, channel, clock.done))
+        yield from _early_receives(clock, posted.listed.max())
     else:
         yield from _late_receives(posted)
     yield from _needless_splits(posted.graph)
-    yield from _group_size(posted.graph, int(posted.prompt.max()))
+    yield from _group_size(posted.graph, posted.clock, posted.prompt.max())
+
+
+# Not slotted, so that what is derived can be cached beside the fields.
+@attrs.frozen(eq=False, slots=False)
+class _Clock:
+    """Runs a complete schedule as it is listed, under a channel model."""
+
+    schedule: Schedule
+    costs: Costs | None
+    channel: str = "edge"
+
+    @property
+    def times(self) -> str:
+        """What the times of a finding are in."""
+        if self.costs is not None:
+            return "times are at the costs given"
+        return "times are in forwards of one stage; a backward takes two"
+
+    @cached_property
+    def prices(self) -> Prices:
+        """What every action costs; an overlapped pair is one action."""
+        columns, by_ends = self.schedule.columns, self.channel != "edge"
+        if self.costs is not None:
+            found = self.costs.prices(self.schedule)
+            receives = graph_of(self.schedule).transfers.receive
+            return found.by_ends(receives) if by_ends else found
+        takes = TEXTBOOK[columns.kind]
+        if columns.together:
+            takes = np.add.reduceat(takes, columns.heads)[columns.entry]
+        return Prices(takes, takes)
+
+    def waits(self, posted: Ints | None = None) -> Waits:
+        """What waits for what."""
+        by_ends = self.channel != "edge"
+        return waits(self.schedule, self.channel, posted=posted, by_ends=by_ends)
+
+    @cached_property
+    def begins(self) -> Ints:
+        """When each node begins."""
+        if self.costs is None:
+            return textbook(self.schedule, self.channel)
+        return finish(self.waits(), self.prices.takes, self.prices.holds)
+
+    @cached_property
+    def done(self) -> Ints:
+        """When each place is over, and 0 for the beginning."""
+        return self.ends(self.begins)
+
+    def ends(self, begins: Ints) -> Ints:
+        """When each place is over, and 0 for the beginning, given when each node begins."""
+        takes = self.prices.takes
+        return np.append(begins[: len(takes)] + takes, takes.dtype.type(0))
 
 
 @attrs.frozen(eq=False)
@@ -60,11 +126,11 @@ class _Posting:
     after which its send is posted: as `sent`, or at best with only this send moved (`alone`) or
     with all moved (`together`). By place: the compute `before` it, -1 for none, and when the place
     is over, as `listed` or if all sends are `prompt`; the last element, for the beginning, is 0.
-    `clock` is the schedule as it is run.
+    `clock` runs the schedule.
     """
 
     graph: Graph
-    clock: Schedule
+    clock: _Clock
     before: Ints
     previous: Ints
     sent: Ints
@@ -74,31 +140,24 @@ class _Posting:
     prompt: Ints
 
 
-def _done(columns: Columns, begins: Ints) -> Ints:
-    """When each place is over, and 0 for the beginning, given when each place begins."""
-    takes = TEXTBOOK[columns.kind]
-    if columns.together:
-        takes = np.add.reduceat(takes, columns.heads)[columns.entry]
-    return np.append(begins[: len(columns)] + takes, 0)
-
-
-def _posting(schedule: Schedule, channel: str) -> _Posting:
+def _posting(schedule: Schedule, channel: str, costs: Costs | None) -> _Posting:
     """Run the schedule, and again if sends are late."""
     graph, columns = graph_of(schedule), schedule.columns
     # Where posts never block, a batch is its parts; it may not run as one does.
-    clock = split_batches(schedule) if channel == "async" else schedule
+    clock = _Clock(split_batches(schedule) if channel == "async" else schedule, costs)
     transfers, before = graph.transfers, compute_before(columns)
     order, follows = transfers.by_channel
+    later, earlier = transfers.in_turn
     sent = before[transfers.send]
     maker = np.where(columns.shared[transfers.send], sent, columns.last[transfers.maker])
     previous = np.full(len(order), -1)
-    previous[order[1:][follows[1:]]] = order[:-1][follows[1:]]
+    previous[later] = earlier
     alone = np.maximum(maker, np.where(previous < 0, -1, sent[previous]))
     # No send passes another one of its channel: the latest maker so far, channel by channel.
     ahead_of = np.cumsum(~follows) * len(columns)
     together = maker.copy()
     together[order] = np.maximum.accumulate(ahead_of + maker[order]) - ahead_of
-    listed = _done(columns, textbook(clock))
+    listed = clock.done
     posted = _Posting(graph, clock, before, previous, sent, alone, together, listed, listed)
     if (sent > together).any():
         posted = attrs.evolve(posted, prompt=_run(posted, together))
@@ -109,9 +168,8 @@ def _run(posted: _Posting, sent: Ints) -> Ints:
     """When each place is over, if its sends are posted after these places."""
     after = posted.before.copy()
     after[posted.graph.transfers.send] = sent
-    waiting = waits(posted.clock, "edge", posted=after)
-    columns = posted.clock.columns
-    return _done(columns, finish(waiting, waiting.summed(TEXTBOOK[columns.kind])))
+    clock = posted.clock
+    return clock.ends(finish(clock.waits(after), clock.prices.takes, clock.prices.holds))
 
 
 def _late_receives(posted: _Posting, most: Ints | None = None) -> Iterator[Faults]:
@@ -132,7 +190,12 @@ def _late_receives(posted: _Posting, most: Ints | None = None) -> Iterator[Fault
         found = found[np.argsort(-late[found], kind="stable")]
         receive, user = int(transfers.receive[found[0]]), int(transfers.user[found[0]])
         finding = rules.LATE_RECEIVE.at(
-            schedule, receive, user, late=float(late[found[0]]), receives=len(found)
+            schedule,
+            receive,
+            user,
+            late=float(late[found[0]]),
+            receives=len(found),
+            times=posted.clock.times,
         )
         moves = ahead(schedule, receive, int(before[receive]), "post").moves()
         yield Faults(
@@ -164,6 +227,7 @@ def _late_sends(posted: _Posting) -> Iterator[Faults]:
         makespan=float(makespan),
         alone=float(makespan - regained[worst]),
         possible=float(possible),
+        times=posted.clock.times,
     )
     yield Faults(
         rule=rules.LATE_SEND,
@@ -177,9 +241,10 @@ def _critical(posted: _Posting) -> list[int]:
     """The late sends on a critical path, the latest first. There is at least one if late sends make
     the step longer, and moving any other send saves nothing."""
     columns, transfers, listed = posted.graph.columns, posted.graph.transfers, posted.listed
-    waiting, begins = waits(posted.clock, "edge"), textbook(posted.clock)
-    ends = begins + waiting.summed(TEXTBOOK[columns.kind])
-    tight = np.flatnonzero(ends[waiting.awaited] == begins[waiting.waiter])
+    clock = posted.clock
+    waiting, begins = clock.waits(), clock.begins
+    over = begins[waiting.awaited] + delays(waiting, clock.prices.takes, clock.prices.holds)
+    tight = np.flatnonzero(over == begins[waiting.waiter])
     # Of the waits of each node that are over as it begins, those for compute first.
     later, why = waiting.later[tight], waiting.why[tight]
     keys = later, ~columns.is_kind(*SENDS)[later], why, waiting.waiter[tight]
@@ -236,16 +301,15 @@ def _held_up(posted: _Posting, channel: str, done: Ints) -> Ints:
     return late
 
 
-def _early_receives(
-    schedule: Schedule, channel: str, makespan: int, possible: int
-) -> Iterator[Faults]:
-    """The receive that holds up the most, if it makes the step longer."""
+def _early_receives(clock: _Clock, possible: float) -> Iterator[Faults]:
+    """The receive that holds up the most, if it makes the step longer than is possible."""
+    makespan = clock.done.max()
     if makespan <= possible:
         return
-    columns, waiting = schedule.columns, waits(schedule, channel)
-    done = textbook(schedule, channel) + waiting.summed(TEXTBOOK[columns.kind])
+    schedule, columns, waiting = clock.schedule, clock.schedule.columns, clock.waits()
     # Of all that each node waits for, what is done last, and how much later than all the rest.
-    node, ends = waiting.waiter, done[waiting.awaited]
+    over = delays(waiting, clock.prices.takes, clock.prices.holds)
+    node, ends = waiting.waiter, clock.begins[waiting.awaited] + over
     order = np.lexsort((ends, node))
     last = np.flatnonzero(np.append(node[order][1:] != node[order][:-1], True))
     rest = np.where(last > 0, last - 1, last)
@@ -263,10 +327,11 @@ def _early_receives(
                 schedule,
                 receive,
                 other,
-                channel=channel,
+                channel=clock.channel,
                 held=float(held[worst]),
                 makespan=float(makespan),
                 possible=float(possible),
+                times=clock.times,
             ),
             back(schedule, receive, other, "post").moves(),
         )
@@ -284,8 +349,9 @@ def _needless_splits(graph: Graph) -> Iterator[Faults]:
         yield fault(rules.NEEDLESS_SPLIT.at(graph.schedule, *places), extent=len(pairs))
 
 
-def _group_size(graph: Graph, makespan: int) -> Iterator[Faults]:
-    """Interleaved 1F1B takes 3 · (V · M + P − 1) chunks' forwards in groups of P microbatches."""
+def _group_size(graph: Graph, clock: _Clock, makespan: float) -> Iterator[Faults]:
+    """Interleaved 1F1B takes (V · M + P − 1) chunks' forwards and backwards in groups of P
+    microbatches, if all chunks are alike and transfers are free."""
     schedule = graph.schedule
     if (graph.where("end", "kept") >= 0).any():
         return  # a recomputation takes longer for another reason
@@ -296,7 +362,10 @@ def _group_size(graph: Graph, makespan: int) -> Iterator[Faults]:
         return
     # The group is what the first rank runs of its first chunk before its second.
     group = int((graph.home[0] < graph.home[ranks].min()).sum())
-    possible = 3 * (chunks * microbatches + ranks - 1)
+    each = 3 if clock.costs is None else _of_one_chunk(schedule, clock.prices.takes)
+    if each is None:
+        return
+    possible = each * (chunks * microbatches + ranks - 1)
     if group != ranks and makespan > possible:
         yield fault(
             rules.GROUP_SIZE.at(
@@ -304,7 +373,20 @@ def _group_size(graph: Graph, makespan: int) -> Iterator[Faults]:
                 graph.home[ranks].min(),
                 group=group,
                 ranks=ranks,
-                makespan=makespan,
-                possible=possible,
+                makespan=float(makespan),
+                possible=float(possible),
+                times=clock.times,
             )
         )
+
+
+def _of_one_chunk(schedule: Schedule, takes: Ints) -> float | None:
+    """How long one microbatch computes on one chunk; None if that differs, where compute overlaps
+    for one, or if transfers take time."""
+    columns = schedule.columns
+    if takes[columns.is_kind(*COMMUNICATION)].any():
+        return None
+    computes = columns.is_kind(*COMPUTE) & (columns.microbatch >= 0) & ~columns.joined
+    total = np.zeros((schedule.stages, schedule.microbatches), takes.dtype)
+    np.add.at(total, (columns.stage[computes], columns.microbatch[computes]), takes[computes])
+    return None if np.ptp(total) else float(total[0, 0])

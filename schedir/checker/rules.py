@@ -802,11 +802,9 @@ VERSION_OF_SHARDED = Rule(
 
 # S5xx: correct, but slower than necessary.
 
-_UNIT = "times are in forwards of one stage; a backward takes two"
-
 
 def _late_receives(finding: Diagnostic) -> Iterator[str]:
-    yield _UNIT
+    yield finding.facts["times"]
     if finding.facts["receives"] > 1:
         yield f"{finding.facts['receives']} receives are posted late"
 
@@ -856,7 +854,7 @@ EARLY_RECEIVE = Rule(
     notes=(
         "the step takes {makespan:g} under --channel {channel}, and {possible:g} if nothing is "
         "held up",
-        _UNIT,
+        "{times}",
     ),
     advice="post {action} after {other.action}",
 )
@@ -900,7 +898,7 @@ GROUP_SIZE = Rule(
     "longer",
     notes=(
         "the step takes {makespan:g}; interleaved 1F1B in groups of {ranks} takes {possible:g}",
-        _UNIT,
+        "{times}",
     ),
     advice="make the group size {ranks}",
 )
@@ -916,7 +914,7 @@ def _late_send(finding: Diagnostic) -> str:
 
 def _late_sends(finding: Diagnostic) -> Iterator[str]:
     sends, possible = finding.facts["sends"], finding.facts["possible"]
-    yield _UNIT
+    yield finding.facts["times"]
     if sends > 1:
         yield f"{sends} sends are late; if they were not, the step would take {possible:g}"
 

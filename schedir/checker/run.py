@@ -13,7 +13,7 @@ from schedir.checker.communication import collectives, communication
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
 from schedir.checker.diagnostics import Diagnostic, Report
 from schedir.checker.fixes import Faults, Finding, Trials
-from schedir.checker.lints import lints
+from schedir.checker.lints import Costs, lints
 from schedir.checker.memory import Limits, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
 from schedir.checker.rules import (
@@ -58,6 +58,7 @@ class _Terms:
 
     limits: Limits
     ties: Ties
+    costs: Costs | None = None
 
 
 @attrs.frozen
@@ -81,6 +82,7 @@ def check(
     max_activations: int | None = None,
     held_until: HeldUntil = "W",
     ties: Iterable[Iterable[int]] = (),
+    costs: Costs | None = None,
 ) -> Report:
     """Find everything that is wrong with a schedule.
 
@@ -95,10 +97,11 @@ def check(
     rank holds. `held_until` is "W" if an activation counts until its B or W, or "I" if it counts
     until its B or I, after which only the tensors that W needs are left. `ties` are groups of
     stages that share parameters. Their gradients are summed before any of them steps, so the k-th
-    OPTIM_STEPs of a group happen together.
+    OPTIM_STEPs of a group happen together. `costs`, a CostModel, say what makes a step longer
+    (S5xx), by default the textbook's.
 
-    Raises ValueError for an unknown channel, a bad limit or a bad tie, and TypeError for anything
-    that is not a Schedule.
+    Raises ValueError for an unknown channel, a bad limit or a bad tie, TypeError for anything that
+    is not a Schedule, and SchedirError if the costs lack a stage or a link.
 
     >>> import schedir
     >>> schedule = schedir.Schedule.of("mine", [0], ["0F0 0B0 0OPTIM_STEP 0OPTIM_STEP"])
@@ -111,7 +114,8 @@ def check(
     """
     expect_schedule(schedule)
     limits = Limits(max_delay, max_versions, max_activations, held_until)
-    return _report(schedule, channel, _Terms(limits, ties_of(schedule, ties)), advise=True)
+    terms = _Terms(limits, ties_of(schedule, ties), costs)
+    return _report(schedule, channel, terms, advise=True)
 
 
 def prove(
@@ -153,7 +157,7 @@ def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Re
     if proved is not None and advise:
         found += without_steps(schedule)
         found += different_rates(schedule)
-        found += _lints(schedule, proved, channel)
+        found += _lints(schedule, proved, channel, terms.costs)
     diagnostics = _diagnostics(schedule, channel, terms, found)
     return Report(channel, diagnostics, clean, proved)
 
@@ -242,7 +246,7 @@ def _judge(schedule: Schedule, channel: str, terms: _Terms, errors_only: bool) -
         elif not runs(each, channel, ties):
             yield Faults(rule=WAIT_CYCLE, keys=np.zeros(1, np.int64), findings=())
         elif right and not errors_only:
-            yield from _lints(schedule, each, channel)
+            yield from _lints(schedule, each, channel, terms.costs)
 
 
 def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]:
@@ -256,8 +260,10 @@ def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]
     return 0, blocked(schedule, channel, terms.ties)
 
 
-def _lints(schedule: Schedule, complete: Schedule, channel: str) -> Iterator[Faults]:
-    for faults in lints(complete, channel):
+def _lints(
+    schedule: Schedule, complete: Schedule, channel: str, costs: Costs | None
+) -> Iterator[Faults]:
+    for faults in lints(complete, channel, costs):
         if complete is schedule:
             yield faults
             continue

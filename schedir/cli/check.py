@@ -12,7 +12,7 @@ from schedir.cli.target import TARGET, add_channel, add_targets, at_least, load_
 from schedir.cli.terminal import progress, see, tell
 from schedir.errors import SchedirError
 from schedir.graph.alive import HELD_UNTIL
-from schedir.ir import CHANNELS_IN_WORDS, TRANSPORTS, printable, ties_of
+from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, TRANSPORTS, printable, ties_of
 from schedir.library import name_of
 from schedir.render import described, outputs_of
 from schedir.render.diagnostics import report_data
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + "; ".join(f"{model}, {words}" for model, words in CHANNELS_IN_WORDS.items())
         + ". You can name a transport instead: "
         + ", ".join(f"{transport} is {model}" for transport, model in TRANSPORTS.items()),
+        DEFAULT_CHANNEL,
     )
     for option, least, text in (
         (
@@ -129,7 +130,8 @@ def _checked(args: argparse.Namespace, target: str) -> tuple[Report, str]:
     """The report of a target, and its name in messages. Raises SchedirError if it can't be
     loaded."""
     with progress("checking"):
-        schedule = load_target(args, target, costs=costs_of(args) if costs_given(args) else None)
+        costs = costs_of(args) if costs_given(args) else None
+        schedule = load_target(args, target, costs=costs)
         try:
             ties = ties_of(schedule, args.tie)
         except ValueError as error:
@@ -142,6 +144,7 @@ def _checked(args: argparse.Namespace, target: str) -> tuple[Report, str]:
             max_activations=args.max_activations,
             held_until=args.held_until,
             ties=ties,
+            costs=costs,
         )
     return report, subject_of(target, schedule)
 

@@ -8,7 +8,14 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from schedir.cli.costs import add_costs, costs_of, size
-from schedir.cli.target import TARGET_OR_RUN, add_channel, add_targets, at_least, parameters_of
+from schedir.cli.target import (
+    TARGET_OR_RUN,
+    TIMED,
+    add_channel,
+    add_targets,
+    at_least,
+    parameters_of,
+)
 from schedir.cli.terminal import progress
 from schedir.errors import SchedirError
 from schedir.finder import SWEPT, compare
@@ -26,7 +33,8 @@ _KEYS = (
     "peak_activations, peak_bytes, delay, fits, problem: {code, message}, unmeasured, "
     "steady: {period_microbatches, time_per_microbatch, bubble_fraction}}]}. best is the index of "
     "a row. Unknown values are null; so are problem and steady for a schedule without a problem or "
-    "a steady state. unmeasured lists the costs of the schedule that no measured run has shown."
+    "a steady state. unmeasured lists the costs of the schedule that no measured run has shown. "
+    "With --channel rows also have edge_makespan."
 )
 _OPTIONS = ("ranks", "microbatches", "chunks", "memory_limit", "channel", "add_steps")
 """Options of the command that are parameters of `schedir.compare`."""
@@ -64,8 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the memory of a rank, such as 40GiB. It needs costs in bytes, such as "
         "activation_bytes",
     )
-    text = "the channel model or transport to run on (default: %(default)s); see `schedir check`"
-    add_channel(parser, text)
+    add_channel(parser, f"{TIMED}; what does not run under rank is refused")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--format",

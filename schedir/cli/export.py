@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"--memory would change nothing: {output.name} holds it in any case")
     if output.of == "timeline":
         return _write_timeline(output, args)
-    for option, value in (("--memory", args.memory), ("--against", args.against)):
+    timed = ("memory", "against", "channel")
+    for option, value in ((f"--{name}", getattr(args, name)) for name in timed):
         if value:
             args.parser.error(f"{option} is for timelines; {output.name} holds a list of actions")
     if costs_given(args) and not sees_costs(args.target):

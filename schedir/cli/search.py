@@ -15,7 +15,7 @@ import attrs
 
 from schedir.cli.costs import add_costs, costs_of, note_unmeasured, quantity, size
 from schedir.cli.export import write_out
-from schedir.cli.target import add_channel, add_sizes, at_least
+from schedir.cli.target import TIMED, add_channel, add_sizes, at_least
 from schedir.cli.terminal import progress
 from schedir.errors import SchedirError
 from schedir.files import check_writable
@@ -120,8 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="another seed may find another schedule (default: %(default)s)",
     )
-    text = "the channel model or transport to run on (default: %(default)s); see `schedir check`"
-    add_channel(parser, text)
+    add_channel(parser, f"{TIMED}; what does not run under rank is refused")
     add_costs(parser)
 
 

@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "JSON: {makespan, bubble_fraction, ranks: [{rank, busy, idle, span, peak_activations, "
-        "weight_versions}]}. With --steady it also has steady: {period_microbatches, "
-        "time_per_microbatch, bubble_fraction}."
+        "weight_versions}]}. With --channel it also has channel and edge_makespan, with --steady "
+        "steady: {period_microbatches, time_per_microbatch, bubble_fraction}."
     )
     add_target(parser, TARGET_OR_RUN)
     parser.add_argument(

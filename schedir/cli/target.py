@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from schedir.checker import CHANNELS, prove
 from schedir.cli.terminal import RefusedError
 from schedir.errors import LoadError
-from schedir.ir import DEFAULT_CHANNEL, TRANSPORTS, Schedule
+from schedir.ir import TRANSPORTS, Schedule
 from schedir.library import (
     DEFAULT_MICROBATCHES,
     DEFAULT_RANKS,
@@ -83,11 +83,17 @@ def add_shape(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return shape
 
 
-def add_channel(parser: argparse.ArgumentParser, text: str) -> None:
+def add_channel(parser: argparse._ActionsContainer, text: str, default: str | None = None) -> None:
     """Add `--channel`, with `text` as help."""
-    parser.add_argument(
-        "--channel", choices=(*CHANNELS, *TRANSPORTS), default=DEFAULT_CHANNEL, help=text
-    )
+    parser.add_argument("--channel", choices=(*CHANNELS, *TRANSPORTS), default=default, help=text)
+
+
+TIMED = (
+    "the channel model or transport to time under (see `schedir check`): transfers wait for each "
+    "other as there, without buffers. nccl is rank, a bound from above, shown beside edge; gloo is "
+    "async. Default: no order of transfers holds up anything"
+)
+"""The help of a `--channel` that times."""
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -130,9 +136,10 @@ def load_target(
     return append_steps(found) if args.add_steps else found
 
 
-def proved(schedule: Schedule, subject: str) -> Schedule:
-    """The complete form of a schedule that runs on some transport. Raises RefusedError."""
-    report = prove(schedule, CHANNELS[-1])  # the most lenient model: it runs on some transport
+def proved(schedule: Schedule, subject: str, channel: str | None = None) -> Schedule:
+    """The complete form of a schedule that runs under a channel model, by default the most lenient
+    one: on some transport. Raises RefusedError."""
+    report = prove(schedule, channel or CHANNELS[-1])
     if report.schedule is None:
         raise RefusedError(report, subject)
     return report.schedule

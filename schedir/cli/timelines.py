@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 from schedir.cli.costs import costs_given, costs_of, note_unmeasured, quantity
-from schedir.cli.target import at_least, load_target, proved, subject_of
+from schedir.cli.target import TIMED, add_channel, at_least, load_target, proved, subject_of
 from schedir.cli.terminal import about
 from schedir.errors import LoadError, SchedirError
 from schedir.ir import Schedule
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 def add_drawn(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add `--against`, `--step`, `--from` and `--to`; returns their group."""
+    """Add `--against`, `--step`, `--channel`, `--from` and `--to`; returns their group."""
     group = parser.add_argument_group("timelines")
+    add_channel(group, TIMED)
     group.add_argument(
         "--against",
         metavar="TARGET",
@@ -59,9 +60,9 @@ def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None, str]:
     not fit the schedule.
     """
     targets = [args.target] if args.against is None else [args.target, args.against]
-    if all(map(is_measured, targets)) and costs_given(args):
+    if all(map(is_measured, targets)) and (costs_given(args) or args.channel is not None):
         args.parser.error(
-            "--costs and --cost are for schedules: a measured timeline has times already"
+            "--costs, --cost and --channel are for schedules: a measured timeline has times already"
         )
     if not any(map(is_measured, targets)) and args.step is not None:
         args.parser.error("--step is for files of measured timelines")
@@ -87,7 +88,7 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
     costs = costs_of(args)
     schedule = load_target(args, args.target, costs=costs)
     subject = subject_of(args.target, schedule)
-    line = simulate(proved(schedule, subject), costs)
+    line = _simulated(args, schedule, subject, costs)
     note_unmeasured(schedule, costs)
     many = count(schedule.microbatches, "microbatch", "es")
     if not schedule.is_asynchronous:
@@ -96,7 +97,7 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
             "pipeline drains at every update"
         )
     with redirect_stdout(sys.stderr):  # text that a user's generator prints is not the result
-        found = look(schedule, costs, grows=True)
+        found = look(schedule, costs, grows=True, channel=args.channel)
     if found.steady is None:
         many = count(found.timeline.schedule.microbatches, "microbatch", "es")
         raise SchedirError(
@@ -131,10 +132,17 @@ def _timelines(
             _expect_shape(args, target, found[number].schedule)
         else:
             schedule = load_target(args, target, shape, costs)
-            found[number] = simulate(proved(schedule, subject_of(target, schedule)), costs)
+            found[number] = _simulated(args, schedule, subject_of(target, schedule), costs)
             note_unmeasured(schedule, costs)
         shape = found[number].schedule
     return [found[number] for number in range(len(targets))]
+
+
+def _simulated(
+    args: argparse.Namespace, schedule: Schedule, subject: str, costs: CostModel
+) -> Timeline:
+    complete = proved(schedule, subject, args.channel)
+    return simulate(complete, costs, channel=args.channel)
 
 
 def read_timeline(file: str, step: int | None) -> Timeline:

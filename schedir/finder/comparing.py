@@ -55,7 +55,7 @@ def compare(
     chunks: int | None = None,
     costs: Costs = None,
     memory_limit: float | None = None,
-    channel: str = DEFAULT_CHANNEL,
+    channel: str | None = None,
     sweep: Mapping[str, Sequence[int]] | None = None,
     add_steps: bool = False,
     progress: Callable[[int, int], None] | None = None,
@@ -76,8 +76,10 @@ def compare(
     `simulate` gives. Costs by stage are summed if a schedule has fewer stages, and divided evenly
     if it has more (`recut`). `costs` may also be a function from a number of stages to costs.
 
-    The table also holds each schedule that does not run under the `channel` model, exceeds the
-    `memory_limit` (bytes per rank), or can't be made in this shape, with its `problem`.
+    With a `channel` model, or a transport that stands for one, times are those under it
+    (`simulate`). The table also holds each schedule that does not run under the model (by default
+    `rank`), exceeds the `memory_limit` (bytes per rank), or can't be made in this shape, with its
+    `problem`.
     `table.best` is the quickest of the others. If costs were fitted and a schedule has costs that
     no run has shown, its row names them (`unmeasured`); `table.measured` is the best of the other
     rows.
@@ -113,7 +115,7 @@ class _Job:
     """What all rows share."""
 
     costs: CostModel | Callable[[int], CostModel]
-    channel: str = attrs.field(converter=channel_model)
+    channel: str | None = attrs.field(converter=attrs.converters.optional(channel_model))
     memory_limit: float | None = attrs.field()
     _ranks: set[int] = attrs.field(factory=set, init=False)  # of what the costs priced
 
@@ -140,7 +142,9 @@ class _Job:
                 return row
             if isinstance(made, Timeline):
                 return self._figures(row, made)
-            line = simulate(complete, self._of(complete))
+            if problem is not None and self.channel is not None:
+                return row  # what blocks under the model takes no time there
+            line = simulate(complete, self._of(complete), channel=self.channel)
             if isinstance(self.costs, CostModel):
                 row = attrs.evolve(row, unmeasured=unmeasured(complete, self.costs))
             row = attrs.evolve(row, steady=self._steady(_schedule_of(made), variant.grows))
@@ -159,6 +163,7 @@ class _Job:
             stages=schedule.stages,
             unit=line.unit,
             makespan=line.makespan,
+            edge_makespan=line.edge_makespan,
             bubble_fraction=line.bubble_fraction,
             span_bubble_fraction=line.span_bubble_fraction,
             peak_activations=max(rank.peak_activations for rank in line.ranks),
@@ -186,7 +191,9 @@ class _Job:
             largest = next(unit for unit in UNITS if unit in units)
             rows = [_in_unit(row, largest) for row in rows]
         unit = next((row.unit for row in rows if row.unit is not None), None)
-        found = Comparison(tuple(rows), self.channel, self.memory_limit, unit)
+        model = self.channel or DEFAULT_CHANNEL
+        under = self.channel is not None
+        found = Comparison(tuple(rows), model, self.memory_limit, unit, timed=under)
         return attrs.evolve(found, rows=tuple(sorted(rows, key=partial(_order, found))))
 
     def _expect_one_model(self) -> None:
@@ -214,11 +221,11 @@ class _Job:
             return None
         from schedir.finder.full_pipeline import look  # which few schedules need
 
-        return look(schedule, self._of(schedule), grows=grows).steady
+        return look(schedule, self._of(schedule), grows=grows, channel=self.channel).steady
 
     def _proved(self, schedule: Schedule) -> tuple[Schedule | None, Problem | None]:
         """The complete form, if it runs under any model, and why it does not under this one."""
-        report = prove(schedule, self.channel)
+        report = prove(schedule, self.channel or DEFAULT_CHANNEL)
         if report.ok:
             return report.schedule, None
         worst = next(each for each in report.diagnostics if each.severity == "error")
@@ -253,7 +260,10 @@ def _in_unit(row: Row, unit: Unit) -> Row:
         from schedir.simulator.steady_state import steady_in_unit  # which few schedules need
 
         steady = steady_in_unit(steady, unit)
-    return attrs.evolve(row, makespan=row.makespan * times, steady=steady, unit=unit)
+    least = None if row.edge_makespan is None else row.edge_makespan * times
+    return attrs.evolve(
+        row, makespan=row.makespan * times, edge_makespan=least, steady=steady, unit=unit
+    )
 
 
 @attrs.frozen
@@ -277,14 +287,15 @@ class Row:
     """One schedule of a comparison in one shape; None stands for anything unknown.
 
     `target` is the name that you gave. `chunks`, the stages per rank, is None for a list or a
-    timeline, which has a shape already. `peak_activations` is the most (stage, microbatch)
-    activations of any rank, `peak_bytes` the most that a rank keeps. `delay` is the most updates
-    between the weight version that a gradient is computed at and the version that it is applied to.
-    `fits` says whether the peak is within the memory limit. `problem` says why there is no time; a
-    schedule that deadlocks under the chosen channel model has both. `unmeasured` names the costs
-    that no run has shown, if costs were fitted: the row's time is only as good as what was used for
-    them. `steady` is the cost of an asynchronous schedule while its pipeline is full, if it shows
-    one. All other figures are of a single call, which fills the pipeline and drains it.
+    timeline, which has a shape already. `edge_makespan` is that of `Timeline`. `peak_activations`
+    is the most (stage, microbatch) activations of any rank, `peak_bytes` the most that a rank
+    keeps. `delay` is the most updates between the weight version that a gradient is computed at and
+    the version that it is applied to. `fits` says whether the peak is within the memory limit.
+    `problem` says why there is no time; a schedule that deadlocks under `rank`, where no channel
+    model was chosen, has both. `unmeasured` names the costs that no run has shown, if costs were
+    fitted: the row's time is only as good as what was used for them. `steady` is the cost of an
+    asynchronous schedule while its pipeline is full, if it shows one. All other figures are of a
+    single call, which fills the pipeline and drains it.
 
     >>> import schedir
     >>> row = schedir.compare(["1f1b"], ranks=2, microbatches=4).rows[0]
@@ -299,6 +310,7 @@ class Row:
     stages: int | None = None
     unit: Unit | None = None
     makespan: float | None = None
+    edge_makespan: float | None = None
     bubble_fraction: float | None = None
     span_bubble_fraction: float | None = None
     peak_activations: int | None = None
@@ -336,8 +348,8 @@ class Comparison(DisplayedComparison):
 
     `rows` are sorted by makespan, or by time per microbatch if the numbers of microbatches differ.
     Rows without a time come last. Equally quick schedules are sorted by memory, then by delay.
-    `channel` is the model that they must run under, `memory_limit` the most bytes that a rank may
-    keep, None for no limit.
+    `channel` is the model that they must run under; if they are `timed`, times are those under it.
+    `memory_limit` is the most bytes that a rank may keep, None for no limit.
 
     >>> import schedir
     >>> table = schedir.compare(["fill-drain", "1f1b"], ranks=2, microbatches=4)
@@ -349,6 +361,7 @@ class Comparison(DisplayedComparison):
     channel: str
     memory_limit: float | None
     unit: Unit | None = None
+    timed: bool = False
 
     @cached_property
     def per_microbatch(self) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 import attrs
 import numpy as np
 
-from schedir.checker import CHANNELS, prove
 from schedir.errors import SchedirError
 from schedir.ir import Kind, Schedule
 from schedir.library import Costs, Generator, GeneratorFunction, Parameter, load
@@ -31,6 +30,7 @@ def steady_state(
     ranks: int | None = None,
     microbatches: int | None = None,
     chunks: int | None = None,
+    channel: str | None = None,
     **parameters: Parameter,
 ) -> SteadyState | None:
     """The cost of an asynchronous schedule once its pipeline is full: time per microbatch, bubble.
@@ -38,7 +38,7 @@ def steady_state(
     An asynchronous schedule computes for a stage again after the stage's OPTIM_STEP, as `pipedream`
     does, so a pipeline that is never drained stays full. `target` and its shape are as for `build`,
     or a Schedule. `costs` are those of `simulate`, by default the textbook's, or a function from a
-    number of stages to them. Times are in their unit.
+    number of stages to them. Times are in their unit. `channel` is that of `simulate`.
 
     A generator is built with more and more microbatches, up to about 200,000 actions, until the
     ends of all its actions repeat exactly one period later (up to rounding). A Schedule, a `.sched`
@@ -61,9 +61,10 @@ def steady_state(
         schedule = load(target, microbatches=microbatches, **shape)
     if not schedule.is_asynchronous:
         model = costs(schedule.stages) if callable(costs) else costs
-        simulate(schedule, model)  # raises what is wrong with either
+        simulate(schedule, model, channel=channel)  # raises what is wrong with either
         return None
-    return look(schedule, costs, grows=not isinstance(target, Schedule)).steady
+    grows = not isinstance(target, Schedule)
+    return look(schedule, costs, grows=grows, channel=channel).steady
 
 
 @attrs.frozen
@@ -75,26 +76,26 @@ class Look:
     steady: SteadyState | None
 
 
-def look(schedule: Schedule, costs: Costs, *, grows: bool) -> Look:
+def look(schedule: Schedule, costs: Costs, *, grows: bool, channel: str | None = None) -> Look:
     """Look for the steady state of an asynchronous schedule: in its list, and if it `grows`, in its
     generator's lists for more microbatches.
 
     Raises what `simulate` raises for the schedule itself.
     """
     model = costs(schedule.stages) if callable(costs) else costs
-    found = _looked_at(schedule, model)
+    found = _looked_at(schedule, model, channel)
     for each in _lengthened(schedule) if grows else ():
         if found.steady is not None:
             break
         try:
-            found = _looked_at(each, model)
+            found = _looked_at(each, model, channel)
         except SchedirError:  # the list asked for runs, this one doesn't: there is no more to see
             break
     return found
 
 
-def _looked_at(schedule: Schedule, costs: CostModel | None) -> Look:
-    line = simulate(prove(schedule, CHANNELS[-1]).proved(), costs)
+def _looked_at(schedule: Schedule, costs: CostModel | None, channel: str | None) -> Look:
+    line = simulate(schedule, costs, channel=channel)
     return Look(line, steady_state_of(line))
 
 

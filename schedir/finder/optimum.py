@@ -28,7 +28,7 @@ from schedir.errors import SchedirError
 from schedir.finder.searching import Found
 from schedir.finder.terms import Memory, Objective, StageCosts, Task, Terms
 from schedir.graph.alive import HeldUntil
-from schedir.ir import DEFAULT_CHANNEL, Action, Kind, Schedule
+from schedir.ir import Action, Kind, Schedule
 from schedir.passes import append_steps
 from schedir.simulator import CostModel, simulate
 
@@ -52,9 +52,9 @@ def exact(
     recompute: bool | None = None,
     seconds: float = EXACT_SECONDS,
     seed: int = 0,
-    channel: str = DEFAULT_CHANNEL,
+    channel: str | None = None,
 ) -> Schedule:
-    """The best possible schedule of small work, proved under the `channel` model.
+    """The best possible schedule of small work, where channels do not hinder each other.
 
     The arguments are those of `schedir.search`, except that `seconds` is the longest that it may
     take on each placement, by the clock. It is for small work: 40 actions take seconds. Costs that
@@ -100,20 +100,17 @@ def exactly(terms: Terms, seconds: float, seed: int) -> Found:
         whole, scale = _in_whole_numbers(task)
         solved = solve(whole, seconds, seed)
         if solved is not None:
-            best.append((solved.value / scale, task, _schedule(solved, task, terms.channel)))
+            best.append((solved.value / scale, task, _schedule(solved, task, terms.proved_under)))
     if not best:
         raise SchedirError("no schedule of this work is within the limit")
     _, task, schedule = min(best, key=lambda each: each[0])
-    line = simulate(schedule, terms.costs)
-    value = line.makespan
-    if terms.objective == "span":
-        value = max(rank.span for rank in line.ranks)
+    line = simulate(schedule, terms.costs, channel=terms.channel)
     return Found(
         schedule=schedule,
         timeline=line,
         objective=terms.objective,
-        value=value,
-        lower_bound=value,
+        value=terms.value(line),
+        lower_bound=terms.value(simulate(schedule, terms.costs)),
         placement=task.named,
         origin=None,
         candidates=len(terms.placements),

@@ -23,7 +23,7 @@ from schedir.finder.terms import Objective, Task, Terms
 from schedir.graph.alive import HeldUntil, peak_activations
 from schedir.graph.board import most_held
 from schedir.graph.compile import graph_of
-from schedir.ir import DEFAULT_CHANNEL, Kind, Schedule
+from schedir.ir import Kind, Schedule
 from schedir.simulator import CostModel, Timeline, simulate
 
 _SHARES = (0.04, 0.04, 0.04, 0.04, 0.6, 0.12, 0.12)
@@ -44,7 +44,7 @@ def search(
     recompute: bool | None = None,
     seconds: float | None = None,
     seed: int = 0,
-    channel: str = DEFAULT_CHANNEL,
+    channel: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Schedule:
     """Find a quick schedule for this work under these limits, and prove it.
@@ -61,6 +61,10 @@ def search(
     unless `split` is False. Forwards are run again if that helps: by default under a
     `memory_limit`, if the costs say that inputs are smaller than activations; under
     `max_activations` only if `recompute` is True.
+
+    The result is proved under the `channel` model, by default `rank`. If you name one, or a
+    transport that stands for one, the best of the orders found is that under it (`simulate`); the
+    lower bound stays that of channels that do not hinder each other.
 
     The search is counted in work, so the same `seed` finds the same schedule on any machine. By
     default it does the work that a slow core does in 5 seconds; `seconds` changes that. If you give
@@ -108,7 +112,10 @@ def find(
         best = _with_boundaries(terms, least, budget, seed, bound)
     elif any(within(each.task, each.order) for each in least):
         tasks = [each.task for each in least]
-        best = _Finished.of(terms, Search(terms, tasks, Random(seed), budget, bound).best()[0])
+        found = Search(terms, tasks, Random(seed), budget, bound).best()
+        # Candidates are ranked without a transport's order: under one another may be the best.
+        done = [_Finished.of(terms, each) for each in (found if terms.channel else found[:1])]
+        best = min(done, key=lambda each: each.value)
     if best is None:
         raise SchedirError(_refusal(terms, [_Finished.of(terms, each) for each in least]))
     return best.found(bound, budget, seed)
@@ -151,9 +158,10 @@ def _with_boundaries(
                 break
             now = _Finished.of(terms, candidate)
             if not now.over:
-                best = now
-                break
-            if candidate.task.named not in over:
+                best = min(now, best, key=lambda each: each.value)
+                if terms.channel is None:
+                    break
+            elif candidate.task.named not in over:
                 over.add(candidate.task.named)
                 free[candidate.task.named] = now.raised(free[candidate.task.named])
     return best
@@ -173,15 +181,14 @@ class _Finished:
         sizes = [terms.ranks, terms.microbatches, *([terms.chunks] if terms.chunks > 1 else [])]
         name = f"search-{'x'.join(map(str, sizes))}"
         schedule = schedule_of(candidate.task, candidate.order, name)
-        line = simulate(prove(schedule, terms.channel).proved(), terms.costs)
+        proved = prove(schedule, terms.proved_under).proved()
+        line = simulate(proved, terms.costs, channel=terms.channel)
         return cls(terms, candidate, line)
 
     @property
     def value(self) -> float:
         """The objective."""
-        if self.terms.objective == "makespan":
-            return self.line.makespan
-        return max(rank.span for rank in self.line.ranks)
+        return self.terms.value(self.line)
 
     @property
     def most(self) -> float:

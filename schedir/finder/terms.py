@@ -21,7 +21,7 @@ from schedir.graph.alive import HELD_UNTIL, HeldUntil
 from schedir.graph.board import WAYS, Steps, steps_of
 from schedir.ir import DEFAULT_CHANNEL, Kind, Placement, channel_model
 from schedir.library import Pipeline, expect_fewer, wave, wrapped
-from schedir.simulator import CostModel
+from schedir.simulator import CostModel, Timeline
 from schedir.simulator.values import PerLink, PerStage
 
 FORWARD, LEAN, BACKWARD, INPUT, WEIGHT, RECOMPUTE = (
@@ -99,7 +99,9 @@ class Terms:
     objective: Objective = attrs.field(default="makespan", validator=_one_of(*OBJECTIVES))
     split: bool = attrs.field(default=True, validator=_a(bool))
     recompute: bool | None = attrs.field(default=None, validator=_a(bool, type(None)))
-    channel: str = attrs.field(default=DEFAULT_CHANNEL, converter=channel_model)
+    channel: str | None = attrs.field(
+        default=None, converter=attrs.converters.optional(channel_model)
+    )
 
     def __attrs_post_init__(self) -> None:
         expect_fewer(self.ranks, self.chunks, self.microbatches)
@@ -113,6 +115,17 @@ class Terms:
                     "a memory limit needs bytes to compare with: give the costs activation_bytes, "
                     "weight_bytes and the other sizes"
                 )
+
+    @property
+    def proved_under(self) -> str:
+        """The channel model that what is found must run under."""
+        return self.channel or DEFAULT_CHANNEL
+
+    def value(self, line: Timeline) -> float:
+        """The objective of a timeline."""
+        if self.objective == "makespan":
+            return line.makespan
+        return max(rank.span for rank in line.ranks)
 
     @property
     def limit(self) -> float | None:

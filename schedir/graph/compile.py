@@ -95,6 +95,12 @@ class Transfers:
         follows[1:] = np.diff(self._channel[order]) == 0
         return order, follows
 
+    @property
+    def in_turn(self) -> tuple[Ints, Ints]:
+        """The transfers that follow another one on their channel, and those that they follow."""
+        order, follows = self.by_channel
+        return order[1:][follows[1:]], order[:-1][follows[1:]]
+
     @cached_property
     def _channel(self) -> Ints:
         """By transfer, the number of its channel; these ascend with the source, then the target."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import attrs
 import numpy as np
@@ -57,6 +58,9 @@ class Waits:
     `node[place]` is the node that a place belongs to, itself a place: the first end of its transfer
     or collective, the first part of its pair, or the first of the OPTIM_STEPs tied to it. The nodes
     of batches have the numbers after all places, up to `nodes`.
+
+    With `by_ends`, each end of a transfer holds up what comes after it on its own rank for a time
+    of its own.
     """
 
     schedule: Schedule
@@ -67,6 +71,7 @@ class Waits:
     awaited: Ints
     node: Ints
     nodes: int
+    by_ends: bool = False
 
     @property
     def exists(self) -> Bools:
@@ -172,20 +177,30 @@ class _Steps:
     of_node: Ints
 
 
+def delays(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
+    """How long each wait lasts from the beginning of what is awaited, shape [waits].
+
+    The result of a node is there after it `takes` its time. A node queued behind it may begin when
+    it no longer `holds` its queue, by default when it is over; `holds` is by place. If the waits
+    are `by_ends`, all but what needs the result waits for that alone.
+    """
+    awaited = waiting.awaited
+    delay = np.append(takes, np.zeros(waiting.nodes - len(takes), takes.dtype))[awaited]
+    if holds is None:
+        return delay
+    held = waiting.why != NEEDS if waiting.by_ends else waiting.why == QUEUED
+    free = np.where(awaited < len(waiting.node), holds[waiting.earlier], holds.dtype.type(0))
+    return np.where(held, free, delay)
+
+
 def finish(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
     """When each node begins, and all its places with it: the longest path to it, -1 if it never
     happens. Shape [nodes].
 
-    The result of a node is there after it `takes` its time. A node queued behind it may begin when
-    it no longer `holds` its queue, by default when it is over. Times are integers if all of these
-    are, and if an int64 can hold them.
+    `takes` and `holds` are those of `delays`. Times are integers if all of these are, and if an
+    int64 can hold them.
     """
-    steps = waiting.in_twos
-    over = np.append(takes, np.zeros(waiting.nodes - len(takes), takes.dtype))
-    delay = over[waiting.awaited]
-    if holds is not None:
-        free = np.append(holds, np.zeros(waiting.nodes - len(holds), holds.dtype))
-        delay = np.where(waiting.why == QUEUED, free[waiting.awaited], delay)
+    steps, delay = waiting.in_twos, delays(waiting, takes, holds)
     delay = np.append(delay, delay.dtype.type(0))
     first, second = delay[steps.first].tolist(), delay[steps.second].tolist()
     begins: list[float] = [0]
@@ -198,6 +213,21 @@ def finish(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
         times = np.array(begins, np.float64)
     times[0] = -1
     return times[steps.of_node]
+
+
+@attrs.frozen(eq=False)
+class Prices:
+    """How long every action takes, those that are one together; and for how long it `holds` what is
+    queued behind it: a transfer its channel. Shape [actions]."""
+
+    takes: NDArray[Any]
+    holds: NDArray[Any]
+
+    def by_ends(self, receives: Ints) -> Prices:
+        """The same, where a receive holds its queue until the payload has arrived."""
+        holds = self.holds.copy()
+        holds[receives] = self.takes[receives]
+        return Prices(self.takes, holds)
 
 
 TEXTBOOK = np.array([kind.meaning.cost for kind in KINDS])
@@ -249,18 +279,21 @@ def waits(
     *,
     ahead: bool = False,
     posted: Ints | None = None,
+    by_ends: bool = False,
 ) -> Waits:
     """Every wait under a channel model. A compute-only schedule has only the waits of its compute.
 
     With `ahead`, receives are posted from the beginning on, and a receive in a batch with the
     batch. `posted` gives, by place, the compute that it comes after instead of the one listed
-    before it, -1 for none. Raises ValueError for an unknown model.
+    before it, -1 for none; under `host` it changes nothing. With `by_ends`, each end of a transfer
+    holds its own queue, and the link between the ranks carries one transfer at a time under every
+    model. Raises ValueError for an unknown model.
     """
     channel = channel_model(channel)
     graph = graph_of(schedule)
     node = _nodes(graph, ties)
     begins, over, nodes = _points(graph, channel, node)
-    edges = [*_order(graph, channel, ties, ahead, posted), _needs(graph, channel)]
+    edges = [*_order(graph, channel, ties, ahead, posted, by_ends), _needs(graph, channel)]
     later, earlier, why = (np.concatenate(column) for column in zip(*edges, strict=True))
     waiter, awaited = begins[later], over[earlier]
     if nodes > len(node):
@@ -272,7 +305,7 @@ def waits(
         why = np.concatenate((why, reasons))
         waiter = np.concatenate((waiter, over[whole], node[single], node[behind]))
         awaited = np.concatenate((awaited, node[whole], begins[single], node[ahead_of]))
-    return Waits(schedule, later, earlier, why, waiter, awaited, node, nodes)
+    return Waits(schedule, later, earlier, why, waiter, awaited, node, nodes, by_ends)
 
 
 def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:
@@ -291,9 +324,8 @@ def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:
 def _queued_in_batches(graph: Graph) -> tuple[Ints, Ints]:
     """The sends of a batch that follow another send of the same batch on their channel, and those
     other sends."""
-    (order, follows), entry = graph.transfers.by_channel, graph.columns.entry
-    behind, ahead_of = order[1:][follows[1:]], order[:-1][follows[1:]]
-    send, receive = graph.transfers.send, graph.transfers.receive
+    behind, ahead_of = graph.transfers.in_turn
+    send, receive, entry = graph.transfers.send, graph.transfers.receive, graph.columns.entry
     one = entry[send[behind]] == entry[send[ahead_of]]
     one &= entry[receive[behind]] == entry[receive[ahead_of]]
     return send[behind[one]], send[ahead_of[one]]
@@ -328,7 +360,7 @@ def _needs(graph: Graph, channel: str) -> _Edges:
 
 
 def _order(
-    graph: Graph, channel: str, ties: Ties, ahead: bool, posted: Ints | None
+    graph: Graph, channel: str, ties: Ties, ahead: bool, posted: Ints | None, by_ends: bool
 ) -> Iterator[_Edges]:
     """The waits within each list: for the compute before, and for what is queued before."""
     columns, tied = graph.columns, bool(ties)
@@ -347,10 +379,13 @@ def _order(
         later, earlier = later[keep], earlier[keep]
     yield _edges(later, earlier, AFTER)
     places, before = np.arange(len(columns)), previous_of_queue(graph, channel)
-    if channel == "edge" and not columns.together:
+    if channel == "edge" and not (columns.together or by_ends):
         # The receives of a channel stand in the order of its sends.
         places = places[~columns.is_kind(*RECEIVES)]
     yield _edges(places, before[places], QUEUED)
+    if channel == "async" and by_ends:
+        behind, ahead_of = graph.transfers.in_turn
+        yield _edges(graph.transfers.send[behind], graph.transfers.send[ahead_of], QUEUED)
     if channel == "rank" and tied:
         steps = np.array(shared_steps(graph.schedule, ties), np.int64)
         yield _edges(steps, _communication_before(columns)[steps], QUEUED)

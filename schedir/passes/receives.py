@@ -22,12 +22,13 @@ from itertools import pairwise
 import numpy as np
 
 from schedir.graph.compile import graph_of
-from schedir.graph.paths import queues
+from schedir.graph.paths import compute_before, queues
 from schedir.ir import (
     RECEIVES,
     Bools,
     Ints,
     Schedule,
+    Ties,
     channel_model,
     expect_schedule,
     is_number,
@@ -35,6 +36,10 @@ from schedir.ir import (
 )
 from schedir.ir.ties import shared_steps
 from schedir.passes.communication import insert_communication
+
+SPARE_BYTES = 2**20
+"""Of receive buffers where the list needs fewer: nothing beside a model, and small transfers, which
+would wait for a timer tick rather than for data, are all posted ahead."""
 
 
 def advance_receives(
@@ -67,17 +72,44 @@ def advance_receives(
     if room is not None and not is_number(room):
         raise ValueError(f"room must be a number of buffers of at least 0, or None, not {room!r}")
     complete = insert_communication(schedule)
+    order = _in_order(complete, channel, room, ties_of(complete, ties))
+    return complete.take(order, complete.columns.starts)
+
+
+def posted_after(schedule: Schedule, channel: str, room: int) -> Ints:
+    """For every place of a complete schedule, the compute after which it is posted, -1 for none, if
+    receives are moved ahead as `advance_receives` does it. Shape [actions]; stored with the
+    schedule."""
+    key = posted_after, channel, room
+    known = schedule.memo.get(key)
+    if isinstance(known, np.ndarray):
+        return known
+    order = _in_order(schedule, channel, room, ())
+    before = compute_before(schedule.columns.take(order, schedule.columns.starts))
+    after = schedule.memo[key] = np.empty_like(before)
+    after[order] = np.where(before < 0, -1, order[before])
+    return after
+
+
+def _in_order(complete: Schedule, channel: str, room: int | None, ties: Ties) -> Ints:
+    """The places of a complete schedule, in the order in which they are posted."""
     columns = complete.columns
     receives = columns.is_kind(*RECEIVES)
     moves = receives & ~columns.shared
     queue = queues(graph_of(complete), channel)
     if channel == "rank":
-        steps = shared_steps(complete, ties_of(complete, ties))
+        steps = shared_steps(complete, ties)
         queue[steps] = columns.rank[steps]
     held_by = _held_by(queue, moves)
     if columns.together:
         # Receives keep their order, those in batches too.
         held_by = np.maximum(held_by, _held_by(np.where(receives, columns.rank, -1), moves))
+    many = np.bincount(columns.rank[receives])
+    if room is not None and room >= many.max(initial=0):
+        # There is a buffer for each: it goes right behind the entry that it must stay after.
+        last = np.where(held_by < 0, columns.starts[columns.rank] - 1, columns.last[held_by])
+        behind = np.maximum.accumulate(np.where(moves, last, -1))
+        return np.argsort(2 * np.where(moves, behind, np.arange(len(moves))) + moves, kind="stable")
     held = held_by.tolist()
     freed = _freed(complete)
     order: list[int] = []
@@ -87,7 +119,7 @@ def advance_receives(
         gained = freed[own] - (receives[own] & ~moves[own])
         joined = columns.joined[own].tolist()
         order += _advanced(start, moves[own].tolist(), joined, held, gained.tolist(), buffers)
-    return complete.take(np.array(order, np.int64), columns.starts)
+    return np.array(order, np.int64)
 
 
 def _advanced(

@@ -30,9 +30,11 @@ def title(schedule: Schedule) -> str:
 
 
 def caption(timeline: Timeline) -> str:
-    """`predicted`, or `measured, step 3`."""
-    measured = timeline.measured
-    return "predicted" if measured is None else f"measured, step {measured.step}"
+    """`predicted`, `predicted under rank`, or `measured, step 3`."""
+    measured, channel = timeline.measured, timeline.channel
+    if measured is None:
+        return "predicted" if channel is None else f"predicted under {channel}"
+    return f"measured, step {measured.step}"
 
 
 def captions(lines: Sequence[Timeline]) -> list[str]:
@@ -72,10 +74,17 @@ def with_unit(time: float, unit: Unit | None) -> str:
     return f"{number(time)} {UNIT_NAMES[unit]}".rstrip()
 
 
+def makespan(timeline: Timeline) -> str:
+    """The makespan, and the channel model that it was simulated under."""
+    found, least = with_unit(timeline.makespan, timeline.unit), timeline.edge_makespan
+    if timeline.channel is not None:
+        found += f" under {timeline.channel}"
+    return found if least is None else f"{found} ({with_unit(least, timeline.unit)} under edge)"
+
+
 def costs(timeline: Timeline) -> str:
     """The makespan and the bubble of a timeline."""
-    makespan = with_unit(timeline.makespan, timeline.unit)
-    return f"makespan {makespan}, bubble {bubble(timeline)}"
+    return f"makespan {makespan(timeline)}, bubble {bubble(timeline)}"
 
 
 def verdict(timeline: Timeline) -> str:

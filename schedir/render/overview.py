@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from schedir.render.axis import Axis
-from schedir.render.captions import bubble, names, title, with_unit
+from schedir.render.captions import bubble, makespan, names, title
 from schedir.render.cells import painted_legend
 from schedir.render.drawing import Drawing, Part, Sketch
 from schedir.render.rows import Lane, has_copies, lanes_of, lanes_per_rank
@@ -68,10 +68,10 @@ def overview_blocks(
 def _costs(timeline: Timeline, several: Sequence[Timeline], name: str) -> Iterator[Piece]:
     """Makespan, bubble and peaks, with the numbers in bold; the second of two timelines also shows
     its ratio to the first."""
-    first, makespan = several[0].makespan, with_unit(timeline.makespan, timeline.unit)
+    first, long = several[0].makespan, makespan(timeline)
     if first and timeline.makespan != first:
-        makespan += f" (× {timeline.makespan / first:.2f})"
-    found = [("makespan", makespan), ("bubble", bubble(timeline))]
+        long += f" (× {timeline.makespan / first:.2f})"
+    found = [("makespan", long), ("bubble", bubble(timeline))]
     peaks = [max(rank.peak_activations for rank in line.ranks) for line in (timeline, *several)]
     if len(several) == 1 or len(set(peaks)) > 1:
         found.append(("peak activations", str(peaks[0])))

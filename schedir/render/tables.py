@@ -158,8 +158,10 @@ def comparison_json(comparison: Comparison) -> str:
 
 def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:
     problem = row.problem
+    beside = {"edge_makespan": row.edge_makespan} if comparison.timed else {}
     return {
         **{name: getattr(row, name) for name in _SHAPE},
+        **beside,
         "ratio": comparison.ratio(row),
         **{name: getattr(row, name) for name in _FIGURES},
         "delay": row.delay,
@@ -192,6 +194,8 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
     if len({(row.target, row.chunks) for row in rows}) > len({row.target for row in rows}):
         yield _Column("V", lambda row: row.chunks)
     yield _Column(f"makespan{unit}", lambda row: row.makespan, time, spare=each)
+    if any(row.edge_makespan is not None for row in rows):
+        yield _Column(f"under edge{unit}", lambda row: row.edge_makespan, time, spare=True)
     full = any(row.steady is not None for row in rows)
     if each or full:
         each_one = f"makespan/M{unit}"
@@ -246,6 +250,11 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _said(comparison: Comparison) -> Iterator[str]:
+    if comparison.timed:
+        yield (
+            f"Timed under {comparison.channel}, without buffers: a bound from above."
+            + " Under edge: if no stream hinders another one." * (comparison.channel == "rank")
+        )
     if comparison.per_microbatch:
         yield "The numbers of microbatches, M, differ, so the time per microbatch is compared."
     if any(row.steady is not None for row in comparison.rows):
@@ -311,7 +320,8 @@ def _objections(comparison: Comparison) -> Iterator[str]:
             continue
         reason = f"{row.target}: {why.message}"
         if why.code is not None:
-            where = f" under {comparison.channel}" if row.makespan is not None else ""
+            runs = row.makespan is None and not comparison.timed
+            where = "" if runs else f" under {comparison.channel}"
             reason = f"{row.target} does not run{where}: error[{why.code}]: {why.message}"
         several.setdefault((row.target, why.code), []).append(reason)
     for first, *others in several.values():
@@ -324,12 +334,17 @@ def found_text(found: Found) -> str:
     line = found.timeline
     span = max(rank.span for rank in line.ranks)
     unit = f" {line.unit}" if line.unit else ""
+    under = "" if line.channel is None else f" under {line.channel}"
+    if line.edge_makespan is not None:
+        under += f" ({line.edge_makespan:.10g}{unit} under edge)"
     peaks = [f"{max(rank.peak_activations for rank in line.ranks)} activations"]
     held = [rank.peak_bytes for rank in line.ranks if rank.peak_bytes is not None]
     if held:
         peaks.append(size(max(held)))
     above = found.distance
-    distance = "none can be quicker" if above <= _ENOUGH else f"{above:.2%} above it"
+    is_best = above <= _ENOUGH and line.channel in (None, "edge")
+    distance = "none can be quicker" if is_best else f"{above:.2%} above it"
+    bound = f"lower bound of the {found.objective}" + " under edge" * (line.channel is not None)
     pairs = found.schedule.stages * found.schedule.microbatches
     chosen = [f"placement {found.placement}"] if found.schedule.stages > 1 else []
     chosen.append(f"{found.split} of {pairs} backwards split")
@@ -337,10 +352,10 @@ def found_text(found: Found) -> str:
         chosen.append(f"{found.recomputed} forwards recomputed")
     chosen.append(f"as {found.origin}" if found.origin else "its own order")
     return (
-        f"makespan {line.makespan:.10g}{unit}, longest span {span:.10g}{unit}, bubble "
+        f"makespan {line.makespan:.10g}{unit}{under}, longest span {span:.10g}{unit}, bubble "
         f"{bubble(line)}\n"
         f"peak {', '.join(peaks)}\n"
-        f"lower bound of the {found.objective} {found.lower_bound:.10g}{unit}: {distance}\n"
+        f"{bound} {found.lower_bound:.10g}{unit}: {distance}\n"
         f"{', '.join(chosen)}; {found.candidates} tried, seed {found.seed}"
         + (", cut short: the same seed may find another" if found.cut else "")
     )

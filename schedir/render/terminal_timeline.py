@@ -32,6 +32,8 @@ def timeline_json(timeline: Timeline, steady: SteadyState | None = None) -> str:
         "bubble_fraction": timeline.bubble_fraction,
         "ranks": [{name: getattr(rank, name) for name in _STATISTICS} for rank in timeline.ranks],
     }
+    if timeline.channel is not None:
+        summary |= {"channel": timeline.channel, "edge_makespan": timeline.edge_makespan}
     if steady is not None:
         summary["steady"] = steady_figures(steady)
     return as_json(summary)

@@ -177,8 +177,11 @@ def _why(timeline: Timeline, idle: Idle) -> str:
     if idle.cause is Cause.COMMUNICATION and idle.transfer is not None:
         own = transfers.send[transfers.receive == idle.transfer]
         if idle.blamed not in (*own.tolist(), idle.transfer):
-            copies = columns.is_kind(*COPIES)[idle.blamed]
-            said += f", with which its {'copy engine' if copies else 'channel'} is busy"
+            if columns.is_kind(*COPIES)[idle.blamed]:
+                return f"{said}, with which its copy engine is busy"
+            if timeline.posting is not None:
+                return f"{word}: {entry}waits behind {placed(idle.blamed)} on the same queue"
+            said += ", with which its channel is busy"
     return said
 
 

@@ -30,6 +30,7 @@ import attrs
 import numpy as np
 
 from schedir.graph.compile import Transfers, graph_of
+from schedir.graph.paths import Prices
 from schedir.ir import COMPUTE, COPIES, HOMES, Bools, Ints, Schedule
 from schedir.simulator.costs import CostModel
 from schedir.simulator.fit import usual_links
@@ -43,7 +44,6 @@ from schedir.simulator.samples import (
     Samples,
     turns,
 )
-from schedir.simulator.simulation import Prices, prices
 from schedir.simulator.values import Numbers
 
 _NOTHING = np.zeros(0, np.int64)
@@ -78,9 +78,8 @@ def drawn_prices(
     own_links = zip(*_ends(transfers), strict=True)
     usual = attrs.evolve(costs, latency=links.latencies(own_links), bandwidth=links.bandwidth)
     lasts, cost, busy = priced.takes[entries], priced.takes[exchanges], priced.holds[exchanges]
-    dearer = cost - prices(schedule, usual).takes[exchanges]
-    order, follows = transfers.by_channel
-    ahead, behind = order[:-1][follows[1:]], order[1:][follows[1:]]
+    dearer = cost - usual.prices(schedule).takes[exchanges]
+    behind, ahead = transfers.in_turn
     summed = np.arange(len(exchanges)) >= len(transfers)
     pace = _pace(samples, chance, schedule.ranks)
     ratios = samples.ratios

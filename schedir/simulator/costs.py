@@ -10,9 +10,11 @@ from typing import Any
 import attrs
 
 from schedir.errors import LoadError, SchedirError
+from schedir.graph.paths import Prices
 from schedir.ir import COPIES, HOMES, KINDS, Kind, Schedule
 from schedir.simulator import files
 from schedir.simulator.fit import fitted, fitted_times
+from schedir.simulator.prices import prices
 from schedir.simulator.samples import COSTS, Samples
 from schedir.simulator.transformer import Transformer, split
 from schedir.simulator.values import (
@@ -228,6 +230,13 @@ class CostModel:
             **{field.name: sizes[field.name] for field in attrs.fields(Transformer)}
         )
         return cls(**model.costs(), latency=latency, bandwidth=bandwidth, unit="s")
+
+    def prices(self, schedule: Schedule) -> Prices:
+        """What every action of a complete schedule costs.
+
+        Raises SchedirError if there are costs for another number of stages, or none for a link.
+        """
+        return prices(schedule, attrs.asdict(self, recurse=False))
 
     @property
     def stages(self) -> int | None:

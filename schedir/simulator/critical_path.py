@@ -11,7 +11,8 @@ on:
 
 Each action begins when the one before it ends, except behind a transfer on the same channel: the
 channel is free one latency before that transfer's payload arrives. So the path of a simulated
-timeline goes from 0 to the makespan without a gap.
+timeline goes from 0 to the makespan without a gap. Under a channel model it goes behind what is
+queued at either end; what only was on its way as an action began comes after all that ended then.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from itertools import chain
 import attrs
 import numpy as np
 
-from schedir.graph.paths import AFTER, NEEDS, PART, POSTED, QUEUED, Waits, waits
-from schedir.ir import COPIES, RECEIVES, Bools, Ints
-from schedir.simulator.moments import CHANNEL, Moments, as_run
+from schedir.graph.paths import AFTER, NEEDS, PART, POSTED, QUEUED, Waits
+from schedir.ir import COMPUTE, COPIES, RECEIVES, Bools, Ints
+from schedir.simulator.moments import Moments
 
 
 def critical_path(moments: Moments, clock_error: float) -> tuple[int, ...]:
@@ -41,10 +42,10 @@ def critical_path(moments: Moments, clock_error: float) -> tuple[int, ...]:
     receive, send = moments.graph.transfers.receive, moments.graph.transfers.send
     shown = np.append(columns.heads[columns.entry], -1)
     shown[receive] = shown[send] = np.where(receive >= 0, receive, send)
-    waiting = waits(as_run(moments.schedule), CHANNEL, ahead=moments.ahead)
+    waiting = moments.waits
     by_waiter = np.argsort(waiting.waiter, kind="stable")
     bounds = np.searchsorted(waiting.waiter[by_waiter], np.arange(waiting.nodes + 1))
-    kinds = columns.is_kind(*RECEIVES), columns.where(*COPIES)
+    kinds = columns.is_kind(*RECEIVES), columns.is_kind(*COMPUTE), columns.where(*COPIES)
     walk = _Walk(moments, clock_error, waiting, by_waiter, bounds, *kinds)
     # Of several that end last the one that is listed last, which waits for the others if any.
     place = int(np.flatnonzero(ends == np.fmax.reduce(ends))[-1])
@@ -65,6 +66,7 @@ class _Walk:
     by_waiter: Ints
     bounds: Ints
     receives: Bools
+    computes: Bools
     copies: Ints
 
     def before(self, place: int) -> int:
@@ -72,13 +74,15 @@ class _Walk:
         begin, found = float(self.moments.begins[place]), []
         waits = self._waits(int(self.waiting.node[place]))
         for why, waiter, awaited in chain(waits, self._on_its_engine(place, begin)):
-            if why == AFTER:
+            if why == AFTER and self.computes[awaited]:
                 awaited = self._last_known(awaited, begin)
             until = self._until(why, waiter, awaited, begin)
             if awaited >= 0 and until is not None:
                 # Of those that end at once the compute before it, at its send, comes first.
                 order = _ORDER.index(why), self.receives[waiter], waiter
-                found.append((-until, *order, awaited))
+                on_its_way = self.waiting.by_ends and self.moments.ends[awaited] > begin
+                since = float(self.moments.begins[awaited]) if on_its_way else math.inf
+                found.append((-until, -since, *order, awaited))
         return min(found)[-1] if found else -1
 
     def _waits(self, node: int) -> Iterator[tuple[int, int, int]]:
@@ -114,7 +118,9 @@ class _Walk:
     def _until(self, why: int, waiter: int, awaited: int, begin: float) -> float | None:
         """Until when a place may have been waited for, None if it was not."""
         end, held_since = float(self.moments.ends[awaited]), self.moments.begins[awaited]
-        if why == QUEUED and held_since <= begin <= end:
+        by_ends, computes = self.waiting.by_ends, self.computes[awaited]
+        lets_go = not self.receives[awaited] if by_ends else why == QUEUED
+        if why != NEEDS and lets_go and not computes and held_since <= begin <= end:
             return begin
         if why == AFTER and self.receives[waiter]:
             return end if end == begin else None

@@ -19,6 +19,7 @@ Timelines have the `.sched` text of each schedule, once, and the times:
     "schedules": ["schedir 1\\nname 1f1b\\n..."],
     "timelines": [
     {"schedule": 0, "unit": "s", "measured": {"step": 3, "clock_error": 2e-05}, "sizes": null,
+    "posting": null, "edge_makespan": null,
     "starts": [0, 1, null],
     "ends": [1, 2, null]}]}
 
@@ -42,6 +43,7 @@ import attrs
 from schedir.errors import LoadError, ParseError
 from schedir.files import replacing, write_text
 from schedir.ir import Schedule, decode, dumps, loads
+from schedir.simulator.moments import Posting
 from schedir.simulator.samples import Samples, of_plain
 from schedir.simulator.values import UNITS, Measured, Sizes, clip, expect_number
 
@@ -128,6 +130,8 @@ def _written(line: Any, numbers: dict[Schedule, int]) -> str:
         "unit": line.unit,
         "measured": line.measured and attrs.asdict(line.measured),
         "sizes": line.sizes and attrs.asdict(line.sizes),
+        "posting": line.posting and attrs.asdict(line.posting),
+        "edge_makespan": line.edge_makespan,
     }
     starts, ends = (
         _json([None if time != time else time for time in times.tolist()])
@@ -176,7 +180,9 @@ def _timelines(content: object, make: Callable[..., _Made]) -> list[_Made]:
 def _timeline(
     content: object, where: str, schedules: list[Schedule], make: Callable[..., _Made]
 ) -> _Made:
-    fields = ("schedule", "unit", "measured", "sizes", "starts", "ends")
+    fields = ("schedule", "unit", "measured", "sizes", "posting", "edge_makespan", "starts", "ends")
+    if isinstance(content, dict):  # older files don't have these
+        content = {"posting": None, "edge_makespan": None} | content
     held = dict(_keys(content, where, fields))
     number = held["schedule"]
     if type(number) is not int or not 0 <= number < len(schedules):
@@ -190,6 +196,10 @@ def _timeline(
             held["sizes"] = _sizes(held["sizes"], schedule.stages)
         if held["measured"] is not None:
             held["measured"] = _measured(held["measured"])
+        if held["posting"] is not None:
+            held["posting"] = Posting(**_keys(held["posting"], "posting", ("channel", "room")))
+        if held["edge_makespan"] is not None:
+            expect_number("edge_makespan", held["edge_makespan"])
         return make(**held | times | {"schedule": schedule})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None

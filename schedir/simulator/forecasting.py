@@ -35,7 +35,7 @@ from schedir.ir import Ints, Schedule
 from schedir.simulator.bootstrap import drawn_prices, medians_by
 from schedir.simulator.costs import CostModel, unmeasured
 from schedir.simulator.samples import TRANSFER, Samples
-from schedir.simulator.simulation import completed, prices, waits_of
+from schedir.simulator.simulation import completed, waits_of
 from schedir.simulator.values import Numbers, numbers
 
 FEWEST = 5
@@ -108,7 +108,7 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
     if draws < 1:
         raise ValueError(f"draws must be at least 1, not {draws}")
     complete = completed(schedule, costs)
-    priced = prices(complete, costs)
+    priced = costs.prices(complete)
     if costs.samples is None:
         raise SchedirError(
             "these costs have no samples to draw from: fit them with CostModel.fit(timelines), or "

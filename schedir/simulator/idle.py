@@ -33,6 +33,7 @@ from functools import cached_property
 import attrs
 import numpy as np
 
+from schedir.graph.paths import QUEUED
 from schedir.ir import (
     BACKWARDS,
     COMMUNICATION,
@@ -313,9 +314,8 @@ def _gaps_of(work: Work, moments: Moments) -> _Gaps:
     )
     sent, behind, post = np.full((3, len(columns) + 1), -1)
     send, receive = graph.transfers.send, graph.transfers.receive
-    order, follows = graph.transfers.by_channel
     sent[receive], post[receive] = send, _posted_after(moments)
-    behind[receive[order[1:][follows[1:]]]] = send[order[:-1][follows[1:]]]
+    behind[receive] = _queued_behind(moments)
     sent, behind, post = (
         np.where(copy, copies, places[via])
         for places, copies in (
@@ -362,6 +362,9 @@ def _waited_for(moments: Moments, entry: Ints, start: Numbers) -> Ints:
     that it needs the one that is over last, or, where that came in a batch, another part of it that
     is over later, and before the start. -1 for nothing."""
     columns, (user, made) = moments.columns, moments.graph.needs
+    if moments.posting is not None and moments.posting.channel == "host":
+        # Each call blocks: what is listed before compute holds it up too.
+        user, made = np.append(user, entry), np.append(made, entry - 1)
     began = np.full(len(columns), np.nan)
     began[entry] = start
     wanted = (made >= 0) & (began[columns.heads[columns.entry[user]]] >= 0)
@@ -381,6 +384,30 @@ def _waited_for(moments: Moments, entry: Ints, start: Numbers) -> Ints:
     shown[moments.graph.transfers.send[listed]] = moments.graph.transfers.receive[listed]
     found[head[order]] = shown[via[order]]  # the last one stays
     return found[entry]
+
+
+def _queued_behind(moments: Moments) -> Ints:
+    """For every transfer, the one whose end let its own begin, of those before it on its channel,
+    or in a queue of its channel model: the send, or the place of a sum; -1 for none."""
+    transfers, begins, ends = moments.graph.transfers, moments.begins, moments.ends
+    found = np.full(len(transfers), -1)
+    if moments.posting is None:
+        later, earlier = transfers.in_turn
+        found[later] = transfers.send[earlier]
+        return found
+    waiting = moments.waits
+    queued = np.flatnonzero(waiting.why == QUEUED)
+    node, place = waiting.node[waiting.later[queued]], waiting.earlier[queued]
+    # What has ended by then, else what was only on its way: of either the last.
+    over = ends[place] <= begins[node]
+    order = np.lexsort((np.where(over, ends[place], begins[place]), over, node))
+    last = np.full(len(waiting.node), -1)
+    last[node[order]] = waiting.node[place[order]]
+    sender = np.arange(len(waiting.node) + 1)
+    sender[transfers.receive] = transfers.send
+    sender[-1] = -1
+    behind: Ints = sender[last[waiting.node[transfers.send]]]
+    return behind
 
 
 def _posted_after(moments: Moments) -> Ints:

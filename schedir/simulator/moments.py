@@ -9,13 +9,51 @@ import attrs
 import numpy as np
 
 from schedir.graph.compile import Graph, graph_of
-from schedir.graph.paths import waits
-from schedir.ir import COMMUNICATION, COMPUTE, Columns, Ints, Kind, Schedule
+from schedir.graph.paths import Waits, compute_before, waits
+from schedir.ir import (
+    COMMUNICATION,
+    COMPUTE,
+    Columns,
+    Ints,
+    Kind,
+    Schedule,
+    channel_model,
+    is_number,
+)
 from schedir.passes import split_batches
+from schedir.passes.receives import posted_after
 from schedir.simulator.values import Numbers
 
 CHANNEL = "edge"
-"""The channel model that schedules are simulated on."""
+"""The channel model that schedules are simulated on if none is named."""
+
+
+@attrs.frozen
+class Posting:
+    """How the transfers of a run are posted: under which `channel` model, and with `room` for how
+    many receive buffers on each rank (see `schedir.advance_receives`). None for receives that stay
+    where they are listed."""
+
+    channel: str = attrs.field(converter=channel_model)
+    room: int | None = attrs.field()
+
+    @room.validator
+    def _check_room(self, attribute: object, value: object) -> None:
+        if value is not None and not is_number(value):
+            raise ValueError(f"room must be a number of buffers or None, not {value!r}")
+
+    def after(self, schedule: Schedule) -> Ints:
+        """For every place of a complete schedule, the compute after which it is posted, -1 for
+        none."""
+        if self.room is None or self.channel == "host":
+            return compute_before(schedule.columns)
+        return posted_after(schedule, self.channel, self.room)
+
+    def waits(self, schedule: Schedule, channel: str | None = None) -> Waits:
+        """What waits for what as a complete schedule runs, posted like this, under another
+        `channel` model if one is named."""
+        model = channel or self.channel
+        return waits(schedule, model, posted=self.after(schedule), by_ends=True)
 
 
 def as_run(schedule: Schedule) -> Schedule:
@@ -42,6 +80,7 @@ class Moments:
     schedule: Schedule
     begins: Numbers
     ends: Numbers
+    posting: Posting | None = None
 
     @property
     def columns(self) -> Columns:
@@ -58,13 +97,16 @@ class Moments:
         """For every place, that of the last compute before its entry on its rank, -1 for none."""
         return last_before(self.columns, COMPUTE)
 
-    @property
-    def ahead(self) -> bool:
-        """True where a transfer begins before its receive is listed, so that the receive was posted
-        earlier."""
+    @cached_property
+    def waits(self) -> Waits:
+        """What waits for what. Without a known posting, receives are posted where they are listed,
+        or ahead if a transfer begins before that."""
+        if self.posting is not None:
+            return self.posting.waits(self.schedule)
         receive = self.graph.transfers.receive
         before = np.where(receive >= 0, self.compute_before[receive], -1)
-        return bool((self.begins[receive] < self.ends[before]).any())
+        ahead = bool((self.begins[receive] < self.ends[before]).any())
+        return waits(as_run(self.schedule), CHANNEL, ahead=ahead)
 
 
 def last_before(columns: Columns, kinds: Iterable[Kind]) -> Ints:
@@ -76,7 +118,9 @@ def last_before(columns: Columns, kinds: Iterable[Kind]) -> Ints:
     return np.where(before < columns.starts[columns.rank], -1, before)
 
 
-def moments_of(schedule: Schedule, starts: Numbers, ends: Numbers) -> Moments:
+def moments_of(
+    schedule: Schedule, starts: Numbers, ends: Numbers, posting: Posting | None = None
+) -> Moments:
     """The moments of a timeline. Raises UnsoundError if the lists are too wrong to match
     actions."""
     transfers, computes = graph_of(schedule).transfers, schedule.columns.is_kind(*COMPUTE)
@@ -91,4 +135,4 @@ def moments_of(schedule: Schedule, starts: Numbers, ends: Numbers) -> Moments:
         found.append(times)
     begins, over = found
     at_once = np.isnan(over) & ~np.append(computes, True)
-    return Moments(schedule, begins, np.where(at_once, begins, over))
+    return Moments(schedule, begins, np.where(at_once, begins, over), posting)

@@ -411,10 +411,9 @@ def _arrivals(schedule: Schedule, ends: Numbers, heads: Ints) -> tuple[Numbers, 
 def _queued(schedule: Schedule, starts: Numbers, ends: Numbers) -> Bools:
     """The transfers before whose start the one ahead of them on their channel had not arrived."""
     transfers = graph_of(schedule).transfers
-    order, follows = transfers.by_channel
+    behind, ahead = transfers.in_turn
     queued = np.zeros(len(transfers), np.bool_)
-    before = ends[transfers.receive[order[:-1]]] > starts[transfers.send[order[1:]]]
-    queued[order[1:]] = follows[1:] & before
+    queued[behind] = ends[transfers.receive[ahead]] > starts[transfers.send[behind]]
     return queued
 
 

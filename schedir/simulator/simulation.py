@@ -1,7 +1,7 @@
-"""Runs a schedule under given costs, on the `edge` channel model.
+"""Runs a schedule under given costs: as a transport posts it, or as if none held anything up.
 
-Every schedule that runs on some transport runs here: a batch that blocks under `edge` but not if
-posts never block is run as its parts.
+Without a channel model every schedule that runs on some transport runs here, on `edge`: a batch
+that blocks under it but not if posts never block is run as its parts.
 
 A rank runs its compute in list order, each action as soon as the one before it is done and its
 receive has arrived. A transfer is posted when the compute listed before its send is done, starts
@@ -13,11 +13,17 @@ when its channel is free, occupies it for as long as its bytes take, and arrives
 
 A copy to the host or back is posted when the compute listed before it is done, and starts when its
 rank's engine is free.
+
+Under a channel model nothing is buffered: a transfer starts when both its ends are posted and the
+first in their queues, and its link is free. Its send holds up its queue for as long as its bytes
+take, its receive until the payload has arrived:
+
+    rank 0   1RECV_GRAD0 0SEND_ACT1     under `rank` one queue: 0SEND_ACT1 waits for the gradient
+    rank 1   1SEND_GRAD0 1RECV_ACT1     under `edge` two: it waits for its compute alone
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
@@ -25,26 +31,22 @@ import attrs
 import numpy as np
 
 from schedir.checker import prove, sound
-from schedir.errors import SchedirError
 from schedir.graph.compile import graph_of
-from schedir.graph.paths import QUEUED, TEXTBOOK, Waits, finish, textbook, waits
+from schedir.graph.paths import QUEUED, TEXTBOOK, Prices, Waits, finish, textbook, waits
 from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
-    COMPUTE,
     COPIES,
-    HOMES,
-    KINDS,
-    Columns,
     Ints,
-    Kind,
     Schedule,
     expect_schedule,
 )
+from schedir.passes.receives import SPARE_BYTES
 from schedir.simulator.costs import CostModel
-from schedir.simulator.moments import CHANNEL, as_run
+from schedir.simulator.moments import CHANNEL, Posting, as_run
+from schedir.simulator.prices import of_entries
 from schedir.simulator.timeline import Timeline
-from schedir.simulator.values import MOST, Numbers, PerLink, PerStage, expect_number
+from schedir.simulator.values import MOST, Numbers, expect_number
 
 Receives: TypeAlias = Literal["ahead", "listed"]
 """When receives are posted: from the beginning on, or where they are listed."""
@@ -61,12 +63,20 @@ def simulate(
     *,
     durations: Durations | None = None,
     receives: Receives = "ahead",
+    channel: str | None = None,
 ) -> Timeline:
     """Run the schedule under a cost model (by default the textbook's, `CostModel()`).
 
-    Receives are posted `"ahead"` of their place, as the executor does, so they delay nothing. With
-    `"listed"` a transfer also waits for the compute listed before its receive. Parts of a batch are
-    posted with the batch in both cases.
+    Receives are posted `"ahead"` of their place, so they delay nothing. With `"listed"` a transfer
+    also waits for the compute listed before its receive. Parts of a batch are posted with the batch
+    in both cases.
+
+    By default no transport's order holds up anything: transfers of one channel follow each other.
+    With a `channel` model, or a transport that stands for one, transfers wait for each other as
+    there (`schedir.ir.channels`), without buffers: a bound from above. Receives are then `"ahead"`
+    as far as the executor moves them: by `advance_receives`, with as many buffers as fit into a
+    mebibyte at the largest of `boundary_bytes`. Under `rank`, which `nccl` stands for, the result
+    also has its `edge_makespan`: how soon the same lists end if no stream hinders another one.
 
     `durations[rank, index]` replaces the cost of one entry of the lists as you give them; for an
     overlapped pair it is the time of both parts. For a send or receive it is the time from the
@@ -76,10 +86,11 @@ def simulate(
 
     A compute-only schedule gets its communication first. Times are integers if all costs are.
 
-    Raises ScheduleError, with the findings of `schedir.check`, if the schedule is wrong or runs
-    under no channel model. Raises SchedirError if the costs lack a stage or a link of the schedule.
-    Raises ValueError for `durations` of an unknown entry or that are not finite and >= 0, and for
-    other `receives`. Raises TypeError for anything that is not a Schedule or a CostModel.
+    Raises ScheduleError, with the findings of `schedir.check`, if the schedule is wrong, or does
+    not run under the channel model (without one: under any). Raises SchedirError if the costs lack
+    a stage or a link of the schedule. Raises ValueError for `durations` of an unknown entry or that
+    are not finite and >= 0, and for another `receives` or `channel`. Raises TypeError for anything
+    that is not a Schedule or a CostModel.
 
     >>> import schedir
     >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=4))
@@ -89,24 +100,43 @@ def simulate(
     if receives not in ("ahead", "listed"):
         raise ValueError(f'receives must be "ahead" or "listed", not {receives!r}')
     costs = CostModel() if costs is None else costs
-    complete = completed(schedule, costs)
-    priced = prices(complete, costs)
+    complete = completed(schedule, costs, channel)
+    priced = costs.prices(complete)
     if durations:
         priced = _overridden(priced, schedule, complete, durations)
-    starts = _starts(complete, costs, priced, ahead=receives == "ahead")
-    sizes = costs.sizes
+    posting = edge_makespan = None
+    if channel is None:
+        starts = _starts(complete, costs, priced, ahead=receives == "ahead")
+    else:
+        room = _room(complete, costs) if receives == "ahead" else None
+        posting = Posting(channel, room)
+        starts = _posted_starts(complete, costs, priced, posting)
+        if posting.channel == "rank":
+            free = _posted_starts(complete, costs, priced, posting, CHANNEL)
+            edge_makespan = (free + priced.takes).max(initial=0).item()
+    sizes = costs.sizes if costs.sizes.known else None
+    ends = starts + priced.takes
     return Timeline(
-        complete, starts, starts + priced.takes, sizes if sizes.known else None, costs.unit
+        complete, starts, ends, sizes, costs.unit, posting=posting, edge_makespan=edge_makespan
     )
 
 
-def completed(schedule: Schedule, costs: CostModel) -> Schedule:
-    """The schedule with its communication. Raises as `simulate` does, except for a deadlock, which
-    shows when the schedule is run."""
+def completed(schedule: Schedule, costs: CostModel, channel: str | None = None) -> Schedule:
+    """The schedule with its communication. Raises as `simulate` does; without a channel model a
+    deadlock only shows when the schedule is run."""
     expect_schedule(schedule)
     if not isinstance(costs, CostModel):
         raise TypeError(f"costs must be a CostModel, not {costs!r}")
+    if channel is not None:
+        return prove(schedule, channel).proved()
     return sound(schedule) or prove(schedule, _WEAKEST).proved()
+
+
+def _room(schedule: Schedule, costs: CostModel) -> int:
+    """How many receive buffers a rank may hold, as the executor has it."""
+    sizes = costs.boundary_bytes
+    largest = max(sizes, default=0) if isinstance(sizes, tuple) else sizes
+    return min(int(SPARE_BYTES // max(largest, 1)), len(graph_of(schedule).transfers))
 
 
 def waits_of(schedule: Schedule, costs: CostModel, priced: Prices, *, ahead: bool = True) -> Waits:
@@ -114,17 +144,15 @@ def waits_of(schedule: Schedule, costs: CostModel, priced: Prices, *, ahead: boo
     waiting = waits(as_run(schedule), CHANNEL, ahead=ahead)
     if waiting.stuck.any():
         prove(schedule, _WEAKEST).proved()  # raises, as what blocks here blocks where posts don't
-    copies = schedule.columns.where(*COPIES)
-    if costs.copy_engine and len(copies):
-        return _sharing_engines(waiting, copies, costs.copy_engine, priced)
-    return waiting
+    return _sharing_engines(waiting, costs, priced)
 
 
-def _sharing_engines(
-    waiting: Waits, copies: Ints, engines: Mapping[int, int], priced: Prices
-) -> Waits:
+def _sharing_engines(waiting: Waits, costs: CostModel, priced: Prices) -> Waits:
     """The waits, and those of copies for the ones before them on an engine that ranks share: in the
     order in which they would be posted if no copy took any time."""
+    copies, engines = waiting.schedule.columns.where(*COPIES), costs.copy_engine
+    if not engines or not len(copies):
+        return waiting
     takes, holds = priced.takes.copy(), priced.holds.copy()
     takes[copies] = holds[copies] = 0
     posted = finish(waiting, takes, holds)[copies]
@@ -150,139 +178,44 @@ def _sharing_engines(
     return shared
 
 
+def _posted_starts(
+    schedule: Schedule, costs: CostModel, priced: Prices, posting: Posting, channel: str = ""
+) -> Numbers:
+    """When each action starts if it is posted like this, under the posting's channel model or
+    another one."""
+    channel = channel or posting.channel
+    if _is_textbook(schedule, priced):
+        # Between these two the receives are posted, and transfers take no time.
+        soonest = _starts(schedule, costs, priced, ahead=True)
+        if np.array_equal(soonest, textbook(schedule, channel)[: len(soonest)]):
+            return soonest
+    priced = priced.by_ends(graph_of(schedule).transfers.receive)
+    waiting = _sharing_engines(posting.waits(schedule, channel), costs, priced)
+    return _of_places(schedule, finish(waiting, priced.takes, priced.holds))
+
+
 def _starts(schedule: Schedule, costs: CostModel, priced: Prices, ahead: bool) -> Numbers:
     """When each action of a complete schedule starts. Raises ScheduleError where it blocks."""
-    columns, starts = schedule.columns, None
-    usual = _of_entries(columns, TEXTBOOK[columns.kind])
-    if all(
-        each.dtype == usual.dtype and np.array_equal(each, usual)
-        for each in (priced.takes, priced.holds)
-    ):
+    starts = None
+    if _is_textbook(schedule, priced):
         starts = textbook(as_run(schedule), CHANNEL, ahead=ahead)
     if starts is None or (starts < 0).any():
         waiting = waits_of(schedule, costs, priced, ahead=ahead)
         starts = finish(waiting, priced.takes, priced.holds)
-    starts = starts[: len(columns)]
+    return _of_places(schedule, starts)
+
+
+def _of_places(schedule: Schedule, starts: Numbers) -> Numbers:
+    starts = starts[: len(schedule.columns)]
     return starts.astype(np.float64) if starts.max(initial=0) > _MOST_INT else starts
 
 
-# Prices.
-
-
-@attrs.frozen(eq=False)
-class Prices:
-    """How long every action takes, those that are one together; and for how long it `holds` what is
-    queued behind it: a transfer its channel. Shape [actions]."""
-
-    takes: Numbers
-    holds: Numbers
-
-
-def prices(schedule: Schedule, costs: CostModel) -> Prices:
-    """What a complete schedule costs.
-
-    Raises SchedirError where the costs have another number of stages, or lack a link.
-    """
-    _expect_fit(schedule, costs)
-    columns, transfers = schedule.columns, graph_of(schedule).transfers
-    present = np.flatnonzero(np.bincount(columns.kind)).tolist()
-    costs_of = {code: _of_kind(costs, KINDS[code]) for code in present}
-    table = np.zeros((len(KINDS), schedule.stages), np.result_type(np.int64, *costs_of.values()))
-    for code, cost in costs_of.items():
-        table[code] = cost
-    takes = _of_entries(columns, table[columns.kind, columns.stage], costs.overlapped)
-
-    copies = columns.where(*COPIES)
-    speed = np.full(len(copies), 0 if costs.host_bandwidth == math.inf else costs.host_bandwidth)
-    copied = _quotient(_at(costs.activation_bytes, columns.stage[copies]), speed)
-    links = transfers.source * schedule.ranks + transfers.target
-    # An activation goes on to its stage, a gradient back to it.
-    sizes = _at(costs.boundary_bytes, transfers.stage - ~transfers.is_gradient)
-    busy = _quotient(sizes, _at_links("bandwidth", costs.bandwidth, schedule, links))
-    arrive = _at_links("latency", costs.latency, schedule, links) + busy
-    takes = takes.astype(np.result_type(takes, arrive, copied), copy=False)
-    takes[copies] = copied
-    holds = takes.copy()
-    for ends in (transfers.send, transfers.receive):
-        takes[ends], holds[ends] = arrive, busy
-    return Prices(takes, holds)
-
-
-def _of_entries(columns: Columns, alone: Numbers, overlapped: PerStage | None = None) -> Numbers:
-    """What every action takes with those that it overlaps, where it takes so long alone."""
-    if not columns.together:
-        return alone
-    second = np.flatnonzero(columns.joined & columns.is_kind(*COMPUTE))
-    both = alone[second - 1] + alone[second]
-    if overlapped is not None:
-        forward = second - columns.is_kind(*HOMES)[second - 1]
-        both = _at(overlapped, columns.stage[forward])
-    takes = alone.astype(np.result_type(alone, both))
-    takes[second - 1] = takes[second] = both
-    return takes
-
-
-def _expect_fit(schedule: Schedule, costs: CostModel) -> None:
-    """Raise SchedirError where something by stage is not that of the schedule's stages."""
-    for field, value in attrs.asdict(costs, recurse=False).items():
-        if not isinstance(value, tuple):
-            continue
-        stages = schedule.stages
-        of_boundaries = field == "boundary_bytes"
-        wanted, what = (stages - 1, "boundaries") if of_boundaries else (stages, "stages")
-        if len(value) != wanted:
-            raise SchedirError(
-                f"{field} has {len(value)} numbers, but {schedule.name} has {wanted} {what}: give "
-                "one for each, or one number for all"
-            )
-
-
-def _of_kind(costs: CostModel, kind: Kind) -> Numbers:
-    """What a kind costs: as many forwards as the table of kinds says, where the costs have no field
-    for it."""
-    if not hasattr(costs, kind.name.lower()):
-        return kind.meaning.cost * np.array(costs.forward)
-    cost: PerStage | None = getattr(costs, kind.name.lower())
-    return np.array(costs.forward if cost is None else cost)
-
-
-def _at(value: PerStage, stages: Ints) -> Numbers:
-    if isinstance(value, tuple):
-        by_stage: Numbers = np.array(value)[stages]
-        return by_stage
-    return np.full(len(stages), value)
-
-
-def _at_links(name: str, value: PerLink, schedule: Schedule, links: Ints) -> Numbers:
-    """The value of each link; 0 for one that is infinite, which no bandwidth is otherwise."""
-    if not isinstance(value, Mapping):
-        return np.full(len(links), 0 if value == math.inf else value)
-    used, inverse = np.unique(links, return_inverse=True)
-    found = []
-    for link in used.tolist():
-        ends = divmod(link, schedule.ranks)
-        if ends not in value:
-            raise SchedirError(
-                f"{name} has no number for the link {ends}, on which {schedule.name} sends from "
-                f"rank {ends[0]} to rank {ends[1]}: add it"
-            )
-        found.append(0 if value[ends] == math.inf else value[ends])
-    by_link: Numbers = np.array(found, None if found else np.int64)[inverse]
-    return by_link
-
-
-def _quotient(sizes: Numbers, bandwidth: Numbers) -> Numbers:
-    """How long bytes take: integers where all are and nothing remains."""
-    endless = bandwidth == 0
-    if endless.all():
-        return np.zeros(len(sizes), np.int64)
-    sizes, bandwidth = np.where(endless, 0, sizes), np.where(endless, 1, bandwidth)
-    if sizes.dtype.kind == bandwidth.dtype.kind == "i":
-        whole, rest = np.divmod(sizes, bandwidth)
-        if not rest.any():
-            return whole
-    times: Numbers = sizes / bandwidth
-    return times
+def _is_textbook(schedule: Schedule, priced: Prices) -> bool:
+    usual = of_entries(schedule.columns, TEXTBOOK[schedule.columns.kind])
+    return all(
+        each.dtype == usual.dtype and np.array_equal(each, usual)
+        for each in (priced.takes, priced.holds)
+    )
 
 
 # Single entries that take another time.

@@ -75,7 +75,7 @@ def steady_in_unit(steady: SteadyState, unit: Unit) -> SteadyState:
 
 def steady_state_of(timeline: Timeline) -> SteadyState | None:
     """The steady state that a simulated timeline shows, None if it is too short to show one."""
-    lists = _lists_of(timeline.schedule.columns)
+    lists = _lists_of(timeline)
     microbatches = lists.place.shape[1]
     most = min(microbatches // 3, _MOST_WORK // max(lists.place.size, 1))
     for apart in range(1, most + 1):
@@ -96,9 +96,11 @@ class _Lists:
     rank: Ints  # of each row
     listed: Ints
     lag: int  # the most microbatches that an action is behind one that is listed before it
+    after: Ints  # of each place, the compute that it is posted after; -1 for none
 
 
-def _lists_of(columns: Columns) -> _Lists:
+def _lists_of(timeline: Timeline) -> _Lists:
+    columns, posting = timeline.schedule.columns, timeline.posting
     column, ahead = _column_of(columns), np.zeros(len(columns), np.int64)
     for begin, end in pairwise(columns.starts.tolist()):
         ahead[begin:end] = np.maximum.accumulate(column[begin:end])
@@ -112,7 +114,10 @@ def _lists_of(columns: Columns) -> _Lists:
     listed = np.zeros((columns.ranks, place.shape[1] + 1), np.int64)
     np.add.at(listed[:, 1:], rank, place >= 0)
     lag = int((ahead - column)[placed].max(initial=0))
-    return _Lists(place, rank, listed.cumsum(axis=1), lag)
+    after = np.full(len(columns), -1) if posting is None else posting.after(timeline.schedule)
+    early = np.flatnonzero((after >= 0) & (column >= 0))
+    lag = max(lag, int((column[early] - column[after[early]]).max(initial=0)))
+    return _Lists(place, rank, listed.cumsum(axis=1), lag, after)
 
 
 def _column_of(columns: Columns) -> Ints:
@@ -136,7 +141,10 @@ def _stretch(timeline: Timeline, lists: _Lists, apart: int) -> tuple[int, int] |
     here = earlier >= 0
     same = (here == (later >= 0)).all(axis=0)
     moved = lists.listed[:, apart:-1] - lists.listed[:, : -1 - apart]
-    same &= ((later - earlier == moved[lists.rank]) | ~here).all(axis=0)
+    moved = moved[lists.rank]
+    same &= ((later - earlier == moved) | ~here).all(axis=0)
+    posted, before = lists.after[later], lists.after[earlier]
+    same &= ((posted - before == np.where(before < 0, 0, moved)) | ~here).all(axis=0)
     shifts = [times[later] - times[earlier] for times in (timeline.starts, timeline.ends)]
     least = np.where(here, np.minimum(*shifts), np.inf).min(axis=0)
     period = np.where(here, np.maximum(*shifts), -np.inf).max(axis=0)

@@ -19,7 +19,7 @@ from schedir.simulator import files
 from schedir.simulator.critical_path import critical_path
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
 from schedir.simulator.memory import Held, host_bytes, live_activations, live_bytes
-from schedir.simulator.moments import Moments, moments_of
+from schedir.simulator.moments import Moments, Posting, moments_of
 from schedir.simulator.values import Measured, Numbers, Sizes, Unit, check_unit, factor, numbers
 
 
@@ -88,7 +88,10 @@ class Timeline(DisplayedTimeline):
     start but no end is one whose end nobody waited for.
 
     `sizes` are the bytes of what is kept, if they are known. `unit` is the unit of time, None for
-    any. `measured` describes the measured step, None for a simulated one.
+    any. `measured` describes the measured step, None for a simulated one. `posting` says under
+    which channel model the timeline was simulated, and where its receives were posted; None if no
+    transport's order was counted, and if it was measured. `edge_makespan` is, of one simulated
+    under `rank`, how soon the same lists end under `edge`: if no stream hinders another one.
 
     Raises ValueError if the times do not fit the schedule: a wrong number of times, a negative or
     infinite time, an entry that ends before it starts. Also raises ValueError for an unknown unit,
@@ -108,6 +111,8 @@ class Timeline(DisplayedTimeline):
     sizes: Sizes | None = attrs.field(default=None, validator=_one_of(Sizes))
     unit: Unit | None = attrs.field(default=None, validator=check_unit)
     measured: Measured | None = attrs.field(default=None, validator=_one_of(Measured))
+    posting: Posting | None = attrs.field(default=None, validator=_one_of(Posting))
+    edge_makespan: float | None = None
 
     def __attrs_post_init__(self) -> None:
         shape = (len(self.schedule.columns),)
@@ -151,6 +156,11 @@ class Timeline(DisplayedTimeline):
                 "schedir.simulator.load_timelines reads them all"
             )
         return found[0]
+
+    @property
+    def channel(self) -> str | None:
+        """The channel model that it was simulated under."""
+        return None if self.posting is None else self.posting.channel
 
     @cached_property
     def known(self) -> Bools:
@@ -218,7 +228,7 @@ class Timeline(DisplayedTimeline):
 
     @cached_property
     def _moments(self) -> Moments:
-        return moments_of(self.schedule, self.starts, self.ends)
+        return moments_of(self.schedule, self.starts, self.ends, self.posting)
 
     @cached_property
     def _live_activations(self) -> Held:
@@ -350,6 +360,7 @@ def in_unit(timeline: Timeline, unit: Unit) -> Timeline:
         ends=timeline.ends * times,
         unit=unit,
         measured=measured,
+        edge_makespan=None if timeline.edge_makespan is None else timeline.edge_makespan * times,
     )
 
 

@@ -89,7 +89,7 @@ def peak(microbatches: int) -> int:
 @pytest.fixture
 def no_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small boundaries would all be received ahead, up to a mebibyte."""
-    monkeypatch.setattr(program, "_SPARE_BYTES", 0)
+    monkeypatch.setattr(program, "SPARE_BYTES", 0)
 
 
 @pytest.mark.usefixtures("no_spare")

@@ -194,7 +194,7 @@ def test_bytes_are_measured_for_every_shape() -> None:
 
 
 def test_lists_with_receives_further_ahead_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "_SPARE_BYTES", 4 * BOUNDARY)
+    monkeypatch.setattr(program, "SPARE_BYTES", 4 * BOUNDARY)
     with executor(3) as traced:
         schedules, busy, found = [], [], list[Timeline]()
         for rows in (ROWS, 8 * ROWS):

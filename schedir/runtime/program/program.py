@@ -33,6 +33,7 @@ from schedir.diagnosis.verdict import END, SENDS, Phase
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Kind, Schedule
+from schedir.passes.receives import SPARE_BYTES
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.batch.batches import ends_of_batches
 from schedir.runtime.batch.feeding import Feed
@@ -52,15 +53,11 @@ from schedir.runtime.program.observers import Observer, observed, profiler_range
 from schedir.runtime.stage.activations import Cells
 from schedir.runtime.transports.transport import Transport, Work
 
-_SPARE_BYTES = 1 << 20
-"""Of receive buffers where the list needs fewer: nothing beside a model, and small transfers, which
-would wait for a timer tick rather than for data, are all posted ahead."""
-
 _MOST = 64
 """The most signatures that are kept; beyond it all ranks drop the least recently used one."""
 
 _MOST_POSTED = 4
-"""So many programs keep receives posted between calls, each of `_SPARE_BYTES` at most."""
+"""So many programs keep receives posted between calls, each of `SPARE_BYTES` at most."""
 
 
 class Program:
@@ -479,7 +476,7 @@ class Programs:
                     for receive in leading
                     if isinstance(receive, Action)
                 )
-                first_of = sum(size <= _SPARE_BYTES for size in sizes)
+                first_of = sum(size <= SPARE_BYTES for size in sizes)
                 ahead = [one.run for one in instructions[:first_of]]
                 posted = (attrs.evolve(one, run=nothing) for one in instructions[:first_of])
                 instructions = [*posted, *instructions[first_of:]]
@@ -499,7 +496,7 @@ class Programs:
     def _room(self, lessons: Lessons) -> int:
         """How many receive buffers a rank may hold, as far as the ranks here can tell."""
         largest = max((learned.largest() for learned in lessons.values()), default=0)
-        return min(_SPARE_BYTES // max(largest, 1), len(graph_of(self._listed).transfers))
+        return min(SPARE_BYTES // max(largest, 1), len(graph_of(self._listed).transfers))
 
 
 def _nbytes(receive: Action, lessons: Lessons) -> int:
