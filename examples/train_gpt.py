@@ -93,16 +93,16 @@ def train(args: argparse.Namespace) -> bool:
         reference = Reference(sched, initial, loss_fn, optimizer, args.seed)
         equal = verify(reference, batches, losses, weights)
     if measured:  # on rank 0
-        predict(measured, args.page)
+        predict(measured, args.page, "nccl" if args.device == "cuda" else "gloo")
     return equal
 
 
-def predict(measured: Sequence[schedir.Timeline], page: Path) -> None:
+def predict(measured: Sequence[schedir.Timeline], page: Path, transport: str) -> None:
     """Predict the second half of the steps from the first, and draw both: on rank 0."""
     half = max(1, len(measured) // 2)
     costs = schedir.CostModel.fit(measured[:half])
     line = median_step(measured[half:] or measured)
-    predicted = schedir.simulate(line.schedule, costs)
+    predicted = schedir.simulate(line.schedule, costs, channel=transport)
     try:
         band = schedir.forecast(line.schedule, costs)
         low, high = 1e3 * band.quantile(0.05), 1e3 * band.quantile(0.95)
@@ -110,7 +110,7 @@ def predict(measured: Sequence[schedir.Timeline], page: Path) -> None:
     except schedir.SchedirError as error:
         spread = f"no band: {error}"
     console.print(
-        f"makespan of a step, predicted from the first half of the steps: "
+        f"makespan of a step under {transport}, predicted from the first half of the steps: "
         f"{1e3 * predicted.makespan:.1f} ms at their medians, {spread}\n"
         f"makespan of a step, measured in the second half, the median: {1e3 * line.makespan:.1f} ms"
     )

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Kind, Timeline
-from schedir.graph.compile import graph_of
 from schedir.checker import CHANNELS
+from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, CONSUMES, RECEIVES, SENDS
 from schedir.simulator import Cause, Measured
 from tests.built_in import NAMES

@@ -18,6 +18,7 @@ from schedir.ir import COMMUNICATION, COPIES, Entry
 from schedir.passes import offload
 from tests.joined import drawn_joined, joined
 from tests.stepped import Stepped, of_stage
+from tests.sweeps import examples
 from tests.test_random import drawn, scattered
 
 SEEDS = st.integers(0, 1 << 32)
@@ -177,6 +178,7 @@ def scaled(value: Any, by: int) -> Any:
 
 
 @pytest.mark.parametrize("channel", schedir.checker.CHANNELS)
+@examples(400)
 @given(SEEDS, st.sampled_from(["ahead", "listed"]))
 def test_a_channel_model_agrees_with_stepping_through_time(
     channel: str, seed: int, receives: Any

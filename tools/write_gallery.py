@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -170,7 +171,7 @@ def _exhibit(generator: Generator) -> Exhibit:
     return Exhibit(generator, schedir.simulate(built), share, _steady(generator))
 
 
-def _steady(generator: Generator, **parameters: bool) -> SteadyState | None:
+def _steady(generator: Generator, **parameters: Any) -> SteadyState | None:
     return schedir.steady_state(
         generator, CostModel(), ranks=RANKS, microbatches=MICROBATCHES, **parameters
     )

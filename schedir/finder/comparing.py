@@ -142,12 +142,12 @@ class _Job:
                 return row
             if isinstance(made, Timeline):
                 return self._figures(row, made)
-            if problem is not None and self.channel is not None:
-                return row  # what blocks under the model takes no time there
-            line = simulate(complete, self._of(complete), channel=self.channel)
+            channel = None if problem else self.channel  # what blocks there has no time there
+            line = simulate(complete, self._of(complete), channel=channel)
             if isinstance(self.costs, CostModel):
                 row = attrs.evolve(row, unmeasured=unmeasured(complete, self.costs))
-            row = attrs.evolve(row, steady=self._steady(_schedule_of(made), variant.grows))
+            steady = self._steady(_schedule_of(made), variant.grows, channel)
+            row = attrs.evolve(row, steady=steady)
         except SchedirError as error:
             return attrs.evolve(row, problem=Problem(None, str(error)))
         return self._figures(row, line)
@@ -216,12 +216,12 @@ class _Job:
             return recut(self.costs, schedule.stages, of=schedule.ranks)
         return self.costs(schedule.stages)
 
-    def _steady(self, schedule: Schedule, grows: bool) -> SteadyState | None:
+    def _steady(self, schedule: Schedule, grows: bool, channel: str | None) -> SteadyState | None:
         if not schedule.is_asynchronous:
             return None
         from schedir.finder.full_pipeline import look  # which few schedules need
 
-        return look(schedule, self._of(schedule), grows=grows, channel=self.channel).steady
+        return look(schedule, self._of(schedule), grows=grows, channel=channel).steady
 
     def _proved(self, schedule: Schedule) -> tuple[Schedule | None, Problem | None]:
         """The complete form, if it runs under any model, and why it does not under this one."""
@@ -291,8 +291,8 @@ class Row:
     is the most (stage, microbatch) activations of any rank, `peak_bytes` the most that a rank
     keeps. `delay` is the most updates between the weight version that a gradient is computed at and
     the version that it is applied to. `fits` says whether the peak is within the memory limit.
-    `problem` says why there is no time; a schedule that deadlocks under `rank`, where no channel
-    model was chosen, has both. `unmeasured` names the costs that no run has shown, if costs were
+    `problem` says why there is no time; a schedule that deadlocks under the chosen channel model
+    has both, the time without a model. `unmeasured` names the costs that no run has shown, if costs were
     fitted: the row's time is only as good as what was used for them. `steady` is the cost of an
     asynchronous schedule while its pipeline is full, if it shows one. All other figures are of a
     single call, which fills the pipeline and drains it.

@@ -320,8 +320,7 @@ def _objections(comparison: Comparison) -> Iterator[str]:
             continue
         reason = f"{row.target}: {why.message}"
         if why.code is not None:
-            runs = row.makespan is None and not comparison.timed
-            where = "" if runs else f" under {comparison.channel}"
+            where = f" under {comparison.channel}" if row.makespan is not None else ""
             reason = f"{row.target} does not run{where}: error[{why.code}]: {why.message}"
         several.setdefault((row.target, why.code), []).append(reason)
     for first, *others in several.values():

@@ -54,7 +54,7 @@ def tried(random: Random) -> tuple[Terms, Task, list[Order]]:
         objective=random.choice(("makespan", "span")),
         split=random.random() < 0.8,
         recompute=None,
-        channel="rank",
+        channel=None,
     )
     task = terms.task(terms.placements[0])
     orders = [serial(task)]
