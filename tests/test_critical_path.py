@@ -103,16 +103,39 @@ def test_the_path_through_batches_copies_and_changed_durations_has_no_gap(seed: 
             assert steps(line, each) == line.makespan
 
 
+def test_a_path_behind_a_send_of_a_batch_by_hand() -> None:
+    #   time    0    1    2    3    4    ...  11   12   ...  20   21   22
+    #   rank 1            F0 | 1SEND_ACT0 ════════ F1                        its bytes are gone at 11
+    #   rank 2                                          F0        F1
+    schedule = listed(
+        2,
+        "0 1 2",
+        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
+        "1RECV_ACT0 1F0 (1SEND_ACT0;1RECV_ACT1) 1F1 1SEND_ACT1 1RECV_GRAD0 1B0 1SEND_GRAD0 "
+        "1RECV_GRAD1 1B1 1SEND_GRAD1",
+        "2RECV_ACT0 2F0 2RECV_ACT1 2F1 2B0 2SEND_GRAD0 2B1 2SEND_GRAD1",
+    )
+    costs = CostModel(latency=1, bandwidth=1, boundary_bytes=(0, 8))
+    line = schedir.simulate(schedule, costs, channel="edge")
+    assert path(line).startswith("0F0 1RECV_ACT0 1F0 2RECV_ACT0 1F1 2RECV_ACT1 2F1 ")
+
+
 @given(seeds, st.sampled_from(CHANNELS))
 def test_the_path_under_a_channel_model_has_no_gap(seed: int, channel: str) -> None:
     chance = random.Random(seed)
     schedule = some_schedule(chance)
     assume(channel in schedir.check(schedule, channel).clean_channels)
-    costs = attrs.evolve(some_costs(schedule, chance), latency=0)  # an end is free as it arrives
+    costs = some_costs(schedule, chance)
     line = schedir.simulate(schedule, costs, channel=channel)
-    assert steps(line, costs) == line.makespan
+    places = [*line.critical_path]
+    assert (line.starts[places[0]], line.ends[places[-1]]) == (0, line.makespan)
+    for one, other in pairwise(places):
+        assert line.starts[one] <= line.starts[other] <= line.ends[one]
     causes = {one.cause for own in line.idle for one in own}
     assert not causes & {Cause.OVERHEAD, Cause.UNKNOWN}
+    costs = attrs.evolve(costs, latency=0)  # an end is free as the payload arrives
+    line = schedir.simulate(schedule, costs, channel=channel)
+    assert steps(line, costs) == line.makespan
 
 
 @given(seeds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -115,6 +116,11 @@ def test_the_verdict_on_scattered_communication(seed: int, channel: str, faults:
     outcome = happens(built, channel, seed)
     report = schedir.check(built, channel)
     assert report.ok == (outcome == "completes"), (outcome, report.errors, schedir.dumps(built))
+    if report.ok:
+        assert (schedir.simulate(built, channel=channel).starts >= 0).all()
+    else:
+        with pytest.raises(schedir.ScheduleError):
+            schedir.simulate(built, channel=channel)
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from(CHANNELS), st.integers(1, 2))

@@ -143,12 +143,20 @@ def test_a_list_that_is_too_short_shows_nothing_wrong(
         parameters = {"gradient_accumulation": 6}
     stages = schedir.build(name, ranks=ranks, **parameters).stages
     few = st.tuples(*[st.integers(1, 4)] * stages)
-    costs = CostModel(forward=data.draw(few), backward=data.draw(few), latency=data.draw(whole))
+    # Of the larger boundaries so few receives are posted ahead.
+    size = data.draw(st.sampled_from([0, 2**18, 2**20]))
+    costs = CostModel(
+        forward=data.draw(few),
+        backward=data.draw(few),
+        latency=data.draw(whole),
+        boundary_bytes=size,
+    )
+    channel = data.draw(st.sampled_from([None, "host", "rank", "pair", "edge", "async"]))
     long = schedir.build(name, ranks=ranks, microbatches=40 + MORE, **parameters)
-    line = simulate(long, costs)
+    line = simulate(long, costs, channel=channel)
     for microbatches in range(1, 40):
         made = schedir.build(name, ranks=ranks, microbatches=microbatches, **parameters)
-        steady = steady_state_of(simulate(made, costs))
+        steady = steady_state_of(simulate(made, costs, channel=channel))
         if steady is not None:
             assert_as_measured(steady, line)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import schedir
@@ -180,6 +180,7 @@ def scaled(value: Any, by: int) -> Any:
 @pytest.mark.parametrize("channel", schedir.checker.CHANNELS)
 @examples(400)
 @given(SEEDS, st.sampled_from(["ahead", "listed"]))
+@example(717, "ahead")  # two sends of one batch to one rank
 def test_a_channel_model_agrees_with_stepping_through_time(
     channel: str, seed: int, receives: Any
 ) -> None:

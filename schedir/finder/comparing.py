@@ -292,9 +292,9 @@ class Row:
     keeps. `delay` is the most updates between the weight version that a gradient is computed at and
     the version that it is applied to. `fits` says whether the peak is within the memory limit.
     `problem` says why there is no time; a schedule that deadlocks under the chosen channel model
-    has both, the time without a model. `unmeasured` names the costs that no run has shown, if costs were
-    fitted: the row's time is only as good as what was used for them. `steady` is the cost of an
-    asynchronous schedule while its pipeline is full, if it shows one. All other figures are of a
+    has both, the time without a model. `unmeasured` names the costs that no run has shown, if costs
+    were fitted: the row's time is only as good as what was used for them. `steady` is the cost of
+    an asynchronous schedule while its pipeline is full, if it shows one. All other figures are of a
     single call, which fills the pipeline and drains it.
 
     >>> import schedir

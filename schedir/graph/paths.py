@@ -296,9 +296,9 @@ def waits(
     edges = [*_order(graph, channel, ties, ahead, posted, by_ends), _needs(graph, channel)]
     later, earlier, why = (np.concatenate(column) for column in zip(*edges, strict=True))
     waiter, awaited = begins[later], over[earlier]
-    if nodes > len(node):
+    if nodes > len(node) or (by_ends and channel == "async"):
         whole, single = np.flatnonzero(over != node), np.flatnonzero(begins != node)
-        behind, ahead_of = _queued_in_batches(graph)
+        behind, ahead_of = _queued_on_links(graph, by_ends and channel == "async")
         later = np.concatenate((later, whole, single, behind))
         earlier = np.concatenate((earlier, whole, single, ahead_of))
         reasons = np.repeat((PART, POSTED, QUEUED), (len(whole), len(single), len(behind)))
@@ -321,11 +321,13 @@ def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:
     return begins, over, len(columns) + 2 * int(number[-1])
 
 
-def _queued_in_batches(graph: Graph) -> tuple[Ints, Ints]:
-    """The sends of a batch that follow another send of the same batch on their channel, and those
-    other sends."""
+def _queued_on_links(graph: Graph, every: bool) -> tuple[Ints, Ints]:
+    """The sends that follow another one on their channel, and those other sends: `every` one, or
+    those of one batch."""
     behind, ahead_of = graph.transfers.in_turn
     send, receive, entry = graph.transfers.send, graph.transfers.receive, graph.columns.entry
+    if every:
+        return send[behind], send[ahead_of]
     one = entry[send[behind]] == entry[send[ahead_of]]
     one &= entry[receive[behind]] == entry[receive[ahead_of]]
     return send[behind[one]], send[ahead_of[one]]
@@ -383,9 +385,6 @@ def _order(
         # The receives of a channel stand in the order of its sends.
         places = places[~columns.is_kind(*RECEIVES)]
     yield _edges(places, before[places], QUEUED)
-    if channel == "async" and by_ends:
-        behind, ahead_of = graph.transfers.in_turn
-        yield _edges(graph.transfers.send[behind], graph.transfers.send[ahead_of], QUEUED)
     if channel == "rank" and tied:
         steps = np.array(shared_steps(graph.schedule, ties), np.int64)
         yield _edges(steps, _communication_before(columns)[steps], QUEUED)

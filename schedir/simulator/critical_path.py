@@ -118,9 +118,10 @@ class _Walk:
     def _until(self, why: int, waiter: int, awaited: int, begin: float) -> float | None:
         """Until when a place may have been waited for, None if it was not."""
         end, held_since = float(self.moments.ends[awaited]), self.moments.begins[awaited]
-        by_ends, computes = self.waiting.by_ends, self.computes[awaited]
-        lets_go = not self.receives[awaited] if by_ends else why == QUEUED
-        if why != NEEDS and lets_go and not computes and held_since <= begin <= end:
+        lets_go = why == QUEUED
+        if self.waiting.by_ends:  # also a batch of its sends, and under `host` what computes next
+            lets_go = why != NEEDS and not self.computes[awaited]
+        if lets_go and held_since <= begin <= end:
             return begin
         if why == AFTER and self.receives[waiter]:
             return end if end == begin else None
