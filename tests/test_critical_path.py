@@ -105,7 +105,7 @@ def test_the_path_through_batches_copies_and_changed_durations_has_no_gap(seed: 
 
 def test_a_path_behind_a_send_of_a_batch_by_hand() -> None:
     #   time    0    1    2    3    4    ...  11   12   ...  20   21   22
-    #   rank 1            F0 | 1SEND_ACT0 ════════ F1                        its bytes are gone at 11
+    #   rank 1            F0 | 1SEND_ACT0 ════════ F1              (its bytes are gone)
     #   rank 2                                          F0        F1
     schedule = listed(
         2,
