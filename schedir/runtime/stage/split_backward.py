@@ -19,7 +19,8 @@ Some gradients I computes as well, since leaving them to W would do work twice:
   Those of what is offloaded (`saved`) do nothing of the kind, and count as none.
 
 I adds these to `.grad` at once where microbatches are still added in the order of their Ws: if the
-list allows it, and no earlier microbatch has a side to the parameter left. Otherwise W adds them.
+list allows it, and no earlier microbatch has a gradient of the parameter left for its W. Otherwise
+W adds them.
 
 So every sum is the engine's, in its order, and a parameter's gradient is bit for bit the plain one.
 
