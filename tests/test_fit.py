@@ -229,7 +229,7 @@ def test_a_replay_of_a_run_is_the_run(name: str) -> None:
 def test_sizes_are_copied() -> None:
     sizes = Sizes(boundary=(8,), input=(1, 2), activation=(3, 4), weight=(5, 6), gradient=7)
     line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
-    for each in (sizes, attrs.evolve(sizes, deferred=(1, 3))):
+    for each in (sizes, attrs.evolve(sizes, deferred=(1, 3), early_gradient=(0, 7))):
         assert CostModel.fit([line, attrs.evolve(line, sizes=each), line]).sizes == each
 
 

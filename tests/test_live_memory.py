@@ -36,6 +36,10 @@ def drawn_sizes(chance: random.Random, stages: int) -> Sizes:
     sizes: Any = {name: per(stages) for name in names}
     if chance.random() < 0.5:
         sizes["deferred"] = None
+    if chance.random() < 0.5:
+        sizes["early_gradient"] = tuple(
+            chance.choice([0, g // 2, 2 * g]) for g in sizes["gradient"]
+        )
     return Sizes(boundary=per(stages - 1), **sizes)
 
 
@@ -45,6 +49,8 @@ class Walk:
     def __init__(self, schedule: Schedule, sizes: Sizes, rank: int) -> None:
         self.schedule, self.rank = schedule, rank
         self.sizes = attrs.asdict(sizes)
+        early = self.sizes["early_gradient"] or (0,) * schedule.stages
+        self.sizes["early_gradient"] = tuple(map(min, early, self.sizes["gradient"]))
         self.runs = graph_of(schedule).runs
         self.held: dict[object, float] = {}
         self.seen: list[float] = []
@@ -132,6 +138,9 @@ class Walk:
     def take_gradient(self, a: Action) -> None:
         if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             self.hold(("gradient", a.stage), "gradient", a.stage)
+        # Without a step gradients are there from the beginning.
+        if a.kind is Kind.BACKWARD_INPUT and ("gradient", a.stage) not in self.held:
+            self.hold(("gradient", a.stage), "early_gradient", a.stage)
 
     def free_last(self, a: Action) -> None:
         s, m = a.stage, a.microbatch

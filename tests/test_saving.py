@@ -80,7 +80,7 @@ def test_the_form_of_the_file(tmp_path: Path) -> None:
         '"timelines": [\n'
         '{"schedule":0,"unit":"s","measured":{"step":3,"clock_error":2e-05},"sizes":'
         '{"boundary":4,"input":2,"activation":[30,40],"weight":100,"gradient":100.5,'
-        '"optimizer":200,"deferred":null,"shard_ways":1},\n'
+        '"optimizer":200,"deferred":null,"early_gradient":0,"shard_ways":1},\n'
         '"starts": [0.5,2.0,null,8.5,2.0,3.0,4.5,7.0],\n'
         '"ends": [2.0,2.5,8.0,10.0,3.0,4.5,7.0,8.0]}]}\n'
     )
@@ -107,7 +107,8 @@ def content() -> Any:
 def test_a_file_from_before_there_were_deferred_bytes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     MEASURED.save(path)
-    path.write_text(path.read_text().replace(',"deferred":null,"shard_ways":1', ""))
+    newer = ',"deferred":null,"early_gradient":0,"shard_ways":1'
+    path.write_text(path.read_text().replace(newer, ""))
     assert Timeline.load(path).sizes == MEASURED.sizes
 
 

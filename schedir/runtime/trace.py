@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -40,7 +40,7 @@ _FEWEST_STEPS = 8
 """The steps that are kept at least, however many actions they have."""
 
 _MOST_SHAPES = 64
-_MEASURED = "boundary", "input", "activation", "deferred", "gradient"
+_MEASURED = "boundary", "input", "activation", "deferred", "gradient", "early_gradient"
 
 
 @attrs.frozen(eq=False)
@@ -208,13 +208,15 @@ class Gauge:
     `kept` has fields of `Sizes`, for one microbatch: `boundary` is what it sends to the next stage,
     `input` what it needs to be run again, `activation` all that its forward leaves to its backward,
     with its input, and `deferred` what remains of that between I and W. `gradient` is what is
-    accumulated before an OPTIM_STEP, or at the end of the call.
+    accumulated before an OPTIM_STEP, or at the end of the call, `early_gradient` what no W adds of
+    it.
     """
 
     def __init__(self) -> None:
         self.kept: dict[str, dict[int, int]] = {name: {} for name in _MEASURED}
         self.finished = False
         self._seen: set[tuple[int, Kind]] = set()
+        self._late: dict[int, int] = {}  # the bytes of the parameters that Ws add gradients of
         self._hooked: set[Cell] = set()
 
     def __call__(self, instruction: Instruction) -> Instruction:
@@ -279,9 +281,11 @@ class Gauge:
             ]
             run()
             part = cell.weight_part
-            arrived = [] if part is None else part.kept()
+            assert part is not None  # the I has left it
+            late = (cast(Any, node).variable for node in part.accumulators())
+            self._late[stage.index] = _size(late)
             others = _not_counted(stage, cell)
-            kept = _memory([*arrived, *_still_saved(roots)])
+            kept = _memory([*part.kept(), *_still_saved(roots)])
             self._note("deferred", stage.index, sum(kept[m] for m in kept.keys() - others))
 
         return weighed
@@ -307,6 +311,8 @@ class Gauge:
         self.finished = True
         for stage in stages.values():
             self._gradients_of(stage)
+        for index, late in self._late.items():
+            self._note("early_gradient", index, max(0, self.kept["gradient"][index] - late))
         for cell in cells:
             self._note("boundary", cell.stage, cell.learned.after.nbytes)
 

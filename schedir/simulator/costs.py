@@ -53,8 +53,10 @@ class CostModel:
     `input_bytes` until it is recomputed. Between its I and its W it keeps `deferred_bytes`: the
     inputs of the layers with weights, and the gradients of their outputs. None counts the whole
     activation. `weight_bytes`, `gradient_bytes` and `optimizer_bytes` are per stage; each weight
-    version counts. Of a stage that lists UNSHARDs a rank keeps the shard_ways-th part of these,
-    with all weights from an UNSHARD to its RESHARD, and all gradients up to the REDUCE_GRAD.
+    version counts. Gradients are kept from the first B or W on, the `early_gradient_bytes` of them
+    from the first I on: an I computes those of a checkpoint inside its stage, say. Of a stage that
+    lists UNSHARDs a rank keeps the shard_ways-th part of these, with all weights from an UNSHARD to
+    its RESHARD, and all gradients up to the REDUCE_GRAD.
 
     `samples` are the measurements that the costs were fitted on, None for costs that you give.
 
@@ -90,6 +92,7 @@ class CostModel:
     deferred_bytes: PerStage | None = attrs.field(default=None, **BY_STAGE)
     weight_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
     gradient_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
+    early_gradient_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
     optimizer_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
     shard_ways: float = attrs.field(default=1, validator=check_ways)
     unit: Unit | None = attrs.field(default=None, validator=check_unit)

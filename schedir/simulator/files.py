@@ -227,7 +227,7 @@ def _times(value: object, where: str, schedule: Schedule) -> list[float]:
 
 def _sizes(value: object, stages: int) -> Sizes:
     if isinstance(value, dict):  # older files don't have these
-        value = {"deferred": None, "shard_ways": 1} | value
+        value = {"deferred": None, "early_gradient": 0, "shard_ways": 1} | value
     found: dict[str, Any] = {}
     for name, size in _keys(value, "sizes", [field.name for field in attrs.fields(Sizes)]).items():
         several = isinstance(size, list)

@@ -10,8 +10,9 @@ CPU:
                                 its OPTIM_STEP (the copies' storage is kept from call to call)
     gradients of a stage        from the end of the first backward that completes any, which makes
                                 them as it frees the activation, to the OPTIM_STEP that applies
-                                them; always where the schedule has none. A sum over replicas takes
-                                as much again while it goes on
+                                them; always where the schedule has none. Those that its
+                                BACKWARD_INPUT computes as well, from the end of the first of these
+                                on. A sum over replicas takes as much again while it goes on
     sharded weights             a rank's part always; all of them from the end of an UNSHARD to its
                                 RESHARD, and all of their gradients until REDUCE_GRAD
     activation                  from its FORWARD to its BACKWARD or BACKWARD_WEIGHT, its input with
@@ -37,7 +38,16 @@ from numpy.typing import NDArray
 from schedir.errors import SchedirError
 from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import Graph, Touch, Transfers
-from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, COPIES, READS_WEIGHTS, SENDS, VALUES, Ints
+from schedir.ir import (
+    BACKWARDS,
+    COMPLETES_GRADIENTS,
+    COMPUTE,
+    COPIES,
+    READS_WEIGHTS,
+    SENDS,
+    VALUES,
+    Ints,
+)
 from schedir.simulator.moments import Moments
 from schedir.simulator.values import Numbers, PerStage, Sizes
 
@@ -108,10 +118,11 @@ def live_bytes(moments: Moments, sizes: Sizes) -> Held:
     if not boundary.any():
         values = {name: size for name, size in values.items() if name not in _TRAVEL}
     gradient = _by_stage("gradient", sizes.gradient, stages)
+    early = np.minimum(_by_stage("early_gradient", sizes.early_gradient, stages), gradient)
     ways = np.where(moments.graph.sharded, sizes.shard_ways, 1)
     base = _base(moments.graph, sizes, gradient, ways)
     changes = _changes(moments.graph, values)
-    return _held(moments, base, [*changes, *_gradients(moments.graph, gradient, ways)])
+    return _held(moments, base, [*changes, *_gradients(moments.graph, gradient, early, ways)])
 
 
 def host_bytes(moments: Moments, sizes: Sizes) -> Held:
@@ -233,28 +244,36 @@ def _copies(versions: StageVersions) -> int:
     return most
 
 
-def _gradients(graph: Graph, size: Amounts, ways: Amounts) -> list[_Change]:
+def _gradients(graph: Graph, size: Amounts, early: Amounts, ways: Amounts) -> list[_Change]:
     """Those that backwards accumulate until an OPTIM_STEP applies them, in each round from one to
-    the next; and a second copy of what is summed over replicas, until that step. The sum over the
-    shards of a stage leaves one part in so many `ways`."""
+    the next, of which the `early` ones come with the first part of a backward; and a second copy of
+    what is summed over replicas, until that step. The sum over the shards of a stage leaves one
+    part in so many `ways`."""
     schedule, stage = graph.schedule, graph.columns.stage
-    makers, steps = graph.columns.where(*COMPLETES_GRADIENTS), graph.steps
-    holding = graph.holding
+    holding, steps = graph.holding, graph.steps
     rounds = graph.first_round[holding] + graph.turn
-    first = np.full(int(graph.first_round[-1]), len(stage))
-    np.minimum.at(first, rounds[makers], makers)
-    taken = first[first < len(stage)]
-    taken = taken[graph.steps_of[holding[taken]] > 0]
-    freed = steps[first[rounds[steps]] < len(stage)]
+    changes: list[_Change] = []
+    for kinds, part in ((COMPLETES_GRADIENTS, size - early), (BACKWARDS, early)):
+        if not part.any():
+            continue
+        makers = graph.columns.where(*kinds)
+        first = np.full(int(graph.first_round[-1]), len(stage))
+        np.minimum.at(first, rounds[makers], makers)
+        taken = first[first < len(stage)]
+        taken = taken[graph.steps_of[holding[taken]] > 0]
+        freed = steps[first[rounds[steps]] < len(stage)]
+        changes += (
+            (taken, _ADDED, part[stage[taken]]),
+            (freed, _FREED, -(part / ways)[stage[freed]]),
+        )
     several = np.array([len(held) > 1 for held in schedule.placement], np.bool_)
     several &= ways == 1
     summed = [(place, step) for step, place in graph.sums.items() if several[stage[step]]]
     shards = np.array([p for p in graph.sums.values() if ways[stage[p]] > 1], np.int64)
     sums, summing = np.array(summed, np.int64).reshape(-1, 2).T
     return [
-        (taken, _ADDED, size[stage[taken]]),
+        *changes,
         (shards, _FREED, (size / ways - size)[stage[shards]]),
-        (freed, _FREED, -(size / ways)[stage[freed]]),
         (sums, _TAKEN, size[stage[sums]]),
         (summing, _FREED_FIRST, -size[stage[summing]]),
     ]

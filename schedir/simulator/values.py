@@ -154,7 +154,8 @@ class Sizes:
     """The bytes of what is kept: each one number, or one per stage (`boundary`: one per boundary).
 
     `deferred` is what is left of an activation between its I and its W. None counts the whole
-    activation. `shard_ways` is the number of ranks that share the weights of a sharded stage.
+    activation. `early_gradient` is the part of `gradient` that an I adds. `shard_ways` is the
+    number of ranks that share the weights of a sharded stage.
 
     >>> import schedir
     >>> costs = schedir.CostModel(activation_bytes=(4096, 8192))
@@ -169,6 +170,7 @@ class Sizes:
     gradient: PerStage = 0
     optimizer: PerStage = 0
     deferred: PerStage | None = None
+    early_gradient: PerStage = 0
     shard_ways: float = 1
 
     @property

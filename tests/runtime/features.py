@@ -26,7 +26,7 @@ from schedir import Action, Kind, Pipeline, backward, forward, optim_step, reduc
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE
 from schedir.runtime import Executor
-from tests.runtime.kit import MSE, Batch, microbatches_of, momentum
+from tests.runtime.kit import MSE, Batch, Checkpointed, microbatches_of, momentum
 from tests.runtime.lists import bidirectional_v, megatron, recomputed_early, stepping
 from tests.runtime.recurrences import delayed, pipedream
 
@@ -82,6 +82,13 @@ def rows_of_numbers(rows: int, width: int, generator: torch.Generator) -> tuple[
 
 
 DROPOUT = Workload(linear_layers(0.25), rows_of_numbers)
+CHECKPOINTED = Workload(
+    lambda number, width: [
+        nn.Sequential(nn.Linear(width, width), Checkpointed(nn.Linear(width, width)))
+        for _ in range(number)
+    ],
+    rows_of_numbers,
+)
 NO_DROPOUT = Workload(linear_layers(0.0), rows_of_numbers)
 
 
@@ -157,6 +164,7 @@ FEATURES: dict[str, Callable[[], Feature]] = {
         stepping((3, 2), MICROBATCHES), {"count": _counted}, recurrence=_TWO_RATES
     ),
     "split backward": lambda: Feature(built(zero_bubble)),
+    "split backward of checkpoints": lambda: Feature(built(zero_bubble), workload=CHECKPOINTED),
     "recompute": lambda: Feature(recomputed_early(built("1f1b"), {0}), {"recompute": [1]}),
     "clipping": lambda: Feature(built("1f1b"), {"clip_grad_norm": 0.05}),
     "ties": lambda: Feature(built("1f1b"), tied=(0, 1)),

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from reference import Loss, Optimizer, accumulation, plain_step
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import schedir
 from schedir.runtime import Executor
@@ -68,6 +69,24 @@ class Calls(nn.Module):
 
     def forward(self, *given: Any, **named: Any) -> Any:
         return self.function(*self.layers, *given, **named)
+
+
+class Checkpointed(nn.Sequential):
+    """Runs itself again, in whatever backward it is in."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+        return made
+
+
+class SometimesCheckpointed(Checkpointed):
+    """Runs itself again where the first number of its input is positive."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain: Callable[[Tensor], Tensor] = super(Checkpointed, self).forward
+        return super().forward(x) if x.flatten()[0] > 0 else plain(x)
 
 
 def linear_stages(number: int = 2, width: int = 4) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from torch import nn
 import schedir
 from schedir import Kind
 from tests.joined import drawn_joined
-from tests.runtime.kit import Twins, adamw, random_batch
+from tests.runtime.kit import SometimesCheckpointed, Twins, adamw, random_batch
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import examples, sweep
 
@@ -21,7 +21,10 @@ from tests.sweeps import examples, sweep
 def train_and_compare(schedule: schedir.Schedule, seed: int, rank: int | None) -> None:
     """One shape, the same, another one, the first again, and evaluation between."""
     torch.manual_seed(seed)
-    stages = [nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.Tanh()) for _ in range(schedule.stages)]
+    stages = [
+        nn.Sequential(nn.ReLU(), SometimesCheckpointed(nn.Linear(4, 4), nn.Tanh()))
+        for _ in range(schedule.stages)
+    ]
     twins = Twins(stages, schedule, rank)
     for s, stage in twins.local.items():
         stage.get_submodule("0").inplace = s % 2 == 1  # type: ignore[assignment]

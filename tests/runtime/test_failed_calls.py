@@ -22,17 +22,26 @@ from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Message
 from schedir.runtime.program.progress import Progress
 from tests.built_in import EVERY
-from tests.runtime.kit import MSE, assert_equal_stages, gradients, microbatches_of, numbered, sgd
+from tests.runtime.kit import (
+    MSE,
+    Checkpointed,
+    assert_equal_stages,
+    gradients,
+    microbatches_of,
+    numbered,
+    sgd,
+)
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
 
 
 class Fails(nn.Module):
-    """Fails in its forward, or in the backward of that, where it is called that many times."""
+    """Fails in its forward, or in the backward of that, where it is called that many times; its
+    layer may be checkpointed."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
-        self.linear = nn.Linear(3, 3)
+        self.linear = (Checkpointed if checkpointed else nn.Sequential)(nn.Linear(3, 3))
         self.left, self.backward = -1, False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +65,9 @@ def test_the_calls_after_a_failed_one_train_as_if_it_had_not_been(seed: int) -> 
     name = chance.choice([*EVERY])
     schedule = schedir.build(name, ranks=3 if name == "1f1b-rr" else 2, microbatches=6)
     torch.manual_seed(seed)
-    stages, whole = ([Fails() for _ in range(schedule.stages)] for _ in range(2))
+    stages, whole = (
+        [Fails(checkpointed=s % 2 == 1) for s in range(schedule.stages)] for _ in range(2)
+    )
     optimizers = [sgd(stage.parameters()) for stage in whole]
     failing = chance.randrange(3)
     with Executor(schedule, numbered(stages), MSE, sgd, in_process=True) as executor:

@@ -84,6 +84,11 @@ AWAY = listed(
 )
 
 
+def normed(times: int) -> nn.Sequential:
+    """A layer that is called so often; twice, an I adds its gradient."""
+    return nn.Sequential(*[nn.Linear(4, 4)] * times, nn.BatchNorm1d(4), nn.Tanh())
+
+
 @attrs.frozen
 class Run:
     """Three steps, and two evaluations, of all ranks on one device: the first of each learns."""
@@ -98,10 +103,9 @@ class Run:
         microbatches = self.schedule.microbatches
         with watching(device, self.communicators):
             torch.manual_seed(5)
-            number = range(self.schedule.stages)
-            stages = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in number]
+            stages = [normed(1 + s % 2) for s in range(self.schedule.stages)]
             if "ties" in self.options:
-                stages[1].load_state_dict(stages[0].state_dict())
+                stages[1].get_submodule("0").load_state_dict(stages[0][0].state_dict())
             options: dict[str, Any] = {"in_process": True, **QUIET, **self.options}
             with Executor(self.schedule, numbered(stages), MSE, adamw, **options) as executor:
                 for _ in range(3):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import schedir
 from schedir import Kind, Schedule
@@ -24,6 +23,7 @@ from tests.literals import listed
 from tests.runtime.features import round_robin, zero_bubble
 from tests.runtime.kit import (
     MSE,
+    Checkpointed,
     ScaledLoss,
     adamw,
     differing,
@@ -37,16 +37,6 @@ from tests.runtime.lists import bidirectional_v, recomputed_early
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.test_memory import BOUNDARY, ROWS, WIDTH, Live
 from tests.sweeps import sweep
-
-
-class Checkpointed(nn.Sequential):
-    """Runs itself again, in whatever backward it is in."""
-
-    use_reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
-        return made
 
 
 def noisy(number: int) -> list[nn.Module]:
@@ -218,11 +208,17 @@ LISTED = {
 }
 
 
-def held_at(schedule: Schedule) -> tuple[list[int], Any, Any]:
-    """The bytes after every action of compute of a rank that runs two stages, those of the
-    timeline then, and the sizes; what the first stage is given is the user's."""
+def three_layers() -> Sequence[nn.Module]:
+    return linear(), nn.Tanh(), linear()
+
+
+def held_at(
+    schedule: Schedule, layers: Callable[[], Sequence[nn.Module]] = three_layers
+) -> tuple[list[int], Any, Any]:
+    """The bytes after every action of compute of a rank that runs two stages of these layers, those
+    of the timeline then, and the sizes; what the first stage is given is the user's."""
     torch.manual_seed(1)
-    stages: list[nn.Module] = [nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(2)]
+    stages: list[nn.Module] = [nn.Sequential(*layers()) for _ in range(2)]
     x, y = torch.randn(2, ROWS, WIDTH)
     inputs, target = [x] * 2, [y] * 2
     found: list[int] = []
@@ -260,6 +256,22 @@ def buffers_of(executor: Executor) -> list[Tensor]:
 def test_what_is_held_is_what_the_timeline_says(name: str) -> None:
     found, said, sizes = held_at(listed(2, "0 0", f"{LISTED[name]} 0OPTIM_STEP 1OPTIM_STEP"))
     assert (sizes.input, sizes.activation) == ((0, BOUNDARY), (BOUNDARY, 3 * BOUNDARY))
+    assert found == said.tolist()
+
+
+def test_gradients_that_an_i_computes_are_held_from_then_on() -> None:
+    """Those of the middle layer, which is called twice; the first stage's I computes nothing."""
+
+    def layers() -> Sequence[nn.Module]:
+        middle = linear()
+        return linear(), nn.Tanh(), middle, nn.Tanh(), middle, nn.Tanh(), linear()
+
+    schedule = listed(
+        2, "0 0", "0F0 1F0 0F1 1F1 1I0 0I0 1I1 0I1 1W0 0W0 1W1 0W1 0OPTIM_STEP 1OPTIM_STEP"
+    )
+    found, said, sizes = held_at(schedule, layers)
+    weight = 4 * WIDTH**2
+    assert (sizes.gradient, sizes.early_gradient) == ((3 * weight,) * 2, (0, weight))
     assert found == said.tolist()
 
 

@@ -20,6 +20,7 @@ from schedir.runtime import Executor
 from tests.built_in import EVERY
 from tests.runtime.kit import (
     MSE,
+    Checkpointed,
     adamw,
     everyone,
     linear_stages,
@@ -29,7 +30,6 @@ from tests.runtime.kit import (
 )
 from tests.runtime.on_ranks import name_of, on_ranks
 from tests.runtime.test_meshes_on_ranks import whole_of
-from tests.runtime.test_recomputation import Checkpointed
 from tests.runtime.test_replicas_on_ranks import accumulate_by_pipeline, clip, pipelines
 from tests.sweeps import sweep
 from tests.test_sharding import mutant
@@ -159,6 +159,28 @@ def test_half_precision_is_that_of_torch(rank: int) -> None:
             optimizer.zero_grad()
             pairs = zip(local[pp].parameters(), plain[pp].parameters(), strict=True)
             assert all(torch.equal(whole_of(a), whole_of(b)) for a, b in pairs)
+
+
+@on_ranks(4)
+def test_a_checkpoint_changes_no_sum_in_another_precision(rank: int) -> None:
+    """FSDP widens what has been added when the backward of its input is over."""
+    mesh = pipelines()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    schedule = schedir.shard(schedir.build("zb-h1", ranks=2, microbatches=4))
+    dp, pp = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return MSE(output.float(), target)
+
+    trained = []
+    for checkpointed in (False, True):
+        local = {pp: sharded(blocks(2, checkpointed)[pp], mesh["dp"], mp_policy=policy)}
+        with Executor(schedule, local, loss_fn, adamw, mesh=mesh, timeout=LONG) as executor:
+            for step in range(3):
+                x, y = random_batch(8, seed=10 * step + dp)
+                executor.step(x, target=y)
+        trained.append([*map(whole_of, local[pp].parameters())])
+    assert all(map(torch.equal, *trained))
 
 
 def counted(name: str) -> Any:

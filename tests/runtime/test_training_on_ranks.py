@@ -17,6 +17,7 @@ import schedir
 from schedir.runtime import Executor
 from tests.runtime.kit import (
     MSE,
+    Checkpointed,
     Twins,
     adamw,
     differing,
@@ -29,7 +30,6 @@ from tests.runtime.kit import (
 )
 from tests.runtime.on_ranks import on_ranks
 from tests.runtime.recurrences import pipedream
-from tests.runtime.test_recomputation import Checkpointed
 
 
 @on_ranks(2)

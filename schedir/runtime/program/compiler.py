@@ -28,6 +28,7 @@ from schedir.ir import (
     COPIES,
     GATHERS,
     READS_WEIGHTS,
+    STEPS,
     Action,
     Kind,
     Schedule,
@@ -171,6 +172,7 @@ class _List:
         self._beside = compiler.beside or transport
         self._poster: BatchPoster = transport
         self._gathered = first_uses(self._actions)
+        self._early = early_additions(self._actions)
         accelerator = compiler.accelerator
         self._make: Make = partial(torch.empty_strided, device=accelerator.device)
         if accelerator.queues:
@@ -212,7 +214,7 @@ class _List:
                     yield self._barriers(place, turn)
                 step = self._step(action.stage, turn)
                 run = optim_step(stage, self._compiler.nonfinite, step, self._now)
-                yield self._in_turn(Instruction(*place, run, computes=True, stage=stage))
+                yield self._in_turn(Instruction(*place, run, computes=True, stage=stage), False)
         elif stage.sharded is not None and action.kind in _OF_SHARDED:
             yield Instruction(*place, _OF_SHARDED[action.kind](stage.sharded, self._now))
         elif action.kind is Kind.REDUCE_GRAD:
@@ -228,7 +230,8 @@ class _List:
             run = self._copy(action, stage)
             yield Instruction(*place, run, cell=self._cell(action), stage=stage)
         elif action.kind in COMPUTE:
-            yield self._in_turn(self._compute(place, turn, action, stage))
+            adds = action.kind in COMPLETES_GRADIENTS or turn in self._early
+            yield self._in_turn(self._compute(place, turn, action, stage), adds)
         else:
             peer = self._graph.peer(action)
             if peer is None:
@@ -262,7 +265,9 @@ class _List:
             if kind is Kind.BACKWARD:
                 run = backward(stage, cell, version, hand)
             else:
-                run = backward_input(stage, cell, hand)
+                run = backward_input(
+                    stage, cell, version, self._earlier(turn, version, stage), hand
+                )
             if stage.loss_fn is None and cell.following is None:
                 receives = cell.grad_receives
         if self._lists(Kind.OFFLOAD, cell):
@@ -282,6 +287,16 @@ class _List:
         return Instruction(
             *place, run, wait, receives, arrived, computes=True, cell=cell, stage=stage
         )
+
+    def _earlier(self, turn: int, version: int, stage: Stage) -> Sequence[Cell] | None:
+        """The cells that may have gradients to add before the I at a turn adds its own; None where
+        its W adds all: where they add to another version's copy, and in a sharded stage, for after
+        each I FSDP may widen the sum so far."""
+        if turn not in self._early or stage.sharded is not None:
+            return None
+        cells = [self._cell(self._actions[earlier]) for earlier in self._early[turn]]
+        reads = self._versions[stage.index].reads
+        return cells if all(reads[cell.microbatch] == version for cell in cells) else None
 
     def _copy(self, action: Action, stage: Stage) -> Bound:
         cell, copiers = self._cell(action), self._compiler.copiers
@@ -358,13 +373,13 @@ class _List:
         made = Pair(self._compiler.accelerator, side, self._cell(first.action))
         return made.abreast(first, second, aside)
 
-    def _in_turn(self, made: Instruction) -> Instruction:
-        """One that uses a stage which other ranks here use as well waits for these."""
+    def _in_turn(self, made: Instruction, adds: bool) -> Instruction:
+        """One that uses a stage which other ranks here use as well waits for these; whether it
+        `adds` to the gradients of its rank."""
         replicas = self._compiler.replicas.get(made.action.stage)
         if replicas is None:
             return made
-        adding = made.rank if made.action.kind in COMPLETES_GRADIENTS else None
-        return attrs.evolve(made, run=replicas.in_turn(made.run, adding))
+        return attrs.evolve(made, run=replicas.in_turn(made.run, made.rank if adds else None))
 
     def _sends(self, turn: int) -> list[Work]:
         """Where the works of the send at a turn are."""
@@ -394,6 +409,31 @@ def first_uses(actions: Sequence[Action]) -> set[int]:
         elif action.kind in READS_WEIGHTS and action.stage in fresh:
             fresh.remove(action.stage)
             found.add(turn)
+    return found
+
+
+def early_additions(actions: Sequence[Action]) -> dict[int, list[int]]:
+    """By turn, each I of a rank's list that may add gradients of parameters before its W does, with
+    the turns of the Is of its stage that wait for their Ws then.
+
+    No sum changes by that: a microbatch that begins later is completed later, in the same round.
+
+        0I0 0I1 0W0 0W1          both: {0: [], 1: [0]}
+        0I0 0I1 0W1 0W0          the second
+        0I0 0B1 0W0              none
+        0I0 0OPTIM_STEP 0W0      none
+    """
+    found: dict[int, list[int]] = {}
+    waiting: dict[int, list[int]] = {}
+    for turn, action in enumerate(actions):
+        begun = waiting.setdefault(action.stage, [])
+        if action.kind is Kind.BACKWARD_INPUT:
+            found[turn] = [*begun]
+            begun.append(turn)
+        elif action.kind in _ADDS_UP:
+            while begun and actions[begun[0]].microbatch != action.microbatch:
+                del found[begun.pop(0)]  # overtaken
+            del begun[:1]
     return found
 
 
@@ -454,6 +494,7 @@ def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:
     return found
 
 
+_ADDS_UP = COMPLETES_GRADIENTS | STEPS
 _OF_SHARDED: Mapping[Kind, Callable[[Sharded, Now], Bound]] = {
     Kind.UNSHARD: unshard,
     Kind.RESHARD: reshard,

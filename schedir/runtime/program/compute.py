@@ -345,17 +345,33 @@ def backward(stage: Stage, cell: Cell, version: int, hand: HandOn = hand_back) -
     return call
 
 
-def backward_input(stage: Stage, cell: Cell, hand: HandOn = hand_back) -> Bound:
-    """I: the gradients of the input, and what is left to W."""
+def backward_input(
+    stage: Stage,
+    cell: Cell,
+    version: int,
+    earlier: Sequence[Cell] | None,
+    hand: HandOn = hand_back,
+) -> Bound:
+    """I: the gradients of the input, and what is left to W.
+
+    It adds the gradients of parameters that it computes, but for those of which `earlier` cells
+    have one left to add. None leaves all to W.
+    """
+    weights = stage.weights
 
     def call() -> None:
         began = perf_counter()
         roots, grads = _roots(stage, cell)
         wanted = [leaf for leaf in cell.leaves if leaf.requires_grad]
-        found, cell.weight_part = input_part(roots, grads, wanted)
+        found, part = input_part(roots, grads, wanted)
+        cell.weight_part = part
         cell.computed_grads.clear()
         in_order = iter(found)
         hand(cell, tuple([next(in_order) if t.requires_grad else None for t in cell.leaves]))
+        if earlier is not None and part.found:
+            part.add_found(c.weight_part for c in earlier if c.weight_part is not None)
+            if weights.collects:
+                weights.collect(version)
         stage.busy[0] += perf_counter() - began
 
     return call

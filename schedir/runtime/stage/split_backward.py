@@ -10,13 +10,17 @@ asks for the inputs' gradients only, so the nodes compute no gradient of a weigh
 what comes to each place. From there W runs the sides, so it computes no gradient of an input. A
 matrix product of the plain backward is thus in one of the two, and none is in both.
 
-Some gradients I computes as well and W only adds them, since leaving them would do work twice:
+Some gradients I computes as well, since leaving them to W would do work twice:
 
 * of a parameter that several places lead to (a layer called twice, autocast's cached cast): a run
   from the upper place would come by the lower one;
 * from a custom Function: it computes all its gradients at once;
 * where saved tensors come from hooks: activation checkpointing would recompute for every place.
   Those of what is offloaded (`saved`) do nothing of the kind, and count as none.
+
+I adds these to `.grad` at once where microbatches are still added in the order of their Ws: if the
+list allows it, and no earlier microbatch has a gradient of the parameter left for its W. Otherwise
+W adds them.
 
 So every sum is the engine's, in its order, and a parameter's gradient is bit for bit the plain one.
 
@@ -86,24 +90,36 @@ class Side:
 
 @attrs.frozen(eq=False)
 class WeightPart:
-    """What I leaves to W, which must find the gradients that I was given as they were."""
+    """What I leaves to W, which must find the gradients that I was given as they were.
+
+    `found` are the gradients that I has computed, by the accumulators of their parameters.
+    """
 
     sides: list[Side]
-    found: list[tuple[Node, Tensor]]
+    found: dict[Node, Tensor]
 
     def kept(self) -> list[Tensor]:
         """The gradients that wait for W."""
         arrived = (grad for side in self.sides for grad in side.arrived if grad is not None)
-        return [*arrived, *(grad for _, grad in self.found)]
+        return [*arrived, *self.found.values()]
 
-    def run(self) -> None:
-        """W, once: add to the parameters' `.grad` what the plain backward would."""
-        while self.sides:
-            self.sides.pop().run()  # and forget it, so that the next one can use its memory
-        while self.found:
-            accumulate, grad = self.found.pop()
+    def accumulators(self) -> set[Node]:
+        """Those of the parameters whose gradients wait for W."""
+        return {*self.found, *(edge.node for side in self.sides for edge in side.parameters)}
+
+    def add_found(self, earlier: Iterable[WeightPart] = ()) -> None:
+        """Add to `.grad` what I has found, but for parameters that wait for `earlier` parts."""
+        waiting = {node for part in earlier for node in part.accumulators()}
+        for accumulate in [node for node in self.found if node not in waiting]:
+            grad = self.found.pop(accumulate)
             with torch.no_grad():  # not by the engine: the parameter's tensor hooks have run in I
                 cast(Callable[[Tensor], object], accumulate)(grad)
+
+    def run(self) -> None:
+        """W, once: add to `.grad` what is left of what the plain backward would add."""
+        while self.sides:
+            self.sides.pop().run()  # and forget it, so that the next one can use its memory
+        self.add_found()
 
 
 def input_part(
@@ -143,11 +159,11 @@ def input_part(
         sides.append(Side(None, outputs, tuple(grads), graph.by_place[None]))
     handed, early = found[: len(leaves)], found[len(leaves) :]
     occupied = Occupied((*grads, *handed))
-    waiting = [
-        (edge.node, grad.clone() if occupied.add(grad) else grad)
+    waiting = {
+        edge.node: grad.clone() if occupied.add(grad) else grad
         for edge, grad in zip(graph.early_leaves, early, strict=False)
         if grad is not None
-    ]
+    }
     return handed, WeightPart(sides, waiting)
 
 
