@@ -38,7 +38,10 @@ TieOf: TypeAlias = Sequence[tuple[int, str]]
 """The copies of one shared parameter: by stage, and by name in the stage's module."""
 
 Declared: TypeAlias = Any
-"""A boundary by example: a tensor, or a structure of tensors and constants."""
+"""A boundary by example: a tensor, or a structure of tensors and constants. Or `DESCRIBED`."""
+
+DESCRIBED = "described"
+"""The mark of a boundary whose payloads travel with their description in every call."""
 
 
 @attrs.frozen(eq=False)
@@ -87,10 +90,15 @@ def check_arguments(given: Arguments) -> None:
             f'{{"mask": 0, "bias": "replicate"}}, not {by_name!r}'
         )
     checked(dict(given.kwargs_chunk_spec or {}), "kwargs_chunk_spec")
-    for stage in given.boundaries or ():
+    for stage, boundary in (given.boundaries or {}).items():
         if stage not in range(given.schedule.stages):
             raise ExecutionError(
                 f"boundaries: there is no stage {stage!r}, only 0..{given.schedule.stages - 1}"
+            )
+        if isinstance(boundary, str) and boundary != DESCRIBED:
+            raise ExecutionError(
+                f"boundaries: stage {stage} has {boundary!r}; give {DESCRIBED!r}, or an example of "
+                "its output"
             )
     for tie in given.ties:
         if not isinstance(tie, Sequence) or not all(

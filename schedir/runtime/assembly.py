@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import attrs
 import torch
@@ -87,6 +86,7 @@ class Parts:
             self.barriers if plan.updates else None,
             self.scaling,
             self.nonfinite,
+            self._first(trains),
             [self.clock if trace is None else trace.recorder, self.progress],
             self.control.beside() if self.queues and not plan.grid.alone else None,
             trains,
@@ -100,19 +100,26 @@ class Parts:
             self.transports,
             self.control,
             self.handshake,
-            FirstCall(self._messengers(trains), plan.arguments.boundaries or {}, self._stepped()),
             self.under_way,
             None if trace is None else trace.observers,
             batch if trains else None,
         )
 
+    def _first(self, trains: bool) -> FirstCall:
+        """What described boundaries need; the mark of a boundary counts before an example."""
+        described, given = self.shared.described, self.plan.arguments.boundaries or {}
+        declared = {stage: given[stage] for stage in given if stage not in described}
+        return FirstCall(self._messengers(trains), described, declared, self._stepped())
+
     def _messengers(self, trains: bool) -> dict[int, Messenger]:
-        """The messenger of each rank here, for the payloads of first calls."""
-        plan = self.plan
+        """The messenger of each rank here, for payloads with their description."""
+        plan, rank = self.plan, self.plan.grid.rank
         if plan.grid.alone:
-            sent: dict[Any, Sent] = {}
-            return {rank: Within(rank, sent, plan.accelerator) for rank in plan.local_ranks}
-        return {plan.grid.rank: Posted(self.control.described(trains), plan.device)}
+            sent: dict[Hashable, Sent] = {}
+            return {r: Within(r, sent, plan.accelerator, self.now) for r in plan.local_ranks}
+        transport = self.transports[rank]
+        tagged = transport.tagged if transport.early else self.control.described
+        return {rank: Posted(tagged(trains), tagged(2 + trains), plan.device, self.now)}
 
     def _stepped(self) -> list[Tensor] | None:
         """The parameters that the optimisers step; None if the caller steps."""

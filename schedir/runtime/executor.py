@@ -73,8 +73,10 @@ class Executor:
       else: tokens that are not padding, or `weight[target].sum()` for class weights. Microbatches
       are weighted by it. A loss that evidently sums, or averages over something else than what is
       counted, is refused.
-    - `boundaries`: a mapping from a stage to example tensors of its output, for stages whose output
-      shape depends on data. The shape is the same for every microbatch.
+    - `boundaries`: a mapping from a stage to "described", if the shape of its output depends on
+      data. Then its outputs and their gradients travel with their description in every call; a mark
+      on one rank suffices. Or to example tensors of its output, if the shape is the same for every
+      microbatch, but which gradients there are depends on data.
     - `recompute`: True for all stages, or a collection of stages. Their forwards keep only their
       input, and run again before the backward (activation checkpointing). The pass
       `schedir.recompute` lists an R for each of their microbatches that has none yet.
@@ -153,9 +155,10 @@ class Executor:
     **Between stages.** The output of a stage goes into the forward of the next one: a tuple by
     position and a dict by keyword if forward takes them so, anything else as one argument. Tensors
     travel. None, numbers and strings must stay what they were in the first step of an input shape.
-    That step learns the shapes. It runs every stage as often as the list says, on real values, and
-    is slower than the steps after it. Which tensors require grad must not change after the first
-    step: make a new Executor to freeze or thaw a stage.
+    That step learns the shapes, except across `boundaries` that are "described". It runs every
+    stage as often as the list says, on real values, and is slower than the steps after it. Which
+    tensors require grad must not change after the first step: make a new Executor to freeze or thaw
+    a stage.
 
     **Gradients.** A step equals gradient accumulation in one process bit for bit, in the order of
     the loss stage's backwards. A stage that lists its backwards in another order adds the same

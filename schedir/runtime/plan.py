@@ -135,6 +135,12 @@ class Plan:
         }
 
     @property
+    def described(self) -> frozenset[int]:
+        """The boundaries that are marked here, by the stage whose output crosses them."""
+        given = (self.arguments.boundaries or {}).items()
+        return frozenset(stage for stage, mark in given if isinstance(mark, str))
+
+    @property
     def traced(self) -> bool:
         """Whether this pipeline's steps are recorded: only the first pipeline's are."""
         return self.arguments.trace and self.grid.pipeline == 0

@@ -451,7 +451,8 @@ class Claim:
     there. `copies` are digests of the tensors that must be equal on all processes that hold them,
     by label, and `dtypes` their types. `sizes` is the number of
     gradients of each stage here, and `doubles` says whether any is in double precision. `cut` says
-    where the model was cut into stages, None if unknown. `gpu` identifies the GPU and its host;
+    where the model was cut into stages, None if unknown. `described` are the boundaries that are
+    marked there; the mark of one process suffices. `gpu` identifies the GPU and its host;
     empty if it doesn't matter. `processors` is the number of kernels that run there at once.
     """
 
@@ -465,6 +466,7 @@ class Claim:
     sizes: Mapping[int, int]
     doubles: bool
     cut: str | None
+    described: frozenset[int] = frozenset()
     torch: Mapping[str, str] = attrs.field(factory=_torch)
 
 

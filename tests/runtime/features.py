@@ -113,6 +113,12 @@ class Feature:
         return NO_DROPOUT if self.recurrence else DROPOUT
 
     @property
+    def count(self) -> Callable[[Tensor], float | Tensor]:
+        """How many samples a microbatch has, from its target."""
+        found: Callable[[Tensor], float | Tensor] = self.options.get("count", len)
+        return found
+
+    @property
     def processes(self) -> int:
         """How many run it, where each runs one rank."""
         return self.pipelines * self.schedule.ranks
@@ -226,7 +232,8 @@ def compare(feature: Feature, setting: Setting) -> None:
             batches = [(x.to(setting.device), y.to(setting.device)) for x, y in drawn]
             with _no_host_read() if step and not setting.reads else nullcontext():
                 result = executor.step(given[0], target=given[1])
-            pieces = [piece for batch in batches for piece in microbatches_of(batch, MICROBATCHES)]
+            number = feature.schedule.microbatches
+            pieces = [piece for batch in batches for piece in microbatches_of(batch, number)]
             clips = "clip_grad_norm" in feature.options
             expected = plain_step(
                 whole,
@@ -235,6 +242,7 @@ def compare(feature: Feature, setting: Setting) -> None:
                 pieces,
                 feature.recurrence or recurrence_of(feature.schedule, feature.pipelines),
                 seed=None if feature.recurrence else (0, step),
+                count=feature.count,
                 ties=options.get("ties", ()),
             )
             if clips:
@@ -276,7 +284,7 @@ def _stages(feature: Feature, setting: Setting) -> list[nn.Module]:
 def _batches(feature: Feature, setting: Setting) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """For each step the batch of every pipeline; the same on all ranks."""
     generator = torch.Generator().manual_seed(11)
-    shape = setting.rows * MICROBATCHES, setting.width
+    shape = setting.rows * feature.schedule.microbatches, setting.width
     for _ in range(setting.steps):
         yield [feature.workload.batch(*shape, generator) for _ in range(feature.pipelines)]
 
@@ -296,7 +304,9 @@ def _clip(feature: Feature, whole: Sequence[nn.Module], norm: float | None) -> N
 @torch.no_grad()
 def _evaluated(feature: Feature, whole: Sequence[nn.Module], batches: Sequence[Batch]) -> float:
     stages, loss_fn = [stage.eval() for stage in whole], feature.workload.loss_fn
-    return sum(float(loss_fn(run_stages(stages, x), y)) for x, y in batches) / len(batches)
+    losses = [float(loss_fn(run_stages(stages, x), y)) for x, y in batches]
+    counts = [float(feature.count(y)) for _, y in batches]
+    return sum(loss * n for loss, n in zip(losses, counts, strict=True)) / sum(counts)
 
 
 def _check_timelines(executor: Executor, setting: Setting, line: int, busy: float) -> None:

@@ -125,9 +125,9 @@ def test_a_payload_holds_the_elements_of_a_tensor(tensor: Tensor) -> None:
 
 def test_a_constant_that_is_no_number_equals_itself() -> None:
     boundary = boundary_of((torch.zeros(2), math.nan))
-    assert len(boundary.tensors((torch.ones(2), math.nan))) == 1
+    assert len(boundary.tensors((torch.ones(2), math.nan), 0)) == 1
     with pytest.raises(ExecutionError, match="was agreed with the next"):
-        boundary.tensors((torch.ones(2), 0.0))
+        boundary.tensors((torch.ones(2), 0.0), 0)
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.sparse_coo])

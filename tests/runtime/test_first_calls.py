@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -200,11 +200,16 @@ HANG = {
 
 
 @on_ranks(2, 3)
-def test_a_first_call_waits_only_for_the_makers_of_its_inputs(rank: int, ranks: int) -> None:
-    """With evaluation first, signatures that alternate, and a last microbatch that is smaller."""
+@pytest.mark.parametrize("described", [(), (0, 3), range(4)], ids=["agreed", "mixed", "described"])
+def test_a_first_call_waits_only_for_the_makers_of_its_inputs(
+    rank: int, ranks: int, described: Sequence[int]
+) -> None:
+    """With evaluation first, signatures that alternate, and a last microbatch that is smaller; and
+    so do later calls where payloads travel with their description."""
     for schedule in HANG[ranks]:
         twins = Twins(linear_stages(schedule.stages), schedule, rank)
-        with twins.executor(optimizer=None, timeout=60) as executor:
+        marks = dict.fromkeys({*described} & {*range(schedule.stages)}, "described")
+        with twins.executor(optimizer=None, timeout=60, boundaries=marks) as executor:
             for rows in (4, 5, 4, 5, 7):
                 x, y = random_batch(rows, seed=rows)
                 expected = executor.evaluate(x, target=y).loss

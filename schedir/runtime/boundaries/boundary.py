@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
-from schedir.runtime.arguments import Declared
+from schedir.ir import Action, Kind
+from schedir.runtime.arguments import DESCRIBED, Declared
 from schedir.runtime.memory import any_shared
 
-_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.Size)
+CONSTANTS = type(None), bool, int, float, str, torch.dtype, torch.Size
+"""The types of what may stand beside tensors in a boundary."""
 
 
 @attrs.frozen
@@ -109,8 +111,8 @@ class Boundary:
         """What its tensors take."""
         return sum(meta.nbytes for meta in self.metas)
 
-    def tensors(self, output: Any, with_graph: bool = True) -> tuple[Tensor, ...]:
-        """The tensors of a stage's output, which must match this boundary.
+    def tensors(self, output: Any, stage: int, with_graph: bool = True) -> tuple[Tensor, ...]:
+        """The tensors of the output of a stage, which must match this boundary.
 
         `with_graph` is False if gradients are off, or come later, by recomputation. Raises
         ExecutionError, with the output and the boundary, before any payload is sent.
@@ -134,9 +136,9 @@ class Boundary:
         if not agreed:
             raise ExecutionError(
                 f"the stage returned {boundary_of(output)}, but {self} was agreed with the next "
-                "stage; declare the former with boundaries= if its shape depends on data, return "
-                "values that vary as tensors, keep the order of a dict's keys, and make a new "
-                "Executor if you have frozen or thawed parameters"
+                f"stage; if its shape depends on data, pass boundaries={{{stage}: {DESCRIBED!r}}}; "
+                "return values that vary as tensors, keep the order of a dict's keys, and make a "
+                "new Executor if you have frozen or thawed parameters"
             )
         if self.declared and len(found) > 1 and any_shared(found):
             raise ExecutionError(
@@ -170,7 +172,7 @@ def boundary_of(output: Any) -> Boundary:
     """The boundary of a stage's output. Raises ExecutionError for a value that can't be sent."""
     leaves, spec = pytree.tree_flatten(output)
     for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+        if not isinstance(leaf, (Tensor, *CONSTANTS)):
             raise ExecutionError(
                 "a stage returns tensors to the next one, in tuples, lists and dicts, with "
                 f"numbers, strings and None among them, but no {type(leaf).__name__}"
@@ -202,6 +204,11 @@ def declared(output: Declared, trained: bool) -> Boundary:
         found.spec,
         declared=True,
     )
+
+
+def crossed(transfer: Action) -> int:
+    """The boundary that a send or receive crosses: the number of the stage before it."""
+    return transfer.stage - (transfer.kind in (Kind.RECV_ACT, Kind.SEND_GRAD))
 
 
 NOTHING = Boundary((), pytree.tree_flatten(())[1])

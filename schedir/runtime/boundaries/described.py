@@ -1,17 +1,24 @@
-"""Payloads with a description, by which the first call of an input signature sends.
+"""Payloads with a description: those of the first call of an input signature, and of the boundaries
+that the user has marked.
 
-    sender      SEND      posts the description and the bytes behind it; nobody waits for the send
-                          before the call has ended
-    receiver    RECV      does nothing
+    sender      SEND      posts the description and the bytes behind it
+    receiver    RECV      posts a receive, for the next message of that rank
                 compute   takes its input when its turn comes, and keeps messages that came before
                           from the same rank for later
 
-So in the first call an action waits only for the rank that makes its input, in any list. Messages
-go beside the pipeline's traffic, from host to host.
+So an action waits only for the rank that makes its input, in any list. How long a message is, only
+the sender knows. So its first part is as long as the longest message of the call before, and the
+rest follows, if there is one:
+
+    call 7    first part, 16 bytes: the lengths    rest
+    call 8    first part, 812 bytes: all of it
+
+Messages go from host to host, under tags of their own.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +28,7 @@ from torch import Tensor
 
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.boundaries.boundary import TensorMeta, empty, payload
+from schedir.runtime.call import Now
 from schedir.runtime.processes.control import packed, unpacked
 from schedir.runtime.transports.transport import Poster, Work
 
@@ -35,11 +43,21 @@ class Message:
     tensors: tuple[Tensor, ...]
 
 
+DESCRIBED_TAGS = 4
+"""So many of a transport's tags, the first ones, are for messages: two in training, two in
+evaluation."""
+
+_LENGTHS = 16  # bytes, which say those of the description and of the whole message
+
+
 class Messenger(Protocol):
     """Sends and takes the messages of one rank. Each message is taken once, by its key."""
 
     def send(self, key: Hashable, message: Message, peer: int) -> list[Work]:
-        """Post a message; its tensors may be changed afterwards."""
+        """Post a message of the current call; its tensors may be changed afterwards."""
+
+    def expect(self, peer: int) -> None:
+        """A message of the current call comes from a peer."""
 
     def has(self, key: Hashable, peer: int) -> bool:
         """Whether taking it would wait for nobody."""
@@ -51,24 +69,58 @@ class Messenger(Protocol):
         """Forget the messages of a call that failed."""
 
 
-class Posted:
-    """The messenger between processes: it sends a length, then the description and the bytes.
+@attrs.define(eq=False)
+class _Channel:
+    """One end of a channel. In the current call the first part of each message has `room` for the
+    `longest` one of the call before, as both ends know."""
 
-    Raises RuntimeError if a message can't come any more.
+    call: int = -1
+    room: int = _LENGTHS
+    longest: int = _LENGTHS
+    posted: deque[tuple[Work, Tensor]] = attrs.field(factory=deque)
+
+    def begin(self, call: int) -> None:
+        """A message of this call comes next."""
+        if call != self.call:
+            self.call, self.room, self.longest = call, self.longest, _LENGTHS
+
+
+class Posted:
+    """The messenger between processes: it sends lengths, the description and the bytes.
+
+    What does not fit into the room of the receive that is posted for it follows by `rests`. Raises
+    RuntimeError if a message can't come any more.
     """
 
-    def __init__(self, poster: Poster, device: torch.device) -> None:
-        self._poster, self._device = poster, device
-        self._early: dict[tuple[int, Hashable], Message] = {}
+    def __init__(self, poster: Poster, rests: Poster, device: torch.device, now: Now) -> None:
+        self._poster, self._rests, self._device, self._now = poster, rests, device, now
+        self._to: defaultdict[int, _Channel] = defaultdict(_Channel)
+        self._from: defaultdict[int, _Channel] = defaultdict(_Channel)
+        self._early: dict[tuple[int, int, Hashable], Message] = {}
 
     def send(self, key: Hashable, message: Message, peer: int) -> list[Work]:
         """Post a message."""
-        head = packed((key, message.beside, message.metas))
+        call, channel = self._now.call.number, self._to[peer]
+        head = packed((call, key, message.beside, message.metas))
         described = zip(message.tensors, message.metas, strict=True)
-        parts = [_bytes_of(payload(tensor, meta)).cpu() for tensor, meta in described]
-        body = torch.cat([head, *parts])
-        lengths = torch.tensor([len(head), len(body)], device="cpu")
-        return [self._poster.send(part, peer) for part in (lengths, body)]
+        parts = [head, *(_bytes_of(payload(tensor, meta)).cpu() for tensor, meta in described)]
+        size = _LENGTHS + sum(map(len, parts))
+        channel.begin(call)
+        channel.longest = max(channel.longest, size)
+        lengths = torch.tensor([len(head), size], device="cpu").view(torch.uint8)
+        filling = torch.empty(max(channel.room - size, 0), dtype=torch.uint8, device="cpu")
+        whole = torch.cat([lengths, *parts, filling])
+        works = [self._poster.send(whole[: channel.room], peer)]
+        if size > channel.room:
+            works.append(self._rests.send(whole[channel.room :], peer))
+        return works
+
+    def expect(self, peer: int) -> None:
+        """Post a receive for the first part of a message."""
+        channel = self._from[peer]
+        channel.begin(self._now.call.number)
+        first = torch.empty(channel.room, dtype=torch.uint8, device="cpu")
+        channel.posted.append((self._poster.receive(first, peer), first))
 
     def has(self, key: Hashable, peer: int) -> bool:
         """Whether it has come already; another process is always waited for."""
@@ -76,25 +128,32 @@ class Posted:
 
     def take(self, key: Hashable, peer: int) -> Message:
         """Take a message of a peer, once it has come."""
-        while (peer, key) not in self._early:
-            lengths = torch.empty(2, dtype=torch.int64, device="cpu")
-            self._poster.receive(lengths, peer).wait()
-            head, whole = lengths.tolist()
-            body = torch.empty(whole, dtype=torch.uint8, device="cpu")
-            self._poster.receive(body, peer).wait()
-            came, beside, metas = unpacked(body[:head])
-            tensors, begin = [], head
+        channel, wanted = self._from[peer], (peer, self._now.call.number, key)
+        while wanted not in self._early:
+            work, whole = channel.posted.popleft()
+            work.wait()
+            head, size = whole[:_LENGTHS].view(torch.int64).tolist()
+            channel.longest = max(channel.longest, size)
+            if size > len(whole):
+                rest = torch.empty(size - len(whole), dtype=torch.uint8, device="cpu")
+                self._rests.receive(rest, peer).wait()
+                whole = torch.cat([whole, rest])
+            begin = _LENGTHS + head
+            call, came, beside, metas = unpacked(whole[_LENGTHS:begin])
+            tensors = []
             for meta in metas:
                 tensors.append(empty(meta, self._device))
                 content = _bytes_of(payload(tensors[-1], meta))
-                content.copy_(body[begin : begin + meta.nbytes])
+                content.copy_(whole[begin : begin + meta.nbytes])
                 begin += meta.nbytes
-            self._early[peer, came] = Message(beside, metas, tuple(tensors))
-        return self._early.pop((peer, key))
+            self._early[peer, call, came] = Message(beside, metas, tuple(tensors))
+        return self._early.pop(wanted)
 
     def drop(self) -> None:
         """Forget the messages of a call that failed."""
         self._early.clear()
+        self._from.clear()
+        self._to.clear()
 
 
 @attrs.frozen(eq=False)
@@ -109,23 +168,27 @@ class Within:
     """The messenger between the ranks of this process: a copy waits until it is taken."""
 
     def __init__(
-        self, rank: int, sent: dict[tuple[int, int, Hashable], Sent], accelerator: Accelerator
+        self, rank: int, sent: dict[Hashable, Sent], accelerator: Accelerator, now: Now
     ) -> None:
-        self._rank, self._sent, self._accelerator = rank, sent, accelerator
+        self._rank, self._sent, self._accelerator, self._now = rank, sent, accelerator, now
 
     def send(self, key: Hashable, message: Message, peer: int) -> list[Work]:
         """Keep a copy of a message for its receiver."""
         kept = attrs.evolve(message, tensors=_copies(message))
-        self._sent[self._rank, peer, key] = Sent(kept, self._accelerator.mark())
+        place = self._rank, peer, self._now.call.number, key
+        self._sent[place] = Sent(kept, self._accelerator.mark())
         return []
+
+    def expect(self, peer: int) -> None:
+        """Nothing is posted within a process."""
 
     def has(self, key: Hashable, peer: int) -> bool:
         """Whether it has been sent."""
-        return (peer, self._rank, key) in self._sent
+        return (peer, self._rank, self._now.call.number, key) in self._sent
 
     def take(self, key: Hashable, peer: int) -> Message:
         """Take a message of a peer, which has been sent."""
-        sent = self._sent.pop((peer, self._rank, key))
+        sent = self._sent.pop((peer, self._rank, self._now.call.number, key))
         sent.ready.wait()
         for tensor in sent.message.tensors:
             self._accelerator.used(tensor)

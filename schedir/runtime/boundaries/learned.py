@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 
 from schedir.graph.compile import graph_of
 from schedir.ir import Kind, Schedule
-from schedir.runtime.boundaries.boundary import NOTHING, Boundary, Grads, meta_of
+from schedir.runtime.boundaries.boundary import CONSTANTS, NOTHING, Boundary, Grads, meta_of
 from schedir.runtime.boundaries.calling import CallingConvention
 from schedir.runtime.memory import NO_ALIASES, Aliases
 
 EVERY: Collection[int] = range(sys.maxsize)
-"""The numbers of all tensors, however many there are."""
+"""The numbers of all tensors, or boundaries, however many there are."""
 
 
 @attrs.define(eq=False)
@@ -38,11 +38,11 @@ class Learned:
     different calls may have different gradients, and a mask travels with them.
 
     `changes_inputs` says which inputs the module changes in place; in the first stage it is one
-    flag for the whole microbatch. `changes_extra` and `changes_target` say whether the module, or
-    the loss, changes any of the other arguments. `copied` are the numbers of the outputs that may
-    be changed before the next stage has used them. `other_layout` are the numbers of the inputs
-    whose gradients may have another layout than the input: autograd would copy them to the input's
-    layout, and kernels would round differently.
+    flag for the whole microbatch, once that is known. `changes_extra` and `changes_target` say
+    whether the module, or the loss, changes any of the other arguments. `copied` are the numbers of
+    the outputs that may be changed before the next stage has used them. `other_layout` are the
+    numbers of the inputs whose gradients may have another layout than the input: autograd would
+    copy them to the input's layout, and kernels would round differently.
     """
 
     before: Boundary = NOTHING
@@ -54,17 +54,17 @@ class Learned:
     grads_out: Grads = ()
     masked_in: bool = False
     masked_out: bool = False
-    changes_inputs: tuple[bool, ...] = (True,)
+    changes_inputs: tuple[bool, ...] = ()
     changes_extra: bool = True
     changes_target: bool = True
     copied: Collection[int] = EVERY
     other_layout: Collection[int] = ()
 
-    def comes(self, before: Boundary, aliases: Aliases) -> None:
-        """Note the stage's input; what its module does with it is not known yet."""
-        self.before, self.aliases = before, aliases
-        self.changes_inputs = (True,) * len(before.metas)
-        self.other_layout = [n for n, meta in enumerate(before.metas) if meta.requires_grad]
+    def forget(self) -> None:
+        """What the module does with its input is not known any more: take the safe side."""
+        self.changes_inputs = (True,) * len(self.before.metas)
+        self.changes_extra = self.changes_target = True
+        self.other_layout = [n for n, meta in enumerate(self.before.metas) if meta.requires_grad]
 
     def sends_back(self, grads: Sequence[Tensor | None]) -> None:
         """These are the gradients of the stage's input."""
@@ -136,14 +136,16 @@ def held_by(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     """The tensors that modules hold: parameters, buffers, and tensors in plain attributes."""
     for module in modules:
         for part in module.modules():
-            for name, value in vars(part).items():
-                if name in ("_parameters", "_buffers") or name not in INTERNAL:
-                    yield from tensors_of(value)
+            own = (value for name, value in vars(part).items() if name not in INTERNAL)
+            for value in (*part._parameters.values(), *part._buffers.values(), *own):
+                yield from tensors_of(value)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in a structure, in its order."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    # At a lone leaf torch takes several microseconds; attributes of modules are nearly always one.
+    leaves = [tree] if isinstance(tree, (Tensor, *CONSTANTS)) else pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Watched:

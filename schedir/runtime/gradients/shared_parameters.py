@@ -86,10 +86,12 @@ class Shared:
             },
             any(p.dtype is torch.float64 for p in every),
             getattr(plan.arguments.stages, "cut", None),  # of schedir.training's Stages
+            plan.described,
         )
         with session.gathering():
             self._claims = agree(session.control, own, plan.schedule)
         self.processors = min(claim.processors for claim in self._claims)
+        self.described = frozenset[int]().union(*(claim.described for claim in self._claims))
 
     def _digests(self) -> dict[str, tuple[int, ...]]:
         """The digests of the copies here, by their names."""

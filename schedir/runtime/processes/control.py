@@ -36,8 +36,8 @@ _BESIDE_TAG = 8
 _CLOCK_TAG = 9
 SHARES_TAG = 10
 VERDICT_TAG = 11
-_DESCRIBED_TAGS = {True: 12, False: 13}  # in training, in evaluation
-_MEETING_TAG = 14
+_MEETING_TAG = 12
+_DESCRIBED_TAG = 13  # and those after it
 _WORDS = {
     LOSS_TAG: "the loss",
     COUNT_TAG: "the samples",
@@ -136,9 +136,9 @@ class Control:
         """Transfers from host to host between ranks whose payloads are on a device."""
         return Beside(self._group, self._numbers, _BESIDE_TAG)
 
-    def described(self, trains: bool) -> Beside:
-        """Transfers of payloads with their description."""
-        return Beside(self._group, self._numbers, _DESCRIBED_TAGS[trains])
+    def described(self, tag: int) -> Beside:
+        """Transfers of payloads with their description, where the transport has no tags."""
+        return Beside(self._group, self._numbers, _DESCRIBED_TAG + tag)
 
     def relay(self, members: Sequence[int], size: int, tag: int) -> Relay:
         """A relay between some numbers, of which this process is one."""

@@ -9,7 +9,7 @@ send holds can be freed:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 
@@ -35,6 +35,7 @@ from schedir.ir import (
     Together,
 )
 from schedir.runtime.accelerator import Accelerator, Streams
+from schedir.runtime.boundaries.boundary import crossed
 from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import Now
 from schedir.runtime.gradients.nonfinite import NonFinite
@@ -108,10 +109,10 @@ class Compiler:
     `now` is the current call, which `trains` or not. `replicas` are those of the stages that
     several ranks of this process hold. `barriers` come before OPTIM_STEPs; None if the caller
     steps. `scaling` is for OPTIM_STEPs of other microbatches than the last stage's, and `nonfinite`
-    checks what they apply. `observers` watch every run. `beside` sends values from host to host;
-    None if the transport of the payloads does that too. `streams` are those of the ranks, and
-    side streams. `pools` are the buffers that ranks send from and receive into. `copiers` move
-    offloaded tensors.
+    checks what they apply. `first` is for described boundaries. `observers` watch every run.
+    `beside` sends values from host to host; None if the transport of the payloads does that too.
+    `streams` are those of the ranks, and side streams. `pools` are the buffers that ranks send from
+    and receive into. `copiers` move offloaded tensors.
     """
 
     accelerator: Accelerator
@@ -120,6 +121,7 @@ class Compiler:
     barriers: Barriers | None
     scaling: Scaling
     nonfinite: NonFinite
+    first: FirstCall
     observers: Sequence[Observer]
     beside: Poster | None
     trains: bool
@@ -136,15 +138,15 @@ class Compiler:
         listed_at: Sequence[int],
         cells: Cells,
         autocast: bool,
-        first: FirstCall | None = None,
+        described: Collection[int],
     ) -> Sequence[Instruction]:
         """The instructions of a rank here, in the order of its list in `schedule`.
 
         `listed_at` has the place of each in the list before its receives were moved. `cells` know
-        what is sent, unless this is for the `first` call of an input signature. `autocast` where
-        the caller may compute in lower precision.
+        what is sent, except over the `described` boundaries. `autocast` where the caller may
+        compute in lower precision.
         """
-        list_ = _List(self, schedule, rank, transport, listed_at, cells, autocast, first)
+        list_ = _List(self, schedule, rank, transport, listed_at, cells, autocast, described)
         return list_.instructions()
 
 
@@ -160,15 +162,14 @@ class _List:
         listed_at: Sequence[int],
         cells: Cells,
         autocast: bool,
-        first: FirstCall | None,
+        described: Collection[int],
     ) -> None:
         self._compiler, self._stages, self._now = compiler, compiler.stages, compiler.now
         self._graph, self._rank, self._listed_at = graph_of(schedule), rank, listed_at
-        self._cells, self._autocast, self._first = cells, autocast, first
-        self._messenger: Messenger | None = None if first is None else first.messengers[rank]
+        self._cells, self._autocast, self._described = cells, autocast, described
         self._entries, self._actions = schedule.actions[rank], schedule.flat[rank]
         self._versions: Mapping[int, StageVersions] = weight_versions(schedule.columns, rank)
-        self._arrived = {} if first is not None else arrivals(schedule, rank)
+        self._arrived = arrivals(schedule, rank)
         self._beside = compiler.beside or transport
         self._poster: BatchPoster = transport
         self._gathered = first_uses(self._actions)
@@ -188,7 +189,7 @@ class _List:
         for index, entry in enumerate(self._entries):
             parts = entry.actions if isinstance(entry, Together) else (entry,)
             batch = None
-            if communicates(parts) and self._first is None:
+            if communicates(parts):
                 batch = Batch(self._poster)
             made: list[Instruction] = []
             for action in parts:
@@ -246,15 +247,17 @@ class _List:
         versions = self._versions[cell.stage]
         version = versions.reads[cell.microbatch]
         last_read = versions.last_read[version] == turn
-        hand = hand_back if self._first is None else learn_gradients
+        before, after = (n in self._described for n in (cell.stage - 1, cell.stage))
+        hand = learn_gradients if before else hand_back
         nobody: list[Work] = []
         receives = nobody
         replayed = self._lists(Kind.RECOMPUTE, cell)
         if kind is Kind.FORWARD:
-            if self._first is None:
-                run = forward(stage, cell, self._now, trains, replayed)
+            if before or after:
+                first = self._compiler.first
+                run = first_forward(stage, cell, self._now, trains, replayed, first, after)
             else:
-                run = first_forward(stage, cell, self._now, trains, replayed, self._first)
+                run = forward(stage, cell, self._now, trains, replayed)
             if cell.stage and cell.previous is None:
                 receives = cell.input_receives
         elif kind is Kind.RECOMPUTE:
@@ -313,11 +316,12 @@ class _List:
 
     def _transfer(self, action: Action, poster: Poster, peer: int) -> Bound:
         cell, kind = self._cell(action), action.kind
-        if self._first is not None:
-            assert self._messenger is not None  # given for first calls
+        if crossed(action) in self._described:
+            first = self._compiler.first
+            messenger = first.messengers[self._rank]
             if kind is Kind.SEND_GRAD:
-                return describe_gradients(cell, self._messenger, peer, self._first)
-            return _DESCRIBED[kind](cell, self._messenger, peer)
+                return describe_gradients(cell, messenger, peer, first)
+            return _DESCRIBED[kind](cell, messenger, peer)
         device = self._compiler.accelerator.device
         if kind is Kind.SEND_ACT:
             return send_activations(cell, poster, peer)

@@ -75,7 +75,7 @@ def _plain_forward(stage: Stage, cell: Cell) -> Bound:
     """F of a stage that turns one tensor into one, with a graph and nothing beside that."""
     module, seed, seeds, m = stage.module, stage.seed, stage.seeds, cell.microbatch
     is_first, following, busy = stage.index == 0, cell.following, stage.busy
-    agreed = cell.learned.after.tensors
+    agreed, index = cell.learned.after.tensors, stage.index
     (meta,) = cell.learned.after.metas
     shape, stride, dtype, requires_grad = meta.shape, meta.stride, meta.dtype, meta.requires_grad
 
@@ -89,7 +89,7 @@ def _plain_forward(stage: Stage, cell: Cell) -> Bound:
             and (output.shape == shape and output.dtype is dtype)
             and (output.requires_grad is requires_grad and output.stride() == stride)
         ):
-            (output,) = agreed(output)
+            (output,) = agreed(output, index)
         if following is not None:
             following.leaves = (output.detach().requires_grad_(requires_grad),)
         else:
@@ -189,7 +189,7 @@ def forward_with(
 def _hand_on(cell: Cell, output: Any, with_graph: bool) -> None:
     """Give a stage's output to the next one, and keep where its backward starts."""
     learned, following = cell.learned, cell.following
-    made = learned.after.tensors(output, with_graph)
+    made = learned.after.tensors(output, cell.stage, with_graph)
     handed = [
         tensor.detach().clone() if number in learned.copied else tensor
         for number, tensor in enumerate(made)
@@ -234,7 +234,7 @@ def recompute(stage: Stage, cell: Cell) -> Bound:
         with stage.buffers.as_kept(kept):
             output = run_module(stage, cell, True)
             if stage.loss_fn is None:
-                made = cell.learned.after.tensors(output)
+                made = cell.learned.after.tensors(output, stage.index)
                 cell.outputs = _edges_of(made)
             else:
                 cell.outputs = (run_loss(stage, cell, output),)

@@ -1,4 +1,5 @@
-"""The actions in the first call of an input signature, which learns what later calls rely on.
+"""The actions at described boundaries: at all boundaries in the first call of an input signature,
+which learns what later calls rely on, and in every call at those that the user has marked.
 
 They run on real values, as often as the list says. Payloads travel with their description (see
 `described`), and tensors that may be changed in place are copied first.
@@ -27,17 +28,20 @@ from schedir.runtime.program.instruction import Bound
 from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.stage import Stage, arguments, copy_of
 from schedir.runtime.stage.weights import StageWeights
+from schedir.runtime.transports.transport import Work
 
 logger = logging.getLogger("schedir")
 
 
 @attrs.frozen(eq=False)
 class FirstCall:
-    """What first calls need: the messengers of the ranks here, the outputs that the user has
-    `declared`, by stage, and the parameters that the executor's optimizers step, None if the caller
+    """What the actions at described boundaries need: the messengers of the ranks here, the
+    boundaries that are `described` in every call and those that the user has `declared` instead, by
+    the stage before, and the parameters that the executor's optimizers step, None if the caller
     steps."""
 
     messengers: Mapping[int, Messenger]
+    described: Collection[int]
     declared: Mapping[int, Declared]
     stepped: Collection[Tensor] | None
     _warned: list[int] = attrs.field(factory=list)
@@ -74,12 +78,20 @@ class FirstCall:
 
 
 def first_forward(
-    stage: Stage, cell: Cell, now: Now, trains: bool, replayed: bool, first: FirstCall
+    stage: Stage,
+    cell: Cell,
+    now: Now,
+    trains: bool,
+    replayed: bool,
+    first: FirstCall,
+    described: bool,
 ) -> Bound:
-    """F: runs the module, and learns what it returns and what it changes."""
+    """F: runs the module, and learns what it changes; what it returns, if the boundary after it is
+    `described`."""
 
     def output(stage: Stage, cell: Cell, with_graph: bool) -> Any:
         learned = cell.learned
+        learned.forget()
         given, extra = arguments(stage, cell, with_graph)
         inputs, beside = Watched(tensors_of(given)), Watched(tensors_of(extra))
         own = Watched(stage.module.parameters())
@@ -103,7 +115,7 @@ def first_forward(
             passed, lent = [], [*passed, *lent]
         found = sharing(tensors_of(made), passed, held_by([stage.module]), lent)
         learned.copied = found.changeable
-        if stage.loss_fn is None:
+        if stage.loss_fn is None and described:
             learned.aliases_after = found.aliases_after(learned.aliases)
             _describe(stage, cell, made, [*passed, *lent], first)
         return made
@@ -132,7 +144,8 @@ def _describe(
         trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         learned.after = declared(example, trained)
     if cell.following is not None:
-        cell.following.learned.comes(learned.after, learned.aliases_after)
+        following = cell.following.learned
+        following.before, following.aliases = learned.after, learned.aliases_after
 
 
 def learn_gradients(cell: Cell, grads: tuple[Tensor | None, ...]) -> None:
@@ -195,19 +208,19 @@ class _Coming:
 
 
 def take_activations(cell: Cell, messenger: Messenger, peer: int) -> Bound:
-    """RECV_ACT: posts nothing; the forward takes the cell's inputs when it is their turn."""
+    """RECV_ACT: expects a message; the forward takes the cell's inputs when it is their turn."""
 
     def put(message: Message) -> None:
-        cell.learned.comes(*message.beside)
+        cell.learned.before, cell.learned.aliases = message.beside
         described = zip(message.tensors, message.metas, strict=True)
         cell.leaves = tuple([x.requires_grad_(meta.requires_grad) for x, meta in described])
 
-    coming = _Coming(messenger, ("inputs", cell.stage, cell.microbatch), peer, put)
-    return lambda: cell.input_receives.append(coming)
+    key = "inputs", cell.stage, cell.microbatch
+    return _expect(_Coming(messenger, key, peer, put), cell.input_receives)
 
 
 def take_gradients(cell: Cell, messenger: Messenger, peer: int) -> Bound:
-    """RECV_GRAD: posts nothing; the backward takes the gradients of the cell's outputs."""
+    """RECV_GRAD: expects a message; the backward takes the gradients of the cell's outputs."""
 
     def put(message: Message) -> None:
         learned = cell.learned
@@ -217,5 +230,13 @@ def take_gradients(cell: Cell, messenger: Messenger, peer: int) -> Bound:
             [None if meta is None else next(coming) for meta in learned.grads_in]
         )
 
-    coming = _Coming(messenger, ("gradients", cell.stage, cell.microbatch), peer, put)
-    return lambda: cell.grad_receives.append(coming)
+    key = "gradients", cell.stage, cell.microbatch
+    return _expect(_Coming(messenger, key, peer, put), cell.grad_receives)
+
+
+def _expect(coming: _Coming, receives: list[Work]) -> Bound:
+    def call() -> None:
+        coming.messenger.expect(coming.peer)
+        receives.append(coming)
+
+    return call

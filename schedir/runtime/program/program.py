@@ -4,8 +4,9 @@
     calls     post the receive     wait for it; forward   backward     post the send
 
 The first call of a signature runs the same list over described messages; the program for later
-calls is compiled with what it learns. The receives at the beginning of a list are posted at the end
-of the program's previous call, if the transport takes them so early:
+calls is compiled with what it learns. A boundary that the user has marked stays described. The
+receives at the beginning of a list are posted at the end of the program's previous call, if the
+transport takes them so early:
 
     call 7    0F0 … 0B3  ┃ 0RECV_GRAD0            posted for call 8
     call 8               ┃ 0F0 0SEND_ACT0 0B0 …   the handshake comes first, and 0B0 waits for it
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, takewhile
 from typing import Any, TypeGuard
@@ -38,15 +39,15 @@ from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.batch.batches import ends_of_batches
 from schedir.runtime.batch.feeding import Feed
 from schedir.runtime.batch.microbatches import Batch
-from schedir.runtime.boundaries.boundary import meta_of
-from schedir.runtime.boundaries.learned import Learned, Lessons, mask_gradients
+from schedir.runtime.boundaries.boundary import crossed, meta_of
+from schedir.runtime.boundaries.described import DESCRIBED_TAGS
+from schedir.runtime.boundaries.learned import EVERY, Learned, Lessons, mask_gradients
 from schedir.runtime.call import Call
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe
 from schedir.runtime.processes.positions import CODE, Words, at_place, code, number_of, numbered
 from schedir.runtime.program.compiler import Compiler
-from schedir.runtime.program.first_call import FirstCall
 from schedir.runtime.program.handshake import UNKNOWN, Announcement, Handshake
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
 from schedir.runtime.program.observers import Observer, observed, profiler_ranges, unseen
@@ -314,14 +315,13 @@ class Programs:
         transports: Mapping[int, Transport],
         control: Control,
         handshake: Handshake,
-        first: FirstCall,
         under_way: list[Work],
         newcomers: Callable[[int, bool], Iterable[Observer]] | None = None,
         batch: int | None = None,
     ) -> None:
         self._batch = batch
         self._plan, self._listed, self._control = plan, schedule, control
-        self._handshake, self._first, self._newcomers = handshake, first, newcomers
+        self._handshake, self._newcomers = handshake, newcomers
         self.compiler, self._transports, self._under_way = compiler, transports, under_way
         self.schedule = plan.posted(schedule)
         self._lists: dict[int | None, Schedule] = {None: self.schedule}  # by the room for buffers
@@ -416,7 +416,7 @@ class Programs:
     def reset(self) -> None:
         """A call has failed: the next one, where there can be one, starts anew."""
         self._under_way.clear()
-        for messenger in self._first.messengers.values():
+        for messenger in self.compiler.first.messengers.values():
             messenger.drop()
         self.compiler.pools.clear()
         for copier in self.compiler.copiers.values():
@@ -441,21 +441,22 @@ class Programs:
         """The program for the first call of a signature."""
         stages, microbatches = self._plan.local_stages, range(self._listed.microbatches)
         lessons = {(stage, m): Learned() for stage in stages for m in microbatches}
-        return self._compiled(_Known(lessons, None, precision is not None), 0, self._first)
+        return self._compiled(_Known(lessons, None, precision is not None), 0, EVERY)
 
     def _of(self, number: int) -> Program:
         """The program for a known signature."""
         self._known.move_to_end(number)
         if number not in self._programs:
-            self._programs[number] = self._compiled(self._known[number], number)
+            described = self.compiler.first.described
+            self._programs[number] = self._compiled(self._known[number], number, described)
         return self._programs[number]
 
-    def _compiled(self, known: _Known, number: int, first: FirstCall | None = None) -> Program:
+    def _compiled(self, known: _Known, number: int, described: Collection[int]) -> Program:
         if known.room not in self._lists:
             self._lists[known.room] = self._plan.posted(self._listed, known.room)
         schedule = self._lists[known.room]
         cells = Cells(known.lessons, self._plan.last_stage, graph_of(schedule).runs)
-        tag = 2 * number + (not self.compiler.trains)
+        tag = DESCRIBED_TAGS + 2 * number + self.compiler.trains
         lists: list[Sequence[Instruction]] = []
         ahead: list[Bound] = []
         for rank, transport in self._transports.items():
@@ -467,10 +468,13 @@ class Programs:
                 listed_at,
                 cells,
                 known.autocast or self._plan.accelerator.queues,
-                first,
+                described,
             )
-            if first is None and transport.early:
-                leading = takewhile(_is_receive, schedule.actions[rank])
+            if transport.early:
+                leading = takewhile(
+                    lambda entry: _is_receive(entry) and crossed(entry) not in described,
+                    schedule.actions[rank],
+                )
                 sizes = accumulate(
                     _nbytes(receive, known.lessons)
                     for receive in leading

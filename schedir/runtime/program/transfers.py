@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from schedir.errors import ExecutionError
+from schedir.runtime.arguments import DESCRIBED
 from schedir.runtime.boundaries.boundary import Grads, empty, payload
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.program.instruction import Bound
@@ -121,9 +122,9 @@ def _differs(grads: Sequence[Tensor | None], expected: Grads, stage: int) -> Exe
     """The error for gradients that differ from those of the first call."""
     return ExecutionError(
         f"gradients of the stage's inputs: {_yes_no(expected)} in the first call of this input "
-        f"shape, but {_yes_no(grads)} now; if that depends on data, declare the boundary, "
-        f"boundaries={{{stage - 1}: torch.empty(...)}}; if you have frozen or thawed parameters, "
-        "make a new Executor"
+        f"shape, but {_yes_no(grads)} now; if that depends on data, pass "
+        f"boundaries={{{stage - 1}: {DESCRIBED!r}}}; if you have frozen or thawed parameters, make "
+        "a new Executor"
     )
 
 

@@ -136,7 +136,7 @@ def copy_of(tree: Any) -> Any:
             copies[key] = _aligned_copy(tensor)
         return copies[key]
 
-    return tree_map_only(Tensor, copied, tree)
+    return copied(tree) if isinstance(tree, Tensor) else tree_map_only(Tensor, copied, tree)
 
 
 _ALIGNMENT = 64
@@ -162,7 +162,7 @@ def arguments(stage: Stage, cell: Cell, with_graph: bool) -> tuple[Any, Any]:
     learned = cell.learned
     extra = copy_of(cell.extra) if learned.changes_extra else cell.extra
     if stage.index == 0:
-        return copy_of(cell.batch) if learned.changes_inputs[0] else cell.batch, extra
+        return copy_of(cell.batch) if all(learned.changes_inputs) else cell.batch, extra
     if with_graph:
         for number in learned.other_layout:
             put = partial(cell.computed_grads.__setitem__, number)

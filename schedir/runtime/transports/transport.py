@@ -1,8 +1,8 @@
 """Moves tensors with a layout that both sides know: each channel is first in, first out, and
 posting never blocks.
 
-The first call of an input signature does not use it, but `Control.described`. Transports carry the
-calls from the second one on.
+Payloads that carry their description, as in the first call of an input signature, have tags of
+their own, or go by `Control.described` if the transport has none.
 """
 
 from __future__ import annotations
