@@ -110,7 +110,7 @@ def predict(measured: Sequence[schedir.Timeline], page: Path, transport: str) ->
     except schedir.SchedirError as error:
         spread = f"no band: {error}"
     console.print(
-        f"makespan of a step under {transport}, predicted from the first half of the steps: "
+        f"makespan of a step, predicted for {transport} from the first half of the steps: "
         f"{1e3 * predicted.makespan:.1f} ms at their medians, {spread}\n"
         f"makespan of a step, measured in the second half, the median: {1e3 * line.makespan:.1f} ms"
     )

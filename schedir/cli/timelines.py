@@ -61,9 +61,8 @@ def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None, str]:
     """
     targets = [args.target] if args.against is None else [args.target, args.against]
     if all(map(is_measured, targets)) and (costs_given(args) or args.channel is not None):
-        args.parser.error(
-            "--costs, --cost and --channel are for schedules: a measured timeline has times already"
-        )
+        options = "--costs and --cost are" if costs_given(args) else "--channel is"
+        args.parser.error(f"{options} for schedules: a measured timeline has times already")
     if not any(map(is_measured, targets)) and args.step is not None:
         args.parser.error("--step is for files of measured timelines")
     costs = costs_of(args)

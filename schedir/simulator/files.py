@@ -19,11 +19,11 @@ Timelines have the `.sched` text of each schedule, once, and the times:
     "schedules": ["schedir 1\\nname 1f1b\\n..."],
     "timelines": [
     {"schedule": 0, "unit": "s", "measured": {"step": 3, "clock_error": 2e-05}, "sizes": null,
-    "posting": null, "edge_makespan": null,
     "starts": [0, 1, null],
     "ends": [1, 2, null]}]}
 
-`schedule` is an index into `schedules`. `starts` and `ends` have one time per action, rank after
+`schedule` is an index into `schedules`. A timeline simulated under a channel model also has its
+`posting` and `edge_makespan`. `starts` and `ends` have one time per action, rank after
 rank in list order, null for what is not known. What is written is read back exactly: integers stay
 integers, and floats have all their digits.
 """
@@ -130,9 +130,9 @@ def _written(line: Any, numbers: dict[Schedule, int]) -> str:
         "unit": line.unit,
         "measured": line.measured and attrs.asdict(line.measured),
         "sizes": line.sizes and attrs.asdict(line.sizes),
-        "posting": line.posting and attrs.asdict(line.posting),
-        "edge_makespan": line.edge_makespan,
     }
+    if line.posting is not None:
+        head |= {"posting": attrs.asdict(line.posting), "edge_makespan": line.edge_makespan}
     starts, ends = (
         _json([None if time != time else time for time in times.tolist()])
         for times in (line.starts, line.ends)
@@ -181,7 +181,7 @@ def _timeline(
     content: object, where: str, schedules: list[Schedule], make: Callable[..., _Made]
 ) -> _Made:
     fields = ("schedule", "unit", "measured", "sizes", "posting", "edge_makespan", "starts", "ends")
-    if isinstance(content, dict):  # older files don't have these
+    if isinstance(content, dict):  # only what was timed under a channel model has these
         content = {"posting": None, "edge_makespan": None} | content
     held = dict(_keys(content, where, fields))
     number = held["schedule"]
