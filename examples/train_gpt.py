@@ -104,7 +104,7 @@ def predict(measured: Sequence[schedir.Timeline], page: Path, transport: str) ->
     line = median_step(measured[half:] or measured)
     predicted = schedir.simulate(line.schedule, costs, channel=transport)
     try:
-        band = schedir.forecast(line.schedule, costs)
+        band = schedir.forecast(line.schedule, costs, channel=transport)
         low, high = 1e3 * band.quantile(0.05), 1e3 * band.quantile(0.95)
         spread = f"9 of 10 between {low:.1f} and {high:.1f}"
     except schedir.SchedirError as error:

@@ -137,7 +137,7 @@ def predicted(run: Run, one: Measured, costs: CostModel) -> Predicted:
     by_medians = schedir.simulate(run.schedule, costs, channel="gloo").makespan
     forecast, holds = by_medians, math.nan
     try:
-        band = schedir.forecast(run.schedule, costs, draws=1000)
+        band = schedir.forecast(run.schedule, costs, draws=1000, channel="gloo")
     except SchedirError as error:
         print(error, file=sys.stderr)
     else:

@@ -12,8 +12,7 @@ batch, so it is neither late nor early.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import attrs
 import numpy as np
@@ -41,81 +40,86 @@ from schedir.passes import split_batches
 # The list is run again for each late send that may cost something, while this many actions last.
 _MOST_RUN = 1_000_000
 _OVERHEAD = 2500
+_TEXTBOOK_TIMES = "times are in forwards of one stage; a backward takes two"
 
 
-class Costs(Protocol):
+@runtime_checkable
+class Pricing(Protocol):
     """What prices the actions of a list: a `CostModel`."""
 
     def prices(self, schedule: Schedule) -> Prices:
         """What every action of a complete schedule costs."""
 
 
-def lints(schedule: Schedule, channel: str, costs: Costs | None = None) -> Iterator[Faults]:
+def lints(schedule: Schedule, channel: str, costs: Pricing | None = None) -> Iterator[Faults]:
     """Why a correct, complete schedule is slower than necessary, by default at the textbook
     costs."""
     posted = _posting(schedule, channel, costs)
     yield from _late_sends(posted)
     # Under `host` every early receive holds up compute too; `edge` holds up no other channel.
     if channel in ("rank", "pair"):
-        clock = _Clock(schedule, costs, channel)
+        clock = _clock(schedule, costs, channel, posted.clock.prices)
         yield from _late_receives(posted, _held_up(posted, channel, clock.done))
         yield from _early_receives(clock, posted.listed.max())
     else:
         yield from _late_receives(posted)
     yield from _needless_splits(posted.graph)
-    yield from _group_size(posted.graph, posted.clock, posted.prompt.max())
+    each = 3 if costs is None else _of_one_chunk(schedule, posted.clock.prices.takes)
+    if each is not None:
+        yield from _group_size(posted, each)
 
 
-# Not slotted, so that what is derived can be cached beside the fields.
-@attrs.frozen(eq=False, slots=False)
+@attrs.frozen(eq=False)
 class _Clock:
-    """Runs a complete schedule as it is listed, under a channel model."""
+    """A run of a complete schedule as it is listed, under a channel model.
+
+    `prices` are those of its actions, and an overlapped pair is one action; `begins` is when each
+    node begins, and `done` when each place is over. The last element of `done`, for the beginning,
+    is 0. `times` says in words what these are in.
+    """
 
     schedule: Schedule
-    costs: Costs | None
-    channel: str = "edge"
-
-    @property
-    def times(self) -> str:
-        """What the times of a finding are in."""
-        if self.costs is not None:
-            return "times are at the costs given"
-        return "times are in forwards of one stage; a backward takes two"
-
-    @cached_property
-    def prices(self) -> Prices:
-        """What every action costs; an overlapped pair is one action."""
-        columns, by_ends = self.schedule.columns, self.channel != "edge"
-        if self.costs is not None:
-            found = self.costs.prices(self.schedule)
-            receives = graph_of(self.schedule).transfers.receive
-            return found.by_ends(receives) if by_ends else found
-        takes = TEXTBOOK[columns.kind]
-        if columns.together:
-            takes = np.add.reduceat(takes, columns.heads)[columns.entry]
-        return Prices(takes, takes)
+    channel: str
+    prices: Prices
+    begins: Ints
+    done: Ints
+    times: str
 
     def waits(self, posted: Ints | None = None) -> Waits:
         """What waits for what."""
         by_ends = self.channel != "edge"
         return waits(self.schedule, self.channel, posted=posted, by_ends=by_ends)
 
-    @cached_property
-    def begins(self) -> Ints:
-        """When each node begins."""
-        if self.costs is None:
-            return textbook(self.schedule, self.channel)
-        return finish(self.waits(), self.prices.takes, self.prices.holds)
 
-    @cached_property
-    def done(self) -> Ints:
-        """When each place is over, and 0 for the beginning."""
-        return self.ends(self.begins)
+def _clock(
+    schedule: Schedule, costs: Pricing | None, channel: str, prices: Prices | None = None
+) -> _Clock:
+    """The run of a schedule, of which the `prices` are given if they are known."""
+    if costs is None:
+        begins, times = textbook(schedule, channel), _TEXTBOOK_TIMES
+        prices = prices or _textbook_prices(schedule)
+    else:
+        prices, times = prices or costs.prices(schedule), "times are at the costs given"
+        by_ends = channel != "edge"
+        if by_ends:
+            prices = prices.by_ends(graph_of(schedule).transfers.receive)
+        waiting = waits(schedule, channel, by_ends=by_ends)
+        begins = finish(waiting, prices.takes, prices.holds)
+    return _Clock(schedule, channel, prices, begins, _done(prices, begins), times)
 
-    def ends(self, begins: Ints) -> Ints:
-        """When each place is over, and 0 for the beginning, given when each node begins."""
-        takes = self.prices.takes
-        return np.append(begins[: len(takes)] + takes, takes.dtype.type(0))
+
+def _textbook_prices(schedule: Schedule) -> Prices:
+    columns = schedule.columns
+    takes = TEXTBOOK[columns.kind]
+    if columns.together:
+        takes = np.add.reduceat(takes, columns.heads)[columns.entry]
+    return Prices(takes, takes)
+
+
+def _done(prices: Prices, begins: Ints) -> Ints:
+    """When each place is over, and 0 for the beginning, given when each node begins."""
+    takes = prices.takes
+    return np.append(begins[: len(takes)] + takes, 0)
 
 
 @attrs.frozen(eq=False)
@@ -140,11 +144,11 @@ class _Posting:
     prompt: Ints
 
 
-def _posting(schedule: Schedule, channel: str, costs: Costs | None) -> _Posting:
+def _posting(schedule: Schedule, channel: str, costs: Pricing | None) -> _Posting:
     """Run the schedule, and again if sends are late."""
     graph, columns = graph_of(schedule), schedule.columns
     # Where posts never block, a batch is its parts; it may not run as one does.
-    clock = _Clock(split_batches(schedule) if channel == "async" else schedule, costs)
+    clock = _clock(split_batches(schedule) if channel == "async" else schedule, costs, "edge")
     transfers, before = graph.transfers, compute_before(columns)
     order, follows = transfers.by_channel
     later, earlier = transfers.in_turn
@@ -169,7 +173,8 @@ def _run(posted: _Posting, sent: Ints) -> Ints:
     after = posted.before.copy()
     after[posted.graph.transfers.send] = sent
     clock = posted.clock
-    return clock.ends(finish(clock.waits(after), clock.prices.takes, clock.prices.holds))
+    begins = finish(clock.waits(after), clock.prices.takes, clock.prices.holds)
+    return _done(clock.prices, begins)
 
 
 def _late_receives(posted: _Posting, most: Ints | None = None) -> Iterator[Faults]:
@@ -349,10 +354,10 @@ def _needless_splits(graph: Graph) -> Iterator[Faults]:
         yield fault(rules.NEEDLESS_SPLIT.at(graph.schedule, *places), extent=len(pairs))
 
 
-def _group_size(graph: Graph, clock: _Clock, makespan: float) -> Iterator[Faults]:
-    """Interleaved 1F1B takes (V · M + P − 1) chunks' forwards and backwards in groups of P
-    microbatches, if all chunks are alike and transfers are free."""
-    schedule = graph.schedule
+def _group_size(posted: _Posting, each: float) -> Iterator[Faults]:
+    """Interleaved 1F1B takes (V · M + P − 1) times as long as `each` microbatch does on a chunk, in
+    groups of P microbatches."""
+    graph, schedule, makespan = posted.graph, posted.graph.schedule, posted.prompt.max()
     if (graph.where("end", "kept") >= 0).any():
         return  # a recomputation takes longer for another reason
     ranks, microbatches = schedule.ranks, schedule.microbatches
@@ -362,9 +367,6 @@ def _group_size(graph: Graph, clock: _Clock, makespan: float) -> Iterator[Faults
         return
     # The group is what the first rank runs of its first chunk before its second.
     group = int((graph.home[0] < graph.home[ranks].min()).sum())
-    each = 3 if clock.costs is None else _of_one_chunk(schedule, clock.prices.takes)
-    if each is None:
-        return
     possible = each * (chunks * microbatches + ranks - 1)
     if group != ranks and makespan > possible:
         yield fault(
@@ -375,7 +377,7 @@ def _group_size(graph: Graph, clock: _Clock, makespan: float) -> Iterator[Faults
                 ranks=ranks,
                 makespan=float(makespan),
                 possible=float(possible),
-                times=clock.times,
+                times=posted.clock.times,
             )
         )
 

@@ -13,7 +13,7 @@ from schedir.checker.communication import collectives, communication
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
 from schedir.checker.diagnostics import Diagnostic, Report
 from schedir.checker.fixes import Faults, Finding, Trials
-from schedir.checker.lints import Costs, lints
+from schedir.checker.lints import Pricing, lints
 from schedir.checker.memory import Limits, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
 from schedir.checker.rules import (
@@ -58,7 +58,7 @@ class _Terms:
 
     limits: Limits
     ties: Ties
-    costs: Costs | None = None
+    costs: Pricing | None = None
 
 
 @attrs.frozen
@@ -82,7 +82,7 @@ def check(
     max_activations: int | None = None,
     held_until: HeldUntil = "W",
     ties: Iterable[Iterable[int]] = (),
-    costs: Costs | None = None,
+    costs: Pricing | None = None,
 ) -> Report:
     """Find everything that is wrong with a schedule.
 
@@ -101,7 +101,7 @@ def check(
     (S5xx), by default the textbook's.
 
     Raises ValueError for an unknown channel, a bad limit or a bad tie, TypeError for anything that
-    is not a Schedule, and SchedirError if the costs lack a stage or a link.
+    is not a Schedule or a CostModel, and SchedirError if the costs lack a stage or a link.
 
     >>> import schedir
     >>> schedule = schedir.Schedule.of("mine", [0], ["0F0 0B0 0OPTIM_STEP 0OPTIM_STEP"])
@@ -113,6 +113,8 @@ def check(
     the schedule: 1 error under rank
     """
     expect_schedule(schedule)
+    if costs is not None and not isinstance(costs, Pricing):
+        raise TypeError(f"costs must be a CostModel, not {costs!r}")
     limits = Limits(max_delay, max_versions, max_activations, held_until)
     terms = _Terms(limits, ties_of(schedule, ties), costs)
     return _report(schedule, channel, terms, advise=True)
@@ -261,7 +263,7 @@ def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]
 
 
 def _lints(
-    schedule: Schedule, complete: Schedule, channel: str, costs: Costs | None
+    schedule: Schedule, complete: Schedule, channel: str, costs: Pricing | None
 ) -> Iterator[Faults]:
     for faults in lints(complete, channel, costs):
         if complete is schedule:

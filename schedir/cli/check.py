@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from typing import TYPE_CHECKING
 
 from schedir.checker import Report, check
 from schedir.cli.costs import add_costs, costs_given, costs_of
@@ -12,12 +13,22 @@ from schedir.cli.target import TARGET, add_channel, add_targets, at_least, load_
 from schedir.cli.terminal import progress, see, tell
 from schedir.errors import SchedirError
 from schedir.graph.alive import HELD_UNTIL
-from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, TRANSPORTS, printable, ties_of
+from schedir.ir import (
+    CHANNELS_IN_WORDS,
+    DEFAULT_CHANNEL,
+    TRANSPORTS,
+    Schedule,
+    printable,
+    ties_of,
+)
 from schedir.library import name_of
 from schedir.render import described, outputs_of
 from schedir.render.diagnostics import report_data
 from schedir.render.terminal import page_for, write
 from schedir.render.text import Piece, as_json
+
+if TYPE_CHECKING:
+    from schedir.simulator import CostModel
 
 EXAMPLES = (
     "schedir check 1f1b --channel nccl",
@@ -144,9 +155,18 @@ def _checked(args: argparse.Namespace, target: str) -> tuple[Report, str]:
             max_activations=args.max_activations,
             held_until=args.held_until,
             ties=ties,
-            costs=costs,
+            costs=_of_its_stages(costs, schedule),
         )
     return report, subject_of(target, schedule)
+
+
+def _of_its_stages(costs: CostModel | None, schedule: Schedule) -> CostModel | None:
+    """The costs of the same model, cut into as many stages as the schedule has."""
+    if costs is None or costs.stages is None:
+        return costs
+    from schedir.simulator import recut
+
+    return recut(costs, schedule.stages, of=costs.stages)
 
 
 def _tie(text: str) -> tuple[int, ...]:

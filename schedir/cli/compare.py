@@ -34,7 +34,7 @@ _KEYS = (
     "steady: {period_microbatches, time_per_microbatch, bubble_fraction}}]}. best is the index of "
     "a row. Unknown values are null; so are problem and steady for a schedule without a problem or "
     "a steady state. unmeasured lists the costs of the schedule that no measured run has shown. "
-    "With --channel rows also have edge_makespan."
+    "With --channel nccl rows also have edge_makespan."
 )
 _OPTIONS = ("ranks", "microbatches", "chunks", "memory_limit", "channel", "add_steps")
 """Options of the command that are parameters of `schedir.compare`."""
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the memory of a rank, such as 40GiB. It needs costs in bytes, such as "
         "activation_bytes",
     )
-    add_channel(parser, f"{TIMED}; what does not run under rank is refused")
+    add_channel(parser, f"{TIMED}, and what does not run under rank is refused")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--format",

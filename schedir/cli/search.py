@@ -120,7 +120,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="another seed may find another schedule (default: %(default)s)",
     )
-    add_channel(parser, f"{TIMED}; what does not run under rank is refused")
+    add_channel(
+        parser,
+        f"{TIMED}, and the result runs under rank. Orders are made as without it, and of the best "
+        "ones the one is taken that is quickest under it",
+    )
     add_costs(parser)
 
 

@@ -91,7 +91,7 @@ def add_channel(parser: argparse._ActionsContainer, text: str, default: str | No
 TIMED = (
     "the channel model or transport to time under (see `schedir check`): transfers wait for each "
     "other as there, without buffers. nccl is rank, a bound from above, shown beside edge; gloo is "
-    "async. Default: no order of transfers holds up anything"
+    "async. Without it no order of transfers holds up anything"
 )
 """The help of a `--channel` that times."""
 

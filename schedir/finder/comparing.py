@@ -370,6 +370,11 @@ class Comparison(DisplayedComparison):
         return len({row.microbatches for row in self.rows}) > 1
 
     @cached_property
+    def beside_edge(self) -> bool:
+        """True if some row has an `edge_makespan` as well."""
+        return any(row.edge_makespan is not None for row in self.rows)
+
+    @cached_property
     def best(self) -> Row | None:
         """The quickest that runs under the channel model and is within the memory limit, if any."""
         allowed = (True,) if self.memory_limit is not None else (None, True)

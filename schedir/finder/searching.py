@@ -62,9 +62,10 @@ def search(
     `memory_limit`, if the costs say that inputs are smaller than activations; under
     `max_activations` only if `recompute` is True.
 
-    The result is proved under the `channel` model, by default `rank`. If you name one, or a
-    transport that stands for one, the best of the orders found is that under it (`simulate`); the
-    lower bound stays that of channels that do not hinder each other.
+    The result is proved under the `channel` model, by default `rank`. Orders are made and ranked as
+    if no transfers waited for each other, and so is the lower bound. If you name a model, or a
+    transport that stands for one, the best of them are timed under it (`simulate`), and the
+    quickest is taken.
 
     The search is counted in work, so the same `seed` finds the same schedule on any machine. By
     default it does the work that a slow core does in 5 seconds; `seconds` changes that. If you give

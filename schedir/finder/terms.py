@@ -167,7 +167,9 @@ class Terms:
 
     def _memory(self, placement: tuple[int, ...], reserved: tuple[float, ...]) -> Memory:
         if self.memory_limit is not None:
-            return memory_in_bytes(placement, self.costs, self.memory_limit, reserved)
+            return memory_in_bytes(
+                placement, self.costs, self.memory_limit, reserved, splits=self.split
+            )
         most = math.inf if self.max_activations is None else self.max_activations
         return memory_in_activations(placement, most, self.held_until)
 
@@ -290,22 +292,28 @@ def memory_in_activations(placement: Sequence[int], most: float, held_until: str
 
 
 def memory_in_bytes(
-    placement: Sequence[int], costs: CostModel, limit: float, reserved: Sequence[float]
+    placement: Sequence[int],
+    costs: CostModel,
+    limit: float,
+    reserved: Sequence[float],
+    splits: bool = False,
 ) -> Memory:
-    """The memory that counts bytes; `reserved` is set aside of what a rank may keep."""
+    """The memory that counts bytes; `reserved` is set aside of what a rank may keep. If it `splits`
+    backwards, so is what the first I of a stage adds to its gradient."""
 
     def each(name: str) -> tuple[float, ...]:
         return by_stage(name, getattr(costs, name), len(placement))
 
+    full, gradient = each("activation_bytes"), each("gradient_bytes")
+    early = tuple(map(min, each("early_gradient_bytes"), gradient)) if splits else (0,) * len(full)
     base = list(reserved)
     for stage, rank in enumerate(placement):
-        base[rank] += each("weight_bytes")[stage] + each("optimizer_bytes")[stage]
-    full = each("activation_bytes")
+        base[rank] += each("weight_bytes")[stage] + each("optimizer_bytes")[stage] + early[stage]
     return Memory(
         full,
         each("input_bytes"),
         full if costs.deferred_bytes is None else each("deferred_bytes"),
-        each("gradient_bytes"),
+        tuple(whole - part for whole, part in zip(gradient, early, strict=True)),
         tuple(limit - always for always in base),
     )
 

@@ -4,7 +4,8 @@ one timeline, or two on one axis, are shown."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -74,17 +75,21 @@ def with_unit(time: float, unit: Unit | None) -> str:
     return f"{number(time)} {UNIT_NAMES[unit]}".rstrip()
 
 
-def makespan(timeline: Timeline) -> str:
-    """The makespan, and the channel model that it was simulated under."""
-    found, least = with_unit(timeline.makespan, timeline.unit), timeline.edge_makespan
+def makespan(
+    timeline: Timeline, write: Callable[[float], str] | None = None, factor: float = 1
+) -> str:
+    """The makespan, and the channel model that it was simulated under. `write` writes a time that
+    was multiplied by a factor; by default it has the timeline's unit."""
+    write = write or partial(with_unit, unit=timeline.unit)
+    found, least = f"makespan {write(timeline.makespan * factor)}", timeline.edge_makespan
     if timeline.channel is not None:
         found += f" under {timeline.channel}"
-    return found if least is None else f"{found} ({with_unit(least, timeline.unit)} under edge)"
+    return found if least is None else f"{found} ({write(least * factor)} under edge)"
 
 
 def costs(timeline: Timeline) -> str:
     """The makespan and the bubble of a timeline."""
-    return f"makespan {makespan(timeline)}, bubble {bubble(timeline)}"
+    return f"{makespan(timeline)}, bubble {bubble(timeline)}"
 
 
 def verdict(timeline: Timeline) -> str:

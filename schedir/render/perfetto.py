@@ -96,6 +96,7 @@ def _pieces(views: Sequence[_View]) -> Iterator[Piece]:
         view.label or "timeline": {
             "schedule": view.timeline.schedule.name,
             "unit of time": view.timeline.unit or "none, written as seconds",
+            **({"channel": view.timeline.channel} if view.timeline.channel else {}),
         }
         for view in views
     }

@@ -24,7 +24,7 @@ import numpy as np
 
 from schedir.ir import COPIES, printable
 from schedir.render.axis import finite, round_step
-from schedir.render.captions import bubble, captions, clock_of, readable, title
+from schedir.render.captions import bubble, captions, clock_of, makespan, readable, title
 from schedir.render.memory import AXIS, Curve, Kept, between, kept_by
 from schedir.render.pages import Page, pixels, window_of
 from schedir.render.palette import (
@@ -143,7 +143,7 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
     heights = _heights(both, page.memory)
     panels = []
     for line, name, factor in zip(both, captions(both), clock.factors, strict=True):
-        caption = f"makespan {clock.duration(line.makespan * factor)}, bubble {bubble(line)}"
+        caption = f"{makespan(line, clock.duration, factor)}, bubble {bubble(line)}"
         if against is not None or line.measured is not None:
             caption = f"{name}: {caption}"
         since, until = start / factor, end / factor

@@ -158,7 +158,7 @@ def comparison_json(comparison: Comparison) -> str:
 
 def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:
     problem = row.problem
-    beside = {"edge_makespan": row.edge_makespan} if comparison.timed else {}
+    beside = {"edge_makespan": row.edge_makespan} if comparison.beside_edge else {}
     return {
         **{name: getattr(row, name) for name in _SHAPE},
         **beside,
@@ -194,7 +194,7 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
     if len({(row.target, row.chunks) for row in rows}) > len({row.target for row in rows}):
         yield _Column("V", lambda row: row.chunks)
     yield _Column(f"makespan{unit}", lambda row: row.makespan, time, spare=each)
-    if any(row.edge_makespan is not None for row in rows):
+    if comparison.beside_edge:
         yield _Column(f"under edge{unit}", lambda row: row.edge_makespan, time, spare=True)
     full = any(row.steady is not None for row in rows)
     if each or full:
@@ -252,9 +252,11 @@ def _notes(comparison: Comparison) -> list[str]:
 def _said(comparison: Comparison) -> Iterator[str]:
     if comparison.timed:
         yield (
-            f"Timed under {comparison.channel}, without buffers: a bound from above."
-            + " Under edge: if no stream hinders another one." * (comparison.channel == "rank")
+            f"Timed under {comparison.channel}, without buffers: a bound from above. What does not "
+            "run there is timed without a model, and timelines keep their times."
         )
+    if comparison.beside_edge:
+        yield "Under edge: the same lists if no stream hinders another one."
     if comparison.per_microbatch:
         yield "The numbers of microbatches, M, differ, so the time per microbatch is compared."
     if any(row.steady is not None for row in comparison.rows):

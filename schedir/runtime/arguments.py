@@ -90,6 +90,10 @@ def check_arguments(given: Arguments) -> None:
             f'{{"mask": 0, "bias": "replicate"}}, not {by_name!r}'
         )
     checked(dict(given.kwargs_chunk_spec or {}), "kwargs_chunk_spec")
+    if not isinstance(given.boundaries, Mapping | None):
+        raise ExecutionError(
+            f"boundaries must be by stage, such as {{0: {DESCRIBED!r}}}, not {given.boundaries!r}"
+        )
     for stage, boundary in (given.boundaries or {}).items():
         if stage not in range(given.schedule.stages):
             raise ExecutionError(

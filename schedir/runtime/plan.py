@@ -138,7 +138,8 @@ class Plan:
     def described(self) -> frozenset[int]:
         """The boundaries that are marked here, by the stage whose output crosses them."""
         given = (self.arguments.boundaries or {}).items()
-        return frozenset(stage for stage, mark in given if isinstance(mark, str))
+        marked = {stage for stage, mark in given if isinstance(mark, str)}
+        return frozenset(marked - {self.last_stage})
 
     @property
     def traced(self) -> bool:

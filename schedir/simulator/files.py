@@ -198,8 +198,6 @@ def _timeline(
             held["measured"] = _measured(held["measured"])
         if held["posting"] is not None:
             held["posting"] = Posting(**_keys(held["posting"], "posting", ("channel", "room")))
-        if held["edge_makespan"] is not None:
-            expect_number("edge_makespan", held["edge_makespan"])
         return make(**held | times | {"schedule": schedule})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None

@@ -30,12 +30,13 @@ import numpy as np
 
 from schedir.display import Displayed
 from schedir.errors import SchedirError
+from schedir.graph.compile import graph_of
 from schedir.graph.paths import finish
 from schedir.ir import Ints, Schedule
 from schedir.simulator.bootstrap import drawn_prices, medians_by
 from schedir.simulator.costs import CostModel, unmeasured
 from schedir.simulator.samples import TRANSFER, Samples
-from schedir.simulator.simulation import completed, waits_of
+from schedir.simulator.simulation import completed, posting_of, waits_of
 from schedir.simulator.values import Numbers, numbers
 
 FEWEST = 5
@@ -83,7 +84,14 @@ class Band(Displayed):
         return float(np.quantile(self.makespans, q))
 
 
-def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int = 0) -> Band:
+def forecast(
+    schedule: Schedule,
+    costs: CostModel,
+    draws: int = 200,
+    seed: int = 0,
+    *,
+    channel: str | None = None,
+) -> Band:
     """Predict how long the schedule will take: a band of `draws` runs on resampled durations.
 
     `costs` come from `CostModel.fit`; the durations are drawn from their samples. Each duration is
@@ -92,7 +100,7 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
     each draw uses one measured step, and further steps at its pace if the schedule has more
     microbatches. For the schedule that was measured, the median is the median of the measured
     steps. With fewer than 10 steps the band is wide, because few steps show little. The same `seed`
-    draws the same runs.
+    draws the same runs. `channel` is that of `simulate`.
 
     Raises SchedirError if the costs have no samples, or samples of fewer than 5 steps besides the
     first one of a run; if the run was not steady, or its ranks took turns in one process; and for
@@ -107,7 +115,7 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
     """
     if draws < 1:
         raise ValueError(f"draws must be at least 1, not {draws}")
-    complete = completed(schedule, costs)
+    complete = completed(schedule, costs, channel)
     priced = costs.prices(complete)
     if costs.samples is None:
         raise SchedirError(
@@ -116,8 +124,12 @@ def forecast(schedule: Schedule, costs: CostModel, draws: int = 200, seed: int =
         )
     _expect_enough(costs.samples)
     _expect_steady(costs.samples)
-    waiting, makespans, steps = waits_of(complete, costs, priced), [], []
+    posting = posting_of(complete, costs, channel)
+    waiting, makespans, steps = waits_of(complete, costs, priced, posting), [], []
+    receives = graph_of(complete).transfers.receive
     for step, one in drawn_prices(complete, waiting.node, costs, priced, draws, seed):
+        if posting is not None:
+            one = one.by_ends(receives)
         starts = finish(waiting, one.takes, one.holds)[: len(one.takes)]
         makespans.append(float((starts + one.takes).max(initial=0)))
         steps.append(step)

@@ -104,12 +104,11 @@ def simulate(
     priced = costs.prices(complete)
     if durations:
         priced = _overridden(priced, schedule, complete, durations)
-    posting = edge_makespan = None
-    if channel is None:
-        starts = _starts(complete, costs, priced, ahead=receives == "ahead")
+    edge_makespan, ahead = None, receives == "ahead"
+    posting = posting_of(complete, costs, channel, ahead=ahead)
+    if posting is None:
+        starts = _starts(complete, costs, priced, ahead)
     else:
-        room = _room(complete, costs) if receives == "ahead" else None
-        posting = Posting(channel, room)
         starts = _posted_starts(complete, costs, priced, posting)
         if posting.channel == "rank":
             free = _posted_starts(complete, costs, priced, posting, CHANNEL)
@@ -132,18 +131,37 @@ def completed(schedule: Schedule, costs: CostModel, channel: str | None = None) 
     return sound(schedule) or prove(schedule, _WEAKEST).proved()
 
 
-def _room(schedule: Schedule, costs: CostModel) -> int:
-    """How many receive buffers a rank may hold, as the executor has it."""
+def posting_of(
+    schedule: Schedule, costs: CostModel, channel: str | None, *, ahead: bool = True
+) -> Posting | None:
+    """How a complete schedule is posted under a channel model, with as much room for receives
+    `ahead` as the executor has; None without a model."""
+    if channel is None:
+        return None
     sizes = costs.boundary_bytes
     largest = max(sizes, default=0) if isinstance(sizes, tuple) else sizes
-    return min(int(SPARE_BYTES // max(largest, 1)), len(graph_of(schedule).transfers))
+    room = min(int(SPARE_BYTES // max(largest, 1)), len(graph_of(schedule).transfers))
+    return Posting(channel, room if ahead else None)
 
 
-def waits_of(schedule: Schedule, costs: CostModel, priced: Prices, *, ahead: bool = True) -> Waits:
-    """What waits for what when a complete schedule runs. Raises ScheduleError if it blocks."""
-    waiting = waits(as_run(schedule), CHANNEL, ahead=ahead)
-    if waiting.stuck.any():
-        prove(schedule, _WEAKEST).proved()  # raises, as what blocks here blocks where posts don't
+def waits_of(
+    schedule: Schedule,
+    costs: CostModel,
+    priced: Prices,
+    posting: Posting | None,
+    *,
+    ahead: bool = True,
+    channel: str | None = None,
+) -> Waits:
+    """What waits for what when a complete schedule runs: as posted, there under another `channel`
+    model if one is named. Raises ScheduleError if it blocks."""
+    if posting is not None:
+        waiting = posting.waits(schedule, channel)
+        priced = priced.by_ends(graph_of(schedule).transfers.receive)
+    else:
+        waiting = waits(as_run(schedule), CHANNEL, ahead=ahead)
+        if waiting.stuck.any():
+            prove(schedule, _WEAKEST).proved()  # raises, as this blocks where posts don't
     return _sharing_engines(waiting, costs, priced)
 
 
@@ -189,8 +207,8 @@ def _posted_starts(
         soonest = _starts(schedule, costs, priced, ahead=True)
         if np.array_equal(soonest, textbook(schedule, channel)[: len(soonest)]):
             return soonest
+    waiting = waits_of(schedule, costs, priced, posting, channel=channel)
     priced = priced.by_ends(graph_of(schedule).transfers.receive)
-    waiting = _sharing_engines(posting.waits(schedule, channel), costs, priced)
     return _of_places(schedule, finish(waiting, priced.takes, priced.holds))
 
 
@@ -200,7 +218,7 @@ def _starts(schedule: Schedule, costs: CostModel, priced: Prices, ahead: bool) -
     if _is_textbook(schedule, priced):
         starts = textbook(as_run(schedule), CHANNEL, ahead=ahead)
     if starts is None or (starts < 0).any():
-        waiting = waits_of(schedule, costs, priced, ahead=ahead)
+        waiting = waits_of(schedule, costs, priced, None, ahead=ahead)
         starts = finish(waiting, priced.takes, priced.holds)
     return _of_places(schedule, starts)
 
@@ -243,8 +261,10 @@ def _overridden(
     for places in map(list, graph.collectives):
         longest[places] = longest[places].max()
     takes = np.where(longest >= 0, longest, priced.takes)
-    copies = columns.is_kind(*COPIES)
-    return Prices(takes, np.where(copies, takes, np.minimum(priced.holds, takes)))
+    holds = takes.copy()
+    for ends in (send, receive):
+        holds[ends] = np.minimum(priced.holds[ends], takes[ends])
+    return Prices(takes, holds)
 
 
 def _heads(given: Schedule, durations: Durations) -> Ints:

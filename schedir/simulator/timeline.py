@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -20,7 +21,16 @@ from schedir.simulator.critical_path import critical_path
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
 from schedir.simulator.memory import Held, host_bytes, live_activations, live_bytes
 from schedir.simulator.moments import Moments, Posting, moments_of
-from schedir.simulator.values import Measured, Numbers, Sizes, Unit, check_unit, factor, numbers
+from schedir.simulator.values import (
+    Measured,
+    Numbers,
+    Sizes,
+    Unit,
+    check_unit,
+    expect_number,
+    factor,
+    numbers,
+)
 
 
 @attrs.frozen
@@ -74,6 +84,10 @@ def _one_of(kind: type) -> Callable[..., None]:
     return attrs.validators.optional(attrs.validators.instance_of(kind))
 
 
+def _check_makespan(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    expect_number(attribute.name, value)
+
+
 _SAME_TIMES = attrs.cmp_using(eq=partial(np.array_equal, equal_nan=True), class_name="Times")
 
 
@@ -112,7 +126,9 @@ class Timeline(DisplayedTimeline):
     unit: Unit | None = attrs.field(default=None, validator=check_unit)
     measured: Measured | None = attrs.field(default=None, validator=_one_of(Measured))
     posting: Posting | None = attrs.field(default=None, validator=_one_of(Posting))
-    edge_makespan: float | None = None
+    edge_makespan: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_check_makespan)
+    )
 
     def __attrs_post_init__(self) -> None:
         shape = (len(self.schedule.columns),)

@@ -222,10 +222,11 @@ def test_the_error_of_a_shape_that_changes_names_the_mark() -> None:
     ("boundaries", "said"),
     [
         ({0: "describe"}, r"stage 0 has 'describe'; give 'described', or an example of its output"),
+        ("described", r"must be by stage, such as \{0: 'described'\}, not 'described'"),
         ({5: "described"}, r"there is no stage 5, only 0\.\.1"),
     ],
 )
-def test_a_mark_that_is_none_is_refused(boundaries: dict[int, Any], said: str) -> None:
+def test_a_mark_that_is_none_is_refused(boundaries: Any, said: str) -> None:
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     with refused(said):
         Executor(schedule, numbered(linear_stages()), MSE, in_process=True, boundaries=boundaries)
@@ -334,18 +335,20 @@ class Letters:
         self.now.call = Call(STEP, number)
         for key, tensor in tensors.items():
             boundary = boundary_of(tensor)
-            self._posted.expect(0)
-            self._posted.send(key, Message(str(boundary), boundary.metas, (tensor,)), 0)
+            message = Message(str(boundary), boundary.metas, (tensor,))
+            self._posted.expect((key, 0, 0), 0)
+            self._posted.send((key, 0, 0), message, 0)
 
     def take(self, key: str) -> tuple[str, Tensor]:
         """What was sent beside the tensor, and the tensor."""
-        message = self._posted.take(key, 0)
+        message = self._posted.take((key, 0, 0), 0)
         (tensor,) = message.tensors
         return message.beside, tensor
 
 
 def test_messages_of_lengths_that_were_seen_are_one_transfer_each() -> None:
-    """So at equal shapes a step has as many transfers as with agreed ones."""
+    """So at equal shapes a step has as many transfers as with agreed ones. No message is as long as
+    one over another boundary."""
     letters, rests = Letters(), []
     short, long, none = torch.randn(2, 4), torch.randn(300, 4).t(), torch.randn(0, 4)
     calls = [(short, none), (short, none), (long, short), (none, long), (short, short), (long,)]
@@ -359,7 +362,7 @@ def test_messages_of_lengths_that_were_seen_are_one_transfer_each() -> None:
             assert came.stride() == tensor.stride()
         rests.append(letters.rests.number)
     assert letters.firsts.number == 11
-    assert rests == [2, 2, 3, 3, 3, 4]
+    assert rests == [2, 2, 4, 5, 6, 7]
 
 
 def test_a_message_belongs_to_its_call() -> None:

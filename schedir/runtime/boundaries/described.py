@@ -7,8 +7,8 @@ that the user has marked.
                           from the same rank for later
 
 So an action waits only for the rank that makes its input, in any list. How long a message is, only
-the sender knows. So its first part is as long as the longest message of the call before, and the
-rest follows, if there is one:
+the sender knows. So its first part is as long as the longest message over the same boundary in the
+call before, and the rest follows, if there is one:
 
     call 7    first part, 16 bytes: the lengths    rest
     call 8    first part, 812 bytes: all of it
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import attrs
 import torch
@@ -47,22 +47,25 @@ DESCRIBED_TAGS = 4
 """So many of a transport's tags, the first ones, are for messages: two in training, two in
 evaluation."""
 
+Key: TypeAlias = tuple[str, int, int]
+"""What a message is, and its stage and microbatch."""
+
 _LENGTHS = 16  # bytes, which say those of the description and of the whole message
 
 
 class Messenger(Protocol):
     """Sends and takes the messages of one rank. Each message is taken once, by its key."""
 
-    def send(self, key: Hashable, message: Message, peer: int) -> list[Work]:
+    def send(self, key: Key, message: Message, peer: int) -> list[Work]:
         """Post a message of the current call; its tensors may be changed afterwards."""
 
-    def expect(self, peer: int) -> None:
-        """A message of the current call comes from a peer."""
+    def expect(self, key: Key, peer: int) -> None:
+        """This message of the current call is the next one from a peer."""
 
-    def has(self, key: Hashable, peer: int) -> bool:
+    def has(self, key: Key, peer: int) -> bool:
         """Whether taking it would wait for nobody."""
 
-    def take(self, key: Hashable, peer: int) -> Message:
+    def take(self, key: Key, peer: int) -> Message:
         """Take a message of a peer, once it has come."""
 
     def drop(self) -> None:
@@ -70,14 +73,13 @@ class Messenger(Protocol):
 
 
 @attrs.define(eq=False)
-class _Channel:
-    """One end of a channel. In the current call the first part of each message has `room` for the
+class _Room:
+    """In the current call the first part of each message of a kind and stage has `room` for the
     `longest` one of the call before, as both ends know."""
 
     call: int = -1
     room: int = _LENGTHS
     longest: int = _LENGTHS
-    posted: deque[tuple[Work, Tensor]] = attrs.field(factory=deque)
 
     def begin(self, call: int) -> None:
         """A message of this call comes next."""
@@ -94,46 +96,46 @@ class Posted:
 
     def __init__(self, poster: Poster, rests: Poster, device: torch.device, now: Now) -> None:
         self._poster, self._rests, self._device, self._now = poster, rests, device, now
-        self._to: defaultdict[int, _Channel] = defaultdict(_Channel)
-        self._from: defaultdict[int, _Channel] = defaultdict(_Channel)
-        self._early: dict[tuple[int, int, Hashable], Message] = {}
+        self._rooms: defaultdict[Hashable, _Room] = defaultdict(_Room)
+        self._posted: defaultdict[int, deque[tuple[Work, Tensor, _Room]]] = defaultdict(deque)
+        self._early: dict[tuple[int, int, Key], Message] = {}
 
-    def send(self, key: Hashable, message: Message, peer: int) -> list[Work]:
+    def send(self, key: Key, message: Message, peer: int) -> list[Work]:
         """Post a message."""
-        call, channel = self._now.call.number, self._to[peer]
+        call, room = self._now.call.number, self._rooms["to", peer, key[:2]]
         head = packed((call, key, message.beside, message.metas))
         described = zip(message.tensors, message.metas, strict=True)
         parts = [head, *(_bytes_of(payload(tensor, meta)).cpu() for tensor, meta in described)]
         size = _LENGTHS + sum(map(len, parts))
-        channel.begin(call)
-        channel.longest = max(channel.longest, size)
+        room.begin(call)
+        room.longest = max(room.longest, size)
         lengths = torch.tensor([len(head), size], device="cpu").view(torch.uint8)
-        filling = torch.empty(max(channel.room - size, 0), dtype=torch.uint8, device="cpu")
+        filling = torch.empty(max(room.room - size, 0), dtype=torch.uint8, device="cpu")
         whole = torch.cat([lengths, *parts, filling])
-        works = [self._poster.send(whole[: channel.room], peer)]
-        if size > channel.room:
-            works.append(self._rests.send(whole[channel.room :], peer))
+        works = [self._poster.send(whole[: room.room], peer)]
+        if size > room.room:
+            works.append(self._rests.send(whole[room.room :], peer))
         return works
 
-    def expect(self, peer: int) -> None:
+    def expect(self, key: Key, peer: int) -> None:
         """Post a receive for the first part of a message."""
-        channel = self._from[peer]
-        channel.begin(self._now.call.number)
-        first = torch.empty(channel.room, dtype=torch.uint8, device="cpu")
-        channel.posted.append((self._poster.receive(first, peer), first))
+        room = self._rooms["from", peer, key[:2]]
+        room.begin(self._now.call.number)
+        first = torch.empty(room.room, dtype=torch.uint8, device="cpu")
+        self._posted[peer].append((self._poster.receive(first, peer), first, room))
 
-    def has(self, key: Hashable, peer: int) -> bool:
+    def has(self, key: Key, peer: int) -> bool:
         """Whether it has come already; another process is always waited for."""
         return True
 
-    def take(self, key: Hashable, peer: int) -> Message:
+    def take(self, key: Key, peer: int) -> Message:
         """Take a message of a peer, once it has come."""
-        channel, wanted = self._from[peer], (peer, self._now.call.number, key)
+        wanted = peer, self._now.call.number, key
         while wanted not in self._early:
-            work, whole = channel.posted.popleft()
+            work, whole, room = self._posted[peer].popleft()
             work.wait()
             head, size = whole[:_LENGTHS].view(torch.int64).tolist()
-            channel.longest = max(channel.longest, size)
+            room.longest = max(room.longest, size)
             if size > len(whole):
                 rest = torch.empty(size - len(whole), dtype=torch.uint8, device="cpu")
                 self._rests.receive(rest, peer).wait()
@@ -152,8 +154,8 @@ class Posted:
     def drop(self) -> None:
         """Forget the messages of a call that failed."""
         self._early.clear()
-        self._from.clear()
-        self._to.clear()
+        self._posted.clear()
+        self._rooms.clear()
 
 
 @attrs.frozen(eq=False)
@@ -172,21 +174,21 @@ class Within:
     ) -> None:
         self._rank, self._sent, self._accelerator, self._now = rank, sent, accelerator, now
 
-    def send(self, key: Hashable, message: Message, peer: int) -> list[Work]:
+    def send(self, key: Key, message: Message, peer: int) -> list[Work]:
         """Keep a copy of a message for its receiver."""
         kept = attrs.evolve(message, tensors=_copies(message))
         place = self._rank, peer, self._now.call.number, key
         self._sent[place] = Sent(kept, self._accelerator.mark())
         return []
 
-    def expect(self, peer: int) -> None:
+    def expect(self, key: Key, peer: int) -> None:
         """Nothing is posted within a process."""
 
-    def has(self, key: Hashable, peer: int) -> bool:
+    def has(self, key: Key, peer: int) -> bool:
         """Whether it has been sent."""
         return (peer, self._rank, self._now.call.number, key) in self._sent
 
-    def take(self, key: Hashable, peer: int) -> Message:
+    def take(self, key: Key, peer: int) -> Message:
         """Take a message of a peer, which has been sent."""
         sent = self._sent.pop((peer, self._rank, self._now.call.number, key))
         sent.ready.wait()

@@ -231,7 +231,7 @@ class _List:
             run = self._copy(action, stage)
             yield Instruction(*place, run, cell=self._cell(action), stage=stage)
         elif action.kind in COMPUTE:
-            adds = action.kind in COMPLETES_GRADIENTS or turn in self._early
+            adds = action.kind in COMPLETES_GRADIENTS or self._earlier(turn, action) is not None
             yield self._in_turn(self._compute(place, turn, action, stage), adds)
         else:
             peer = self._graph.peer(action)
@@ -268,9 +268,7 @@ class _List:
             if kind is Kind.BACKWARD:
                 run = backward(stage, cell, version, hand)
             else:
-                run = backward_input(
-                    stage, cell, version, self._earlier(turn, version, stage), hand
-                )
+                run = backward_input(stage, cell, version, self._earlier(turn, action), hand)
             if stage.loss_fn is None and cell.following is None:
                 receives = cell.grad_receives
         if self._lists(Kind.OFFLOAD, cell):
@@ -291,15 +289,16 @@ class _List:
             *place, run, wait, receives, arrived, computes=True, cell=cell, stage=stage
         )
 
-    def _earlier(self, turn: int, version: int, stage: Stage) -> Sequence[Cell] | None:
+    def _earlier(self, turn: int, action: Action) -> Sequence[Cell] | None:
         """The cells that may have gradients to add before the I at a turn adds its own; None where
         its W adds all: where they add to another version's copy, and in a sharded stage, for after
         each I FSDP may widen the sum so far."""
-        if turn not in self._early or stage.sharded is not None:
+        if turn not in self._early or self._stages[action.stage].sharded is not None:
             return None
         cells = [self._cell(self._actions[earlier]) for earlier in self._early[turn]]
-        reads = self._versions[stage.index].reads
-        return cells if all(reads[cell.microbatch] == version for cell in cells) else None
+        reads = self._versions[action.stage].reads
+        versions = {reads[cell.microbatch] for cell in (*cells, self._cell(action))}
+        return cells if len(versions) == 1 else None
 
     def _copy(self, action: Action, stage: Stage) -> Bound:
         cell, copiers = self._cell(action), self._compiler.copiers

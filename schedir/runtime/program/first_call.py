@@ -236,7 +236,7 @@ def take_gradients(cell: Cell, messenger: Messenger, peer: int) -> Bound:
 
 def _expect(coming: _Coming, receives: list[Work]) -> Bound:
     def call() -> None:
-        coming.messenger.expect(coming.peer)
+        coming.messenger.expect(coming.key, coming.peer)
         receives.append(coming)
 
     return call
