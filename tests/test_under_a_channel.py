@@ -83,7 +83,7 @@ def test_show_names_the_model_and_how_soon_edge_is_done(run: Run) -> None:
     why = run.prints(*show, "nccl", "--why", "--cost", "forward=5,1,1")
     assert "2F0 waits behind 0SEND_ACT1 on rank 0 on the same queue" in why
     picture = run.prints("export", *show[1:], "nccl", "--format", "svg", "--against", "early.sched")
-    assert "predicted under rank" in picture
+    assert "makespan 18 under rank (17 under edge)" in picture
 
 
 def test_what_blocks_under_the_model_is_not_timed(run: Run) -> None:

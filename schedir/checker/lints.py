@@ -24,7 +24,6 @@ from schedir.graph.compile import Graph, graph_of
 from schedir.graph.paths import (
     AFTER,
     QUEUED,
-    TEXTBOOK,
     Prices,
     Waits,
     compute_before,
@@ -32,6 +31,7 @@ from schedir.graph.paths import (
     finish,
     previous_of_queue,
     textbook,
+    textbook_prices,
     waits,
 )
 from schedir.ir import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Ints, Schedule
@@ -40,7 +40,6 @@ from schedir.passes import split_batches
 # The list is run again for each late send that may cost something, while this many actions last.
 _MOST_RUN = 1_000_000
 _OVERHEAD = 2500
-_TEXTBOOK_TIMES = "times are in forwards of one stage; a backward takes two"
 
 
 @runtime_checkable
@@ -85,35 +84,25 @@ class _Clock:
     done: Ints
     times: str
 
-    def waits(self, posted: Ints | None = None) -> Waits:
-        """What waits for what."""
-        by_ends = self.channel != "edge"
-        return waits(self.schedule, self.channel, posted=posted, by_ends=by_ends)
-
 
 def _clock(
     schedule: Schedule, costs: Pricing | None, channel: str, prices: Prices | None = None
 ) -> _Clock:
     """The run of a schedule, of which the `prices` are given if they are known."""
     if costs is None:
-        begins, times = textbook(schedule, channel), _TEXTBOOK_TIMES
-        prices = prices or _textbook_prices(schedule)
+        times = "times are in forwards of one stage; a backward takes two"
+        prices, begins = prices or textbook_prices(schedule.columns), textbook(schedule, channel)
     else:
-        prices, times = prices or costs.prices(schedule), "times are at the costs given"
-        by_ends = channel != "edge"
-        if by_ends:
+        times, prices = "times are at the costs given", prices or costs.prices(schedule)
+        if channel != "edge":
             prices = prices.by_ends(graph_of(schedule).transfers.receive)
-        waiting = waits(schedule, channel, by_ends=by_ends)
-        begins = finish(waiting, prices.takes, prices.holds)
+        begins = finish(_waits(schedule, channel), prices.takes, prices.holds)
     return _Clock(schedule, channel, prices, begins, _done(prices, begins), times)
 
 
-def _textbook_prices(schedule: Schedule) -> Prices:
-    columns = schedule.columns
-    takes = TEXTBOOK[columns.kind]
-    if columns.together:
-        takes = np.add.reduceat(takes, columns.heads)[columns.entry]
-    return Prices(takes, takes)
+def _waits(schedule: Schedule, channel: str, posted: Ints | None = None) -> Waits:
+    """What waits for what: `edge` as without a channel model, as what could be."""
+    return waits(schedule, channel, posted=posted, by_ends=channel != "edge")
 
 
 def _done(prices: Prices, begins: Ints) -> Ints:
@@ -173,7 +162,8 @@ def _run(posted: _Posting, sent: Ints) -> Ints:
     after = posted.before.copy()
     after[posted.graph.transfers.send] = sent
     clock = posted.clock
-    begins = finish(clock.waits(after), clock.prices.takes, clock.prices.holds)
+    waiting = _waits(clock.schedule, clock.channel, after)
+    begins = finish(waiting, clock.prices.takes, clock.prices.holds)
     return _done(clock.prices, begins)
 
 
@@ -247,7 +237,7 @@ def _critical(posted: _Posting) -> list[int]:
     the step longer, and moving any other send saves nothing."""
     columns, transfers, listed = posted.graph.columns, posted.graph.transfers, posted.listed
     clock = posted.clock
-    waiting, begins = clock.waits(), clock.begins
+    waiting, begins = _waits(clock.schedule, clock.channel), clock.begins
     over = begins[waiting.awaited] + delays(waiting, clock.prices.takes, clock.prices.holds)
     tight = np.flatnonzero(over == begins[waiting.waiter])
     # Of the waits of each node that are over as it begins, those for compute first.
@@ -311,7 +301,8 @@ def _early_receives(clock: _Clock, possible: float) -> Iterator[Faults]:
     makespan = clock.done.max()
     if makespan <= possible:
         return
-    schedule, columns, waiting = clock.schedule, clock.schedule.columns, clock.waits()
+    schedule, columns = clock.schedule, clock.schedule.columns
+    waiting = _waits(schedule, clock.channel)
     # Of all that each node waits for, what is done last, and how much later than all the rest.
     over = delays(waiting, clock.prices.takes, clock.prices.holds)
     node, ends = waiting.waiter, clock.begins[waiting.awaited] + over

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the memory of a rank, such as 40GiB. It needs costs in bytes, such as "
         "activation_bytes",
     )
-    add_channel(parser, f"{TIMED}, and what does not run under rank is refused")
+    add_channel(parser, f"{TIMED}, and what does not run under rank is not chosen")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--format",

@@ -79,10 +79,9 @@ def compare(
     With a `channel` model, or a transport that stands for one, times are those under it
     (`simulate`). The table also holds each schedule that does not run under the model (by default
     `rank`), exceeds the `memory_limit` (bytes per rank), or can't be made in this shape, with its
-    `problem`.
-    `table.best` is the quickest of the others. If costs were fitted and a schedule has costs that
-    no run has shown, its row names them (`unmeasured`); `table.measured` is the best of the other
-    rows.
+    `problem`. `table.best` is the quickest of the others. If costs were fitted and a schedule has
+    costs that no run has shown, its row names them (`unmeasured`); `table.measured` is the best of
+    the other rows.
 
     `progress(done, total)` is called after each schedule.
 
@@ -192,8 +191,8 @@ class _Job:
             rows = [_in_unit(row, largest) for row in rows]
         unit = next((row.unit for row in rows if row.unit is not None), None)
         model = self.channel or DEFAULT_CHANNEL
-        under = self.channel is not None
-        found = Comparison(tuple(rows), model, self.memory_limit, unit, timed=under)
+        is_timed = self.channel is not None
+        found = Comparison(tuple(rows), model, self.memory_limit, unit, is_timed)
         return attrs.evolve(found, rows=tuple(sorted(rows, key=partial(_order, found))))
 
     def _expect_one_model(self) -> None:

@@ -234,6 +234,14 @@ TEXTBOOK = np.array([kind.meaning.cost for kind in KINDS])
 """What each kind costs in the textbook, by its index in KINDS: a backward is two forwards."""
 
 
+def textbook_prices(columns: Columns) -> Prices:
+    """What every action costs in the textbook; an overlapped pair takes the sum of its parts."""
+    takes = TEXTBOOK[columns.kind]
+    if columns.together:
+        takes = np.add.reduceat(takes, columns.heads)[columns.entry]
+    return Prices(takes, takes)
+
+
 def textbook(schedule: Schedule, channel: str = "edge", *, ahead: bool = False) -> Ints:
     """When each node of `waits` begins at the textbook costs, with free transfers; stored with the
     schedule."""
@@ -376,11 +384,13 @@ def _order(
     later, earlier = _holders(columns, computes, tied)
     if posted is not None:
         earlier = posted[later]
-    if ahead:
-        keep = ~columns.is_kind(*RECEIVES)[later] | columns.shared[later]
+    places, before = np.arange(len(columns)), previous_of_queue(graph, channel)
+    if ahead or (by_ends and not tied):
+        # Receives wait for no compute, or not for what they stand behind in their queue waits for.
+        says = columns.shared[later] if ahead else (before < 0) | (earlier[before] != earlier)
+        keep = ~columns.is_kind(*RECEIVES)[later] | says
         later, earlier = later[keep], earlier[keep]
     yield _edges(later, earlier, AFTER)
-    places, before = np.arange(len(columns)), previous_of_queue(graph, channel)
     if channel == "edge" and not (columns.together or by_ends):
         # The receives of a channel stand in the order of its sends.
         places = places[~columns.is_kind(*RECEIVES)]

@@ -31,11 +31,9 @@ def title(schedule: Schedule) -> str:
 
 
 def caption(timeline: Timeline) -> str:
-    """`predicted`, `predicted under rank`, or `measured, step 3`."""
-    measured, channel = timeline.measured, timeline.channel
-    if measured is None:
-        return "predicted" if channel is None else f"predicted under {channel}"
-    return f"measured, step {measured.step}"
+    """`predicted`, or `measured, step 3`."""
+    measured = timeline.measured
+    return "predicted" if measured is None else f"measured, step {measured.step}"
 
 
 def captions(lines: Sequence[Timeline]) -> list[str]:
@@ -78,10 +76,10 @@ def with_unit(time: float, unit: Unit | None) -> str:
 def makespan(
     timeline: Timeline, write: Callable[[float], str] | None = None, factor: float = 1
 ) -> str:
-    """The makespan, and the channel model that it was simulated under. `write` writes a time that
-    was multiplied by a factor; by default it has the timeline's unit."""
+    """The makespan in words, with the channel model that it was simulated under. `write` writes a
+    time in another unit, which is so many times shorter; by default it is the timeline's."""
     write = write or partial(with_unit, unit=timeline.unit)
-    found, least = f"makespan {write(timeline.makespan * factor)}", timeline.edge_makespan
+    found, least = write(timeline.makespan * factor), timeline.edge_makespan
     if timeline.channel is not None:
         found += f" under {timeline.channel}"
     return found if least is None else f"{found} ({write(least * factor)} under edge)"
@@ -89,7 +87,7 @@ def makespan(
 
 def costs(timeline: Timeline) -> str:
     """The makespan and the bubble of a timeline."""
-    return f"{makespan(timeline)}, bubble {bubble(timeline)}"
+    return f"makespan {makespan(timeline)}, bubble {bubble(timeline)}"
 
 
 def verdict(timeline: Timeline) -> str:

@@ -24,7 +24,7 @@ from schedir.display import rounded
 from schedir.errors import ExecutionError, SchedirError
 from schedir.finder import Comparison
 from schedir.ir import Schedule, dumps, printable
-from schedir.render.captions import caption, title, with_unit
+from schedir.render.captions import caption, makespan, title, with_unit
 from schedir.render.diagnostics import full, summary
 from schedir.render.outputs import outputs_of
 from schedir.render.pages import Page
@@ -92,9 +92,7 @@ VIEWS = {
         lambda it: f"{title(it)}, {count(len(it.columns), 'action')}", _schedule, _simulated
     ),
     "Timeline": View(
-        lambda it: (
-            f"{title(it.schedule)}; {caption(it)}, makespan {with_unit(it.makespan, it.unit)}"
-        ),
+        lambda it: f"{title(it.schedule)}; {caption(it)}, makespan {makespan(it)}",
         _timeline,
         lambda it: it,
     ),

@@ -68,7 +68,7 @@ def overview_blocks(
 def _costs(timeline: Timeline, several: Sequence[Timeline], name: str) -> Iterator[Piece]:
     """Makespan, bubble and peaks, with the numbers in bold; the second of two timelines also shows
     its ratio to the first."""
-    first, long = several[0].makespan, makespan(timeline).removeprefix("makespan ")
+    first, long = several[0].makespan, makespan(timeline)
     if first and timeline.makespan != first:
         long += f" (× {timeline.makespan / first:.2f})"
     found = [("makespan", long), ("bubble", bubble(timeline))]

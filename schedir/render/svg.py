@@ -143,7 +143,7 @@ def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
     heights = _heights(both, page.memory)
     panels = []
     for line, name, factor in zip(both, captions(both), clock.factors, strict=True):
-        caption = f"{makespan(line, clock.duration, factor)}, bubble {bubble(line)}"
+        caption = f"makespan {makespan(line, clock.duration, factor)}, bubble {bubble(line)}"
         if against is not None or line.measured is not None:
             caption = f"{name}: {caption}"
         since, until = start / factor, end / factor

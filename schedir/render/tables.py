@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schedir.display import rounded
 from schedir.finder import Comparison, Found, Row
 from schedir.ir import printable
-from schedir.render.captions import UNIT_NAMES, bubble, steady_figures, unit_for
+from schedir.render.captions import UNIT_NAMES, bubble, makespan, steady_figures, unit_for
 from schedir.render.text import Block, Piece, Table, as_json, count, fill, size, table
 from schedir.simulator import factor, how_derived
 
@@ -335,9 +335,7 @@ def found_text(found: Found) -> str:
     line = found.timeline
     span = max(rank.span for rank in line.ranks)
     unit = f" {line.unit}" if line.unit else ""
-    under = "" if line.channel is None else f" under {line.channel}"
-    if line.edge_makespan is not None:
-        under += f" ({line.edge_makespan:.10g}{unit} under edge)"
+    took = makespan(line, lambda time: f"{time:.10g}{unit}")
     peaks = [f"{max(rank.peak_activations for rank in line.ranks)} activations"]
     held = [rank.peak_bytes for rank in line.ranks if rank.peak_bytes is not None]
     if held:
@@ -353,7 +351,7 @@ def found_text(found: Found) -> str:
         chosen.append(f"{found.recomputed} forwards recomputed")
     chosen.append(f"as {found.origin}" if found.origin else "its own order")
     return (
-        f"makespan {line.makespan:.10g}{unit}{under}, longest span {span:.10g}{unit}, bubble "
+        f"makespan {took}, longest span {span:.10g}{unit}, bubble "
         f"{bubble(line)}\n"
         f"peak {', '.join(peaks)}\n"
         f"{bound} {found.lower_bound:.10g}{unit}: {distance}\n"

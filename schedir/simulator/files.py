@@ -23,9 +23,9 @@ Timelines have the `.sched` text of each schedule, once, and the times:
     "ends": [1, 2, null]}]}
 
 `schedule` is an index into `schedules`. A timeline simulated under a channel model also has its
-`posting` and `edge_makespan`. `starts` and `ends` have one time per action, rank after
-rank in list order, null for what is not known. What is written is read back exactly: integers stay
-integers, and floats have all their digits.
+`posting` and `edge_makespan`. `starts` and `ends` have one time per action, rank after rank in list
+order, null for what is not known. What is written is read back exactly: integers stay integers, and
+floats have all their digits.
 """
 
 from __future__ import annotations

@@ -124,9 +124,9 @@ def forecast(
         )
     _expect_enough(costs.samples)
     _expect_steady(costs.samples)
-    posting = posting_of(complete, costs, channel)
-    waiting, makespans, steps = waits_of(complete, costs, priced, posting), [], []
-    receives = graph_of(complete).transfers.receive
+    posting, receives = posting_of(complete, costs, channel), graph_of(complete).transfers.receive
+    held = priced if posting is None else priced.by_ends(receives)
+    waiting, makespans, steps = waits_of(complete, costs, held, posting), [], []
     for step, one in drawn_prices(complete, waiting.node, costs, priced, draws, seed):
         if posting is not None:
             one = one.by_ends(receives)

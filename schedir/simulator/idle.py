@@ -387,8 +387,8 @@ def _waited_for(moments: Moments, entry: Ints, start: Numbers) -> Ints:
 
 
 def _queued_behind(moments: Moments) -> Ints:
-    """For every transfer, the one whose end let its own begin, of those before it on its channel,
-    or in a queue of its channel model: the send, or the place of a sum; -1 for none."""
+    """For every transfer, what it stood behind last: on its channel, or in a queue of its channel
+    model. That is the send of a transfer, or the place of a sum; -1 for none."""
     transfers, begins, ends = moments.graph.transfers, moments.begins, moments.ends
     found = np.full(len(transfers), -1)
     if moments.posting is None:

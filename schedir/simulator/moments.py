@@ -42,18 +42,23 @@ class Posting:
         if value is not None and not is_number(value):
             raise ValueError(f"room must be a number of buffers or None, not {value!r}")
 
+    @property
+    def stays(self) -> bool:
+        """Whether receives are posted where they are listed."""
+        return self.room is None or self.channel == "host"
+
     def after(self, schedule: Schedule) -> Ints:
         """For every place of a complete schedule, the compute after which it is posted, -1 for
         none."""
-        if self.room is None or self.channel == "host":
+        if self.room is None or self.stays:
             return compute_before(schedule.columns)
         return posted_after(schedule, self.channel, self.room)
 
     def waits(self, schedule: Schedule, channel: str | None = None) -> Waits:
         """What waits for what as a complete schedule runs, posted like this, under another
         `channel` model if one is named."""
-        model = channel or self.channel
-        return waits(schedule, model, posted=self.after(schedule), by_ends=True)
+        after = self.after(schedule)
+        return waits(schedule, channel or self.channel, posted=after, by_ends=True)
 
 
 def as_run(schedule: Schedule) -> Schedule:

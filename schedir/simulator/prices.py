@@ -28,7 +28,7 @@ def prices(schedule: Schedule, costs: Mapping[str, Any]) -> Prices:
     table = np.zeros((len(KINDS), schedule.stages), np.result_type(np.int64, *costs_of.values()))
     for code, cost in costs_of.items():
         table[code] = cost
-    takes = of_entries(columns, table[columns.kind, columns.stage], costs["overlapped"])
+    takes = _of_entries(columns, table[columns.kind, columns.stage], costs["overlapped"])
 
     copies = columns.where(*COPIES)
     speed = np.full(
@@ -48,7 +48,7 @@ def prices(schedule: Schedule, costs: Mapping[str, Any]) -> Prices:
     return Prices(takes, holds)
 
 
-def of_entries(columns: Columns, alone: Numbers, overlapped: PerStage | None = None) -> Numbers:
+def _of_entries(columns: Columns, alone: Numbers, overlapped: PerStage | None) -> Numbers:
     """What every action takes with those that it overlaps, where it takes so long alone."""
     if not columns.together:
         return alone

@@ -32,7 +32,7 @@ import numpy as np
 
 from schedir.checker import prove, sound
 from schedir.graph.compile import graph_of
-from schedir.graph.paths import QUEUED, TEXTBOOK, Prices, Waits, finish, textbook, waits
+from schedir.graph.paths import QUEUED, Prices, Waits, finish, textbook, textbook_prices, waits
 from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
@@ -44,7 +44,6 @@ from schedir.ir import (
 from schedir.passes.receives import SPARE_BYTES
 from schedir.simulator.costs import CostModel
 from schedir.simulator.moments import CHANNEL, Posting, as_run
-from schedir.simulator.prices import of_entries
 from schedir.simulator.timeline import Timeline
 from schedir.simulator.values import MOST, Numbers, expect_number
 
@@ -109,7 +108,8 @@ def simulate(
     if posting is None:
         starts = _starts(complete, costs, priced, ahead)
     else:
-        starts = _posted_starts(complete, costs, priced, posting)
+        priced = priced.by_ends(graph_of(complete).transfers.receive)
+        starts = _posted_starts(complete, costs, priced, posting, posting.channel)
         if posting.channel == "rank":
             free = _posted_starts(complete, costs, priced, posting, CHANNEL)
             edge_makespan = (free + priced.takes).max(initial=0).item()
@@ -145,24 +145,19 @@ def posting_of(
 
 
 def waits_of(
-    schedule: Schedule,
-    costs: CostModel,
-    priced: Prices,
-    posting: Posting | None,
-    *,
-    ahead: bool = True,
-    channel: str | None = None,
+    schedule: Schedule, costs: CostModel, priced: Prices, posting: Posting | None
 ) -> Waits:
-    """What waits for what when a complete schedule runs: as posted, there under another `channel`
-    model if one is named. Raises ScheduleError if it blocks."""
-    if posting is not None:
-        waiting = posting.waits(schedule, channel)
-        priced = priced.by_ends(graph_of(schedule).transfers.receive)
-    else:
-        waiting = waits(as_run(schedule), CHANNEL, ahead=ahead)
-        if waiting.stuck.any():
-            prove(schedule, _WEAKEST).proved()  # raises, as this blocks where posts don't
+    """What waits for what when a complete schedule runs as posted, by default with all receives
+    ahead. Raises ScheduleError if it blocks."""
+    waiting = _waits(schedule) if posting is None else posting.waits(schedule)
     return _sharing_engines(waiting, costs, priced)
+
+
+def _waits(schedule: Schedule, ahead: bool = True) -> Waits:
+    waiting = waits(as_run(schedule), CHANNEL, ahead=ahead)
+    if waiting.stuck.any():
+        prove(schedule, _WEAKEST).proved()  # raises, as what blocks here blocks where posts don't
+    return waiting
 
 
 def _sharing_engines(waiting: Waits, costs: CostModel, priced: Prices) -> Waits:
@@ -197,18 +192,16 @@ def _sharing_engines(waiting: Waits, costs: CostModel, priced: Prices) -> Waits:
 
 
 def _posted_starts(
-    schedule: Schedule, costs: CostModel, priced: Prices, posting: Posting, channel: str = ""
+    schedule: Schedule, costs: CostModel, priced: Prices, posting: Posting, channel: str
 ) -> Numbers:
-    """When each action starts if it is posted like this, under the posting's channel model or
-    another one."""
-    channel = channel or posting.channel
+    """When each action starts if it is posted like this, under this channel model."""
     if _is_textbook(schedule, priced):
-        # Between these two the receives are posted, and transfers take no time.
-        soonest = _starts(schedule, costs, priced, ahead=True)
-        if np.array_equal(soonest, textbook(schedule, channel)[: len(soonest)]):
-            return soonest
-    waiting = waits_of(schedule, costs, priced, posting, channel=channel)
-    priced = priced.by_ends(graph_of(schedule).transfers.receive)
+        # Receives are posted between ahead and listed, and transfers take no time.
+        soonest, latest = _starts(schedule, costs, priced, True), textbook(schedule, channel)
+        latest = _of_places(schedule, latest)
+        if posting.stays or np.array_equal(soonest, latest):
+            return latest
+    waiting = _sharing_engines(posting.waits(schedule, channel), costs, priced)
     return _of_places(schedule, finish(waiting, priced.takes, priced.holds))
 
 
@@ -218,7 +211,7 @@ def _starts(schedule: Schedule, costs: CostModel, priced: Prices, ahead: bool) -
     if _is_textbook(schedule, priced):
         starts = textbook(as_run(schedule), CHANNEL, ahead=ahead)
     if starts is None or (starts < 0).any():
-        waiting = waits_of(schedule, costs, priced, None, ahead=ahead)
+        waiting = _sharing_engines(_waits(schedule, ahead), costs, priced)
         starts = finish(waiting, priced.takes, priced.holds)
     return _of_places(schedule, starts)
 
@@ -229,7 +222,7 @@ def _of_places(schedule: Schedule, starts: Numbers) -> Numbers:
 
 
 def _is_textbook(schedule: Schedule, priced: Prices) -> bool:
-    usual = of_entries(schedule.columns, TEXTBOOK[schedule.columns.kind])
+    usual = textbook_prices(schedule.columns).takes
     return all(
         each.dtype == usual.dtype and np.array_equal(each, usual)
         for each in (priced.takes, priced.holds)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from schedir.errors import ExecutionError
 from schedir.ir import Action, Kind
 from schedir.runtime.arguments import DESCRIBED, Declared
-from schedir.runtime.memory import any_shared
+from schedir.runtime.memory import any_shared, is_plain
 
 CONSTANTS = type(None), bool, int, float, str, torch.dtype, torch.Size
 """The types of what may stand beside tensors in a boundary."""
@@ -146,6 +146,10 @@ class Boundary:
                 "would not; return a copy of one of them: clone()"
             )
         return found
+
+    def is_of(self, output: Any) -> bool:
+        """Whether it is known to be the boundary of this output, which must be one plain tensor."""
+        return self.single and is_plain(output) and self.metas[0].describes(output)
 
     def structure(self, tensors: Sequence[Tensor]) -> Any:
         """The structure of tensors and constants."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
+from struct import Struct
 from typing import Any, Protocol, TypeAlias
 
 import attrs
@@ -50,7 +51,9 @@ evaluation."""
 Key: TypeAlias = tuple[str, int, int]
 """What a message is, and its stage and microbatch."""
 
-_LENGTHS = 16  # bytes, which say those of the description and of the whole message
+_Place: TypeAlias = tuple[int, int, Key]  # whose message it is, and of which call
+_FORMAT = Struct("=qq")  # the bytes of the description, and of the whole message
+_LENGTHS = _FORMAT.size
 
 
 class Messenger(Protocol):
@@ -74,12 +77,16 @@ class Messenger(Protocol):
 
 @attrs.define(eq=False)
 class _Room:
-    """In the current call the first part of each message of a kind and stage has `room` for the
-    `longest` one of the call before, as both ends know."""
+    """One end of the messages of a kind and stage.
+
+    In the current call the first part of each has `room` for the `longest` one of the call before.
+    The last one was `described` so. Both ends know the same.
+    """
 
     call: int = -1
     room: int = _LENGTHS
     longest: int = _LENGTHS
+    described: tuple[Any, Sequence[TensorMeta]] | None = None
 
     def begin(self, call: int) -> None:
         """A message of this call comes next."""
@@ -90,28 +97,39 @@ class _Room:
 class Posted:
     """The messenger between processes: it sends lengths, the description and the bytes.
 
-    What does not fit into the room of the receive that is posted for it follows by `rests`. Raises
-    RuntimeError if a message can't come any more.
+    A description that is as the one before is left out. What does not fit into the room of the
+    receive that is posted for it follows by `rests`. Raises RuntimeError if a message can't come
+    any more.
     """
 
     def __init__(self, poster: Poster, rests: Poster, device: torch.device, now: Now) -> None:
         self._poster, self._rests, self._device, self._now = poster, rests, device, now
         self._rooms: defaultdict[Hashable, _Room] = defaultdict(_Room)
-        self._posted: defaultdict[int, deque[tuple[Work, Tensor, _Room]]] = defaultdict(deque)
-        self._early: dict[tuple[int, int, Key], Message] = {}
+        self._posted: defaultdict[int, deque[tuple[_Place, Work, Tensor, _Room]]]
+        self._posted = defaultdict(deque)
+        self._early: dict[_Place, Message] = {}
 
     def send(self, key: Key, message: Message, peer: int) -> list[Work]:
         """Post a message."""
-        call, room = self._now.call.number, self._rooms["to", peer, key[:2]]
-        head = packed((call, key, message.beside, message.metas))
-        described = zip(message.tensors, message.metas, strict=True)
-        parts = [head, *(_bytes_of(payload(tensor, meta)).cpu() for tensor, meta in described)]
+        room, described = self._rooms["to", peer, key[:2]], (message.beside, message.metas)
+        room.begin(self._now.call.number)
+        parts = [
+            _bytes_of(payload(tensor, meta)).cpu().numpy()
+            for tensor, meta in zip(message.tensors, message.metas, strict=True)
+        ]
+        if described != room.described:
+            parts.insert(0, packed(described).numpy())
+            room.described = described
         size = _LENGTHS + sum(map(len, parts))
-        room.begin(call)
         room.longest = max(room.longest, size)
-        lengths = torch.tensor([len(head), size], device="cpu").view(torch.uint8)
-        filling = torch.empty(max(room.room - size, 0), dtype=torch.uint8, device="cpu")
-        whole = torch.cat([lengths, *parts, filling])
+        head = size - _LENGTHS - sum(meta.nbytes for meta in message.metas)
+        content = bytearray(max(size, room.room))
+        _FORMAT.pack_into(content, 0, head, size)
+        begin = _LENGTHS
+        for part in parts:
+            content[begin : begin + len(part)] = part.data
+            begin += len(part)
+        whole = torch.frombuffer(content, dtype=torch.uint8)
         works = [self._poster.send(whole[: room.room], peer)]
         if size > room.room:
             works.append(self._rests.send(whole[room.room :], peer))
@@ -119,10 +137,11 @@ class Posted:
 
     def expect(self, key: Key, peer: int) -> None:
         """Post a receive for the first part of a message."""
-        room = self._rooms["from", peer, key[:2]]
-        room.begin(self._now.call.number)
+        call, room = self._now.call.number, self._rooms["from", peer, key[:2]]
+        room.begin(call)
         first = torch.empty(room.room, dtype=torch.uint8, device="cpu")
-        self._posted[peer].append((self._poster.receive(first, peer), first, room))
+        work = self._poster.receive(first, peer)
+        self._posted[peer].append(((peer, call, key), work, first, room))
 
     def has(self, key: Key, peer: int) -> bool:
         """Whether it has come already; another process is always waited for."""
@@ -132,23 +151,26 @@ class Posted:
         """Take a message of a peer, once it has come."""
         wanted = peer, self._now.call.number, key
         while wanted not in self._early:
-            work, whole, room = self._posted[peer].popleft()
+            place, work, whole, room = self._posted[peer].popleft()
             work.wait()
-            head, size = whole[:_LENGTHS].view(torch.int64).tolist()
+            head, size = _FORMAT.unpack_from(whole.numpy().data)
             room.longest = max(room.longest, size)
             if size > len(whole):
                 rest = torch.empty(size - len(whole), dtype=torch.uint8, device="cpu")
                 self._rests.receive(rest, peer).wait()
                 whole = torch.cat([whole, rest])
             begin = _LENGTHS + head
-            call, came, beside, metas = unpacked(whole[_LENGTHS:begin])
+            if head:
+                room.described = unpacked(whole[_LENGTHS:begin])
+            assert room.described is not None  # the first message has its description
+            beside, metas = room.described
             tensors = []
             for meta in metas:
                 tensors.append(empty(meta, self._device))
                 content = _bytes_of(payload(tensors[-1], meta))
                 content.copy_(whole[begin : begin + meta.nbytes])
                 begin += meta.nbytes
-            self._early[peer, call, came] = Message(beside, metas, tuple(tensors))
+            self._early[place] = Message(beside, metas, tuple(tensors))
         return self._early.pop(wanted)
 
     def drop(self) -> None:

@@ -94,13 +94,14 @@ def first_forward(
         learned.forget()
         given, extra = arguments(stage, cell, with_graph)
         inputs, beside = Watched(tensors_of(given)), Watched(tensors_of(extra))
-        own = Watched(stage.module.parameters())
+        keeps = replayed or stage.weights.stashes
+        own = Watched(stage.module.parameters() if keeps else ())
         learned.convention = convention_of(stage.module, given, extra)
         made = learned.convention(stage.module, given, extra)
         changes = inputs.changed()
         learned.changes_inputs = tuple(changes) if stage.index else (any(changes),)
         learned.changes_extra = any(beside.changed())
-        if any(own.changed()) and (replayed or stage.weights.stashes):
+        if any(own.changed()):
             raise ExecutionError(
                 f"stage {stage.index} changes one of its parameters in place in its forward, but "
                 "that runs again (recompute=), or on copies of older weight versions; make the "
@@ -137,7 +138,8 @@ def _describe(
 ) -> None:
     """The stage's output, computed from its input."""
     learned = cell.learned
-    learned.after = boundary_of(output)
+    if not learned.after.is_of(output):
+        learned.after = boundary_of(output)
     example = first.declared.get(stage.index)
     if example is not None:
         tensors = (*stage.module.parameters(), *given)

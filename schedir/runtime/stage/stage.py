@@ -136,7 +136,9 @@ def copy_of(tree: Any) -> Any:
             copies[key] = _aligned_copy(tensor)
         return copies[key]
 
-    return copied(tree) if isinstance(tree, Tensor) else tree_map_only(Tensor, copied, tree)
+    if isinstance(tree, Tensor):
+        return copied(tree)
+    return tree if tree is None else tree_map_only(Tensor, copied, tree)
 
 
 _ALIGNMENT = 64
