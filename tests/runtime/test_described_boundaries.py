@@ -20,7 +20,7 @@ import schedir
 from schedir.errors import LoadError
 from schedir.passes import offload
 from schedir.runtime import Executor, plan
-from schedir.runtime.boundaries.boundary import boundary_of
+from schedir.runtime.boundaries.boundary import Boundary, boundary_of
 from schedir.runtime.boundaries.described import Message, Posted
 from schedir.runtime.call import STEP, Call, Now
 from schedir.runtime.transports.transport import Work
@@ -334,12 +334,14 @@ class Letters:
         """Send one tensor a message in a call, by key."""
         self.now.call = Call(STEP, number)
         for key, tensor in tensors.items():
-            boundary = boundary_of(tensor)
-            message = Message(str(boundary), boundary.metas, (tensor,))
-            self._posted.expect((key, 0, 0), 0)
-            self._posted.send((key, 0, 0), message, 0)
+            self.give(key, boundary_of(tensor), tensor)
 
-    def take(self, key: str) -> tuple[str, Tensor]:
+    def give(self, key: str, boundary: Boundary, tensor: Tensor) -> None:
+        """Send a tensor in the current call."""
+        self._posted.expect((key, 0, 0), 0)
+        self._posted.send((key, 0, 0), Message(boundary, boundary.metas, (tensor,)), 0)
+
+    def take(self, key: str) -> tuple[Boundary, Tensor]:
         """What was sent beside the tensor, and the tensor."""
         message = self._posted.take((key, 0, 0), 0)
         (tensor,) = message.tensors
@@ -357,12 +359,22 @@ def test_messages_of_lengths_that_were_seen_are_one_transfer_each() -> None:
         letters.send(number, **sent)
         for key, tensor in reversed(sent.items()):
             beside, came = letters.take(key)
-            assert beside == str(boundary_of(tensor))
+            assert beside == boundary_of(tensor)
             assert torch.equal(came, tensor)
             assert came.stride() == tensor.stride()
         rests.append(letters.rests.number)
     assert letters.firsts.number == 11
     assert rests == [2, 2, 4, 5, 6, 7]
+
+
+def test_a_constant_comes_as_what_it_is() -> None:
+    """A description that only seems to be as the one before is sent."""
+    letters = Letters()
+    for constant in (1, True, 1.0, 1.0, 0.0, -0.0, None, "1"):
+        letters.now.call = Call(STEP, 0)
+        letters.give("a", boundary_of((torch.zeros(2), constant)), torch.zeros(2))
+        came = letters.take("a")[0].leaves[1]
+        assert (type(came), repr(came)) == (type(constant), repr(constant))
 
 
 def test_a_message_belongs_to_its_call() -> None:

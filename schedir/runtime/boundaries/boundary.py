@@ -78,6 +78,11 @@ Grads: TypeAlias = tuple[TensorMeta | None, ...]
 """The descriptions of the gradients of some tensors; None for no gradient."""
 
 
+def _exactly(leaves: tuple[object, ...]) -> list[object]:
+    """To compare them by: as numbers True and 1, or 0.0 and -0.0, are equal."""
+    return [leaf if isinstance(leaf, TensorMeta) else (type(leaf), repr(leaf)) for leaf in leaves]
+
+
 @attrs.frozen(repr=False)
 class Boundary:
     """The data that one microbatch sends across one boundary: any pytree of tensors and constants.
@@ -87,7 +92,8 @@ class Boundary:
     that can.
     """
 
-    leaves: tuple[object, ...]  # a TensorMeta where a tensor stands, else the constant
+    # A TensorMeta where a tensor stands, else the constant.
+    leaves: tuple[object, ...] = attrs.field(eq=_exactly, hash=False)
     spec: pytree.TreeSpec
     declared: bool = False
     metas: tuple[TensorMeta, ...] = attrs.field(init=False)
