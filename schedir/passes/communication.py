@@ -83,6 +83,21 @@ def strip_communication(schedule: Schedule) -> Schedule:
     return schedule.take(kept, starts_of(columns.rank[kept], schedule.ranks))
 
 
+def as_inserted(schedule: Schedule) -> bool:
+    """True if the schedule lists communication, and exactly as `insert_communication` would; stored
+    with the schedule, by `insert_communication` too."""
+    known = schedule.memo.get(as_inserted)
+    if not isinstance(known, bool):
+        known = schedule.columns.is_kind(*COMMUNICATION).any()
+        if known:
+            try:
+                known = insert_communication(strip_communication(schedule)) == schedule
+            except UnsoundError:
+                known = False
+        schedule.memo[as_inserted] = known = bool(known)
+    return known
+
+
 @attrs.frozen(eq=False)
 class _Run:
     """When each action begins and ends at the textbook costs, by place. `turn` is its number in one
@@ -161,6 +176,7 @@ def _merge(schedule: Schedule, transfers: Transfers, run: _Run) -> Schedule:
     apart = all(len(places) == 1 for places in graph_of(schedule).collectives)
     begins = entries(run.begins, made[order], made[order]) if apart else None
     remember(complete, turn, begins)
+    complete.memo[as_inserted] = True
     return complete
 
 

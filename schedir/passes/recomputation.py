@@ -13,9 +13,12 @@ from collections.abc import Collection
 
 import numpy as np
 
-from schedir.errors import UnsoundError
-from schedir.ir import COMMUNICATION, Kind, Schedule, expect_schedule
-from schedir.passes.communication import insert_communication, strip_communication
+from schedir.ir import Kind, Schedule, expect_schedule
+from schedir.passes.communication import (
+    as_inserted,
+    insert_communication,
+    strip_communication,
+)
 from schedir.passes.insertion import expect_stages, inserted
 
 
@@ -37,19 +40,9 @@ def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
     expect_schedule(schedule)
     expect_stages(schedule, stages, "recompute")
     listed = _listed(schedule, stages)
-    if listed is schedule or not _as_inserted(schedule):
+    if listed is schedule or not as_inserted(schedule):
         return listed
     return insert_communication(strip_communication(listed))
-
-
-def _as_inserted(schedule: Schedule) -> bool:
-    """True if the schedule lists communication, and exactly as `insert_communication` would."""
-    if not schedule.columns.is_kind(*COMMUNICATION).any():
-        return False
-    try:
-        return insert_communication(strip_communication(schedule)) == schedule
-    except UnsoundError:
-        return False
 
 
 def _listed(schedule: Schedule, stages: Collection[int]) -> Schedule:
