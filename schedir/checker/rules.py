@@ -800,6 +800,24 @@ VERSION_OF_SHARDED = Rule(
     message="{action} names a version, but the weights of stage {action.stage} are sharded",
 )
 
+SHARDED_ON_SEVERAL = Rule(
+    code="S411",
+    name="sharded-on-several-ranks",
+    meaning="A stage whose weights are sharded is on several ranks of the list.",
+    why="A gathering waits for everybody who has a shard, and these ranks would gather at "
+    "different times. The ranks over which a stage is sharded all run the same rank's list.",
+    fix="List the stage on one rank, or leave out its UNSHARDs and RESHARDs.",
+    example=_example(
+        2,
+        "0,1",
+        "0UNSHARD 0F0 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP",
+        "0UNSHARD 0F1 0B1 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP",
+    ),
+    message="stage {action.stage} is sharded, but ranks {held:ranges} of the list run it",
+    labels=("gathers its weights",),
+    advice="list stage {action.stage} on one rank, or leave out its UNSHARDs and RESHARDs",
+)
+
 # S5xx: correct, but slower than necessary.
 
 
