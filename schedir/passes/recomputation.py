@@ -14,12 +14,13 @@ from collections.abc import Collection
 import numpy as np
 
 from schedir.ir import Kind, Schedule, expect_schedule
+from schedir.ir.schedule import expect_stages
 from schedir.passes.communication import (
     as_inserted,
     insert_communication,
+    inserted,
     strip_communication,
 )
-from schedir.passes.insertion import expect_stages, inserted
 
 
 def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
@@ -66,8 +67,8 @@ def _listed(schedule: Schedule, stages: Collection[int]) -> Schedule:
         schedule,
         Kind.RECOMPUTE,
         columns.stage[backwards],
-        columns.microbatch[backwards],
         columns.rank[backwards],
         columns.heads[columns.entry[backwards]],
+        columns.microbatch[backwards],
         like=backwards,
     )

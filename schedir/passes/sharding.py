@@ -36,7 +36,8 @@ from schedir.ir import (
     expect_schedule,
     is_number,
 )
-from schedir.passes.insertion import expect_stages, inserted
+from schedir.ir.schedule import expect_stages
+from schedir.passes.communication import inserted
 from schedir.passes.steps import insert_reductions
 
 (_GATHER,), (_RELEASE,) = GATHERS, RELEASES
@@ -96,7 +97,7 @@ def shard(
         walk = _Rank(rank, _entries(graph, rank, wanted), sizes, most)
         new += [(at, rank, KIND_INDEX[kind], stage) for at, kind, stage in walk.listed(ahead)]
     before, ranks, kinds, numbers = np.array(new, np.int64).reshape(-1, 4).T
-    return inserted(schedule, kinds, numbers, np.full(len(new), -1), ranks, before)
+    return inserted(schedule, kinds, numbers, ranks, before)
 
 
 def _sizes(weight_bytes: float | Sequence[float], stages: int) -> list[float]:
