@@ -139,7 +139,7 @@ def _merge(schedule: Schedule, transfers: Transfers, run: _Run) -> Schedule:
     kind, stage, microbatch = (
         each[order] for each in (transfers.kind, transfers.stage, transfers.microbatch)
     )
-    rank = _both(columns.rank[maker], transfers.target[order])
+    rank = _both(transfers.source[order], transfers.target[order])
     # At one time: what takes time and ends there, then transfers, then what takes none.
     moment, between = 3 * run.ends + 2 * (TEXTBOOK[columns.kind] == 0), 3 * made + 1
     longest = max(moment.max(initial=0), between.max(initial=0)) + 1
