@@ -152,7 +152,8 @@ def _exposed_communication(
     columns, waited = schedule.columns, _critical(run)
     places = [place for place in waited[0] if columns.is_kind(*COMMUNICATION)[place]][:1]
     posted, change = None, None
-    for move in islice(_moves(schedule, waited), _MOST_RUN // (len(columns) + _OVERHEAD) + 1):
+    many = _MOST_RUN // (len(columns) + _OVERHEAD) + 1
+    for move in islice(_moves(schedule, waited[:many]), many):
         moved = changed(schedule, move)
         if saves(moved):
             shortest, change = _run(moved, channel, costs).makespan, move
@@ -182,7 +183,7 @@ def _critical(run: _Run) -> list[tuple[int, int]]:
     communicates = run.schedule.columns.is_kind(*COMMUNICATION)
     ends = begins[waiting.awaited] + delays(waiting, prices.takes, prices.holds)
     listed = (communicates[waiting.later] | communicates[waiting.earlier]) & (waiting.why != NEEDS)
-    # Of all that each node waits for, the last is what is over last, and not up to the list if any.
+    # The last wait of each node: for what is over last, and if possible one that no move ends.
     order = np.lexsort((~listed, ends, waiting.waiter))
     waiters = waiting.waiter[order]
     node, found = int(waiting.node[run.ends.argmax()]), {}
