@@ -40,14 +40,6 @@ def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
     """
     expect_schedule(schedule)
     expect_stages(schedule, stages, "recompute")
-    listed = _listed(schedule, stages)
-    if listed is schedule or not as_inserted(schedule):
-        return listed
-    return insert_communication(strip_communication(listed))
-
-
-def _listed(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The schedule with its Rs and no other change; the same object if there are no Rs to list."""
     columns = schedule.columns
     backwards = columns.where(Kind.BACKWARD, Kind.BACKWARD_INPUT)
     backwards = backwards[np.isin(columns.stage[backwards], [*stages])]
@@ -63,7 +55,7 @@ def _listed(schedule: Schedule, stages: Collection[int]) -> Schedule:
             f"microbatch {action.microbatch} is offloaded, so there is nothing to make again; "
             "recompute first, and offload what is left"
         )
-    return inserted(
+    listed = inserted(
         schedule,
         Kind.RECOMPUTE,
         columns.stage[backwards],
@@ -72,3 +64,6 @@ def _listed(schedule: Schedule, stages: Collection[int]) -> Schedule:
         columns.microbatch[backwards],
         like=backwards,
     )
+    if not as_inserted(schedule):
+        return listed
+    return insert_communication(strip_communication(listed))
