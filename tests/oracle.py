@@ -478,6 +478,8 @@ class Oracle:
 
     def wrong(self) -> list[str]:
         faults = [fault for rank in self.ranks for fault in rank.faults]
+        several = (stage for stage in self.sharded if len(self.schedule.placement[stage]) > 1)
+        faults += [f"stage {stage} has shards on several ranks" for stage in several]
         faults += [f"{key} stays on the host" for rank in self.ranks for key in rank.stored]
         faults += [f"{stage} stays gathered" for rank in self.ranks for stage in rank.gathered]
         everything = sorted(range(self.schedule.microbatches))

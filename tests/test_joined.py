@@ -214,8 +214,6 @@ def test_no_lint_proposes_to_tear_a_batch() -> None:
         "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
         "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0;1RECV_ACT1) 1F1 1B1 1SEND_GRAD1",
     )
-    alone = [d.code for d in schedir.check(apart(batch), "edge").diagnostics]
-    assert alone == ["S501", "S213"]
     for channel in ("rank", "pair", "edge", "async"):
         assert [d.code for d in schedir.check(batch, channel).diagnostics] == ["S213"]
 

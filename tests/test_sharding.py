@@ -161,3 +161,7 @@ def test_a_stage_on_several_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="stage 0 of 1f1b-rr can't be sharded: ranks 0 and 1 run"):
         schedir.shard(plain)
     assert schedir.check(schedir.without(schedir.shard(plain, [1]), 1)).ok
+    lists = ["0UNSHARD 0F0 0B0 0RESHARD 0REDUCE_GRAD", "0UNSHARD 0F1 0B1 0RESHARD 0REDUCE_GRAD"]
+    (finding,) = schedir.check(Schedule.of("mine", [(0, 1)], lists)).errors
+    assert finding.code == "S411"
+    assert finding.message == "stage 0 is sharded, but ranks 0, 1 of the list run it"

@@ -380,6 +380,14 @@ def summed_twice(case: Case, then: Answers, now: Answers) -> bool:
     )
 
 
+def exposed(case: Case, then: Answers, now: Answers) -> bool:
+    """Whether only the lints of communication differ, of which one came in place of three."""
+    lints = {"S501", "S502", "S505", "S506"}
+    both = [[*answers.get("codes", ())] for answers in (then, now)]
+    then_rest, now_rest = ([each for each in own if each[0] not in lints] for own in both)
+    return then_rest == now_rest and any(each[0] in lints for own in both for each in own)
+
+
 def batched(case: Case, then: Answers, now: Answers) -> bool:
     return re.search(r"\(\d+(SEND|RECV)", case.text) is not None
 
@@ -391,6 +399,11 @@ EXPLAINED: tuple[tuple[str, tuple[str, ...], Callable[[Case, Answers, Answers], 
         summed_twice,
     ),
     ("no help leaves a stage on one rank a sum of nothing", ("help",), summed_alone),
+    (
+        "one lint about communication in the place of three: S506",
+        ("codes", "messages", "words", "help"),
+        exposed,
+    ),
     ("a critical path with batches has no gaps and starts at 0", ("critical path",), batched),
 )
 """Differences that are wanted: the reason, the answers that may differ (all where none is named),

@@ -3,27 +3,27 @@
 They are judged at the costs given, by default the textbook's (F = 1, B = 2, I = W = 1, transfers
 free), as simulated.
 
-A send may stand right after the compute that makes its payload, and after the send before it on its
-channel. The rank at the other end may have to wait for anything computed in between. To find the
-send that costs most, the list is run with each send moved. A part of a batch is posted with the
-batch, so it is neither late nor early.
+Communication is listed well if the step takes no longer under the channel model than with prompt
+posting: every send goes as soon as its payload is made and the send before it on its channel is
+posted, and nothing else holds it up. A part of a batch is posted with the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice, zip_longest
 from typing import Protocol, runtime_checkable
 
 import attrs
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import Move, ahead, back
-from schedir.checker.fixes import Faults, Finding, fault
+from schedir.checker.changes import LeaveOut, Move, Side, changed
+from schedir.checker.deadlock import runs
+from schedir.checker.fixes import Faults, fault
 from schedir.graph.compile import Graph, graph_of
 from schedir.graph.paths import (
-    AFTER,
-    QUEUED,
+    NEEDS,
     Prices,
     Waits,
     compute_before,
@@ -34,11 +34,13 @@ from schedir.graph.paths import (
     textbook_prices,
     waits,
 )
-from schedir.ir import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Ints, Schedule
-from schedir.passes import split_batches
+from schedir.ir import COMMUNICATION, COMPUTE, Ints, Schedule, Ties
+from schedir.passes import insert_communication, split_batches, strip_communication
+from schedir.passes.communication import as_inserted
 
-# The list is run again for each late send that may cost something, while this many actions last.
-_MOST_RUN = 1_000_000
+# The list is run again for moves of its communication while these many actions last, where each
+# run costs as much as some more.
+_MOST_RUN = 500_000
 _OVERHEAD = 2500
 
 
@@ -50,54 +52,59 @@ class Pricing(Protocol):
         """What every action of a complete schedule costs."""
 
 
-def lints(schedule: Schedule, channel: str, costs: Pricing | None = None) -> Iterator[Faults]:
+def lints(
+    schedule: Schedule, channel: str, ties: Ties = (), costs: Pricing | None = None
+) -> Iterator[Faults]:
     """Why a correct, complete schedule is slower than necessary, by default at the textbook
     costs."""
-    posted = _posting(schedule, channel, costs)
-    yield from _late_sends(posted)
-    # Under `host` every early receive holds up compute too; `edge` holds up no other channel.
-    if channel in ("rank", "pair"):
-        clock = _clock(schedule, costs, channel, posted.clock.prices)
-        yield from _late_receives(posted, _held_up(posted, channel, clock.done))
-        yield from _early_receives(clock, posted.listed.max())
-    else:
-        yield from _late_receives(posted)
-    yield from _needless_splits(posted.graph)
-    each = 3 if costs is None else _of_one_chunk(schedule, posted.clock.prices.takes)
-    if each is not None:
-        yield from _group_size(posted, each)
+    times = "times are in forwards of one stage; a backward takes two"
+    if costs is not None:
+        times = "times are at the costs given"
+    if not schedule.memo.get(as_inserted):
+        yield from _exposed_communication(schedule, channel, ties, costs, times)
+    yield from _needless_splits(graph_of(schedule))
+    yield from _group_size(schedule, channel, costs, times)
 
 
 @attrs.frozen(eq=False)
-class _Clock:
-    """A run of a complete schedule as it is listed, under a channel model.
-
-    `prices` are those of its actions, and an overlapped pair is one action; `begins` is when each
-    node begins, and `done` when each place is over. The last element of `done`, for the beginning,
-    is 0. `times` says in words what these are in.
-    """
+class _Run:
+    """When each node of a schedule begins under a channel model, at the prices of its actions."""
 
     schedule: Schedule
     channel: str
     prices: Prices
     begins: Ints
-    done: Ints
-    times: str
+
+    @property
+    def ends(self) -> Ints:
+        """When each place is over."""
+        takes = self.prices.takes
+        ends: Ints = self.begins[: len(takes)] + takes
+        return ends
+
+    @property
+    def makespan(self) -> float:
+        """When everything is over."""
+        return float(self.ends.max(initial=0))
 
 
-def _clock(
-    schedule: Schedule, costs: Pricing | None, channel: str, prices: Prices | None = None
-) -> _Clock:
-    """The run of a schedule, of which the `prices` are given if they are known."""
+def _run(
+    schedule: Schedule, channel: str, costs: Pricing | None, posted: Ints | None = None
+) -> _Run:
+    """The run of a schedule, its communication as it is listed, or after the compute `posted`."""
+    if channel == "async":
+        # Posts never block, so a batch is its parts; it may not run as one does.
+        schedule, channel = split_batches(schedule), "edge"
     if costs is None:
-        times = "times are in forwards of one stage; a backward takes two"
-        prices, begins = prices or textbook_prices(schedule.columns), textbook(schedule, channel)
+        prices = textbook_prices(schedule.columns)
+        if posted is None:
+            return _Run(schedule, channel, prices, textbook(schedule, channel))
     else:
-        times, prices = "times are at the costs given", prices or costs.prices(schedule)
+        prices = costs.prices(schedule)
         if channel != "edge":
             prices = prices.by_ends(graph_of(schedule).transfers.receive)
-        begins = finish(_waits(schedule, channel), prices.takes, prices.holds)
-    return _Clock(schedule, channel, prices, begins, _done(prices, begins), times)
+    begins = finish(_waits(schedule, channel, posted), prices.takes, prices.holds)
+    return _Run(schedule, channel, prices, begins)
 
 
 def _waits(schedule: Schedule, channel: str, posted: Ints | None = None) -> Waits:
@@ -105,232 +112,121 @@ def _waits(schedule: Schedule, channel: str, posted: Ints | None = None) -> Wait
     return waits(schedule, channel, posted=posted, by_ends=channel != "edge")
 
 
-def _done(prices: Prices, begins: Ints) -> Ints:
-    """When each place is over, and 0 for the beginning, given when each node begins."""
-    takes = prices.takes
-    return np.append(begins[: len(takes)] + takes, 0)
-
-
-@attrs.frozen(eq=False)
-class _Posting:
-    """When a complete schedule runs: as listed, and with no late send.
-
-    By transfer: the transfer `previous` on its channel, -1 for none, and the place of the compute
-    after which its send is posted: as `sent`, or at best with only this send moved (`alone`) or
-    with all moved (`together`). By place: the compute `before` it, -1 for none, and when the place
-    is over, as `listed` or if all sends are `prompt`; the last element, for the beginning, is 0.
-    `clock` runs the schedule.
-    """
-
-    graph: Graph
-    clock: _Clock
-    before: Ints
-    previous: Ints
-    sent: Ints
-    alone: Ints
-    together: Ints
-    listed: Ints
-    prompt: Ints
-
-
-def _posting(schedule: Schedule, channel: str, costs: Pricing | None) -> _Posting:
-    """Run the schedule, and again if sends are late."""
-    graph, columns = graph_of(schedule), schedule.columns
-    # Where posts never block, a batch is its parts; it may not run as one does.
-    clock = _clock(split_batches(schedule) if channel == "async" else schedule, costs, "edge")
-    transfers, before = graph.transfers, compute_before(columns)
-    order, follows = transfers.by_channel
+def _prompt(schedule: Schedule, channel: str, costs: Pricing | None) -> _Run:
+    """The run of a schedule in which every send waits for its payload and its channel alone."""
+    without = "async" if channel == "async" else "edge"
+    columns, transfers = schedule.columns, graph_of(schedule).transfers
+    posted = compute_before(columns)
+    after, single = posted[transfers.send], ~columns.shared[transfers.send]
     later, earlier = transfers.in_turn
-    sent = before[transfers.send]
-    maker = np.where(columns.shared[transfers.send], sent, columns.last[transfers.maker])
-    previous = np.full(len(order), -1)
-    previous[later] = earlier
-    alone = np.maximum(maker, np.where(previous < 0, -1, sent[previous]))
-    # No send passes another one of its channel: the latest maker so far, channel by channel.
-    ahead_of = np.cumsum(~follows) * len(columns)
-    together = maker.copy()
-    together[order] = np.maximum.accumulate(ahead_of + maker[order]) - ahead_of
-    listed = clock.done
-    posted = _Posting(graph, clock, before, previous, sent, alone, together, listed, listed)
-    if (sent > together).any():
-        posted = attrs.evolve(posted, prompt=_run(posted, together))
-    return posted
+    maker = columns.last[transfers.maker]
+    late = single & (after != maker)
+    late[later] &= after[later] != after[earlier]
+    if not late.any():
+        return _run(schedule, without, costs)
+    posted[transfers.send[single]] = maker[single]
+    return _run(schedule, without, costs, posted)
 
 
-def _run(posted: _Posting, sent: Ints) -> Ints:
-    """When each place is over, if its sends are posted after these places."""
-    after = posted.before.copy()
-    after[posted.graph.transfers.send] = sent
-    clock = posted.clock
-    waiting = _waits(clock.schedule, clock.channel, after)
-    begins = finish(waiting, clock.prices.takes, clock.prices.holds)
-    return _done(clock.prices, begins)
+def _exposed_communication(
+    schedule: Schedule, channel: str, ties: Ties, costs: Pricing | None, times: str
+) -> Iterator[Faults]:
+    """The entry whose move alone saves the most time, if the step takes longer than with prompt
+    posting; if no move saves any, an entry that holds up or is held up.
 
-
-def _late_receives(posted: _Posting, most: Ints | None = None) -> Iterator[Faults]:
-    """One finding for all, at the receive that is posted the latest after its send.
-
-    If sends are late, a receive in step with them may come before its send or long after it, so
-    receives are judged as if no send were late. `most` limits, by transfer, how late a receive
-    counts: if a channel model holds up the send, the receive is not late for that time.
+    Nothing if schedir's own communication would not save anything either.
     """
-    schedule, columns = posted.graph.schedule, posted.graph.columns
-    transfers, before = posted.graph.transfers, posted.before
-    late = posted.prompt[before[transfers.receive]] - posted.prompt[posted.together]
-    if most is not None:
-        late = np.minimum(late, most)
-    at_once = before[transfers.receive] == before[transfers.user]
-    found = np.flatnonzero((late > 0) & at_once & ~columns.shared[transfers.receive])
-    if len(found):
-        found = found[np.argsort(-late[found], kind="stable")]
-        receive, user = int(transfers.receive[found[0]]), int(transfers.user[found[0]])
-        finding = rules.LATE_RECEIVE.at(
-            schedule,
-            receive,
-            user,
-            late=float(late[found[0]]),
-            receives=len(found),
-            times=posted.clock.times,
-        )
-        moves = ahead(schedule, receive, int(before[receive]), "post").moves()
-        yield Faults(
-            rule=rules.LATE_RECEIVE, keys=found, findings=[Finding(finding, moves)], many=1
-        )
-
-
-def _late_sends(posted: _Posting) -> Iterator[Faults]:
-    """One finding for all, at the send whose move saves the most time."""
-    makespan, possible = posted.listed.max(), posted.prompt.max()
+    run, possible = _run(schedule, channel, costs), _prompt(schedule, channel, costs).makespan
+    makespan = shortest = run.makespan
     if makespan <= possible:
         return
-    schedule, transfers = posted.graph.schedule, posted.graph.transfers
-    critical = _critical(posted)
-    many = max(1, _MOST_RUN // (len(schedule.columns) + _OVERHEAD))
-    regained = dict.fromkeys(critical, 0.0)
-    for transfer in critical[:many]:
-        sent = posted.sent.copy()
-        sent[transfer] = posted.alone[transfer]
-        regained[transfer] = float(makespan - _run(posted, sent).max())
-    worst = max(regained, key=lambda transfer: regained[transfer])
-    others = np.flatnonzero(posted.sent > posted.together)
-    after = _after(posted, worst)
-    finding = rules.LATE_SEND.at(
-        schedule,
-        transfers.send[worst],
-        after,
-        sends=len(others),
-        makespan=float(makespan),
-        alone=float(makespan - regained[worst]),
-        possible=float(possible),
-        times=posted.clock.times,
-    )
-    yield Faults(
-        rule=rules.LATE_SEND,
-        keys=np.concatenate(([worst], others[others != worst])),
-        findings=[Finding(finding, _sooner(posted, worst, after) if regained[worst] else ())],
-        many=1,
-    )
-
-
-def _critical(posted: _Posting) -> list[int]:
-    """The late sends on a critical path, the latest first. There is at least one if late sends make
-    the step longer, and moving any other send saves nothing."""
-    columns, transfers, listed = posted.graph.columns, posted.graph.transfers, posted.listed
-    clock = posted.clock
-    waiting, begins = _waits(clock.schedule, clock.channel), clock.begins
-    over = begins[waiting.awaited] + delays(waiting, clock.prices.takes, clock.prices.holds)
-    tight = np.flatnonzero(over == begins[waiting.waiter])
-    # Of the waits of each node that are over as it begins, those for compute first.
-    later, why = waiting.later[tight], waiting.why[tight]
-    keys = later, ~columns.is_kind(*SENDS)[later], why, waiting.waiter[tight]
-    tight = tight[np.lexsort(keys)]
-    waiters = waiting.waiter[tight]
-    of_send = np.full(len(columns), -1)
-    of_send[transfers.send] = np.arange(len(transfers))
-    computes = columns.where(*COMPUTE)
-    node = int(waiting.node[computes[listed[computes].argmax()]])
-    found: dict[int, int] = {}
-    while begins[node]:
-        wait = int(tight[np.searchsorted(waiters, node)])
-        transfer = int(of_send[waiting.later[wait]]) if waiting.why[wait] == AFTER else -1
-        if transfer >= 0 and posted.sent[transfer] > posted.together[transfer]:
-            while posted.sent[transfer] == posted.alone[transfer]:
-                transfer = int(posted.previous[transfer])  # late for the one before on its channel
-            found.setdefault(transfer, int(begins[node] - listed[posted.alone[transfer]]))
-        node = int(waiting.awaited[wait])
-    return sorted(found, key=lambda transfer: -found[transfer])
-
-
-def _after(posted: _Posting, transfer: int) -> int:
-    """The place that a send must follow: its maker, or the send before it on its channel."""
-    transfers, previous = posted.graph.transfers, posted.previous[transfer]
-    maker = int(transfers.maker[transfer])
-    return maker if previous < 0 else max(maker, int(transfers.send[previous]))
-
-
-def _sooner(posted: _Posting, transfer: int, after: int) -> Iterator[Move]:
-    """The change that moves a send right after the place that it must follow, or after other
-    communication there."""
-    columns = posted.graph.columns
-    send = int(posted.graph.transfers.send[transfer])
-    rank, index = columns.position(send)
-    # The compute after the last one that it has to follow.
-    computes = columns.where(*COMPUTE)
-    until = int(computes[np.searchsorted(computes, posted.alone[transfer], side="right")])
-    targets = dict.fromkeys(
-        columns.position(target)[1] for target in range(after, min(until, send))
-    )
-    for target in targets:
-        yield Move(rank, index, "after", target, "post")
-
-
-def _held_up(posted: _Posting, channel: str, done: Ints) -> Ints:
-    """By transfer, how much later its receive is posted than its send could run under a channel
-    model; `done` are the times under that model."""
-    columns, transfers = posted.graph.columns, posted.graph.transfers
-    if columns.together:  # what waits for a part waits for all of its entry
-        done = np.append(np.maximum.reduceat(done[:-1], columns.heads)[columns.entry], 0)
-    previous = previous_of_queue(posted.graph, channel)[transfers.send]
-    ready = np.maximum(done[posted.before[transfers.send]], done[previous])
-    late: Ints = done[posted.before[transfers.receive]] - ready
-    return late
-
-
-def _early_receives(clock: _Clock, possible: float) -> Iterator[Faults]:
-    """The receive that holds up the most, if it makes the step longer than is possible."""
-    makespan = clock.done.max()
-    if makespan <= possible:
+    inserted = insert_communication(strip_communication(schedule))
+    if inserted == schedule:
         return
-    schedule, columns = clock.schedule, clock.schedule.columns
-    waiting = _waits(schedule, clock.channel)
-    # Of all that each node waits for, what is done last, and how much later than all the rest.
-    over = delays(waiting, clock.prices.takes, clock.prices.holds)
-    node, ends = waiting.waiter, clock.begins[waiting.awaited] + over
-    order = np.lexsort((ends, node))
-    last = np.flatnonzero(np.append(node[order][1:] != node[order][:-1], True))
-    rest = np.where(last > 0, last - 1, last)
-    rest_ends = np.where(node[order[rest]] == node[order[last]], ends[order[rest]], 0)
-    held = np.where(rest == last, 0, ends[order[last]] - rest_ends)
-    edge = order[last]
-    blamed = columns.is_kind(*RECEIVES)[waiting.earlier[edge]]
-    blamed &= ~columns.shared[waiting.earlier[edge]] & (waiting.why[edge] == QUEUED)
-    held = np.where(blamed, held, 0)
-    worst = int(held.argmax())
-    if held[worst] > 0:
-        receive, other = int(waiting.earlier[edge[worst]]), int(waiting.later[edge[worst]])
+
+    def saves(other: Schedule) -> bool:
+        """True if another list is shorter than all so far, and runs to its end."""
+        takes = _run(other, channel, costs).makespan
+        return takes < shortest and runs(other, channel, ties)
+
+    columns, waited = schedule.columns, _critical(run)
+    places = [place for place in waited[0] if columns.is_kind(*COMMUNICATION)[place]][:1]
+    posted, change = None, None
+    many = _MOST_RUN // (len(columns) + _OVERHEAD) + 1
+    for move in islice(_moves(schedule, waited[:many]), many):
+        moved = changed(schedule, move)
+        if saves(moved):
+            shortest, change = _run(moved, channel, costs).makespan, move
+            places = [columns.place(move.rank, at) for at in (move.index, move.target)]
+            posted = "late" if move.target < move.index else "early"
+    if change is None and saves(inserted):
+        shortest = _run(inserted, channel, costs).makespan
+    if shortest < makespan:
         yield fault(
-            rules.EARLY_RECEIVE.at(
+            rules.EXPOSED_COMMUNICATION.at(
                 schedule,
-                receive,
-                other,
-                channel=clock.channel,
-                held=float(held[worst]),
-                makespan=float(makespan),
-                possible=float(possible),
-                times=clock.times,
+                *places,
+                makespan=makespan,
+                shortest=shortest,
+                posted=posted,
+                possible=possible,
+                times=times,
             ),
-            back(schedule, receive, other, "post").moves(),
+            otherwise=change or LeaveOut(),
         )
+
+
+def _critical(run: _Run) -> list[tuple[int, int]]:
+    """The waits on a critical path in which communication waits or is waited for, as places, those
+    first that lengthen the path most; a wait for a payload only if nothing else ends with it."""
+    waiting, begins, prices = _waits(run.schedule, run.channel), run.begins, run.prices
+    communicates = run.schedule.columns.is_kind(*COMMUNICATION)
+    ends = begins[waiting.awaited] + delays(waiting, prices.takes, prices.holds)
+    listed = (communicates[waiting.later] | communicates[waiting.earlier]) & (waiting.why != NEEDS)
+    # The last wait of each node: for what is over last, and if possible one that no move ends.
+    order = np.lexsort((~listed, ends, waiting.waiter))
+    waiters = waiting.waiter[order]
+    node, found = int(waiting.node[run.ends.argmax()]), {}
+    while begins[node] > 0:
+        at = int(np.searchsorted(waiters, node, side="right")) - 1
+        wait = int(order[at])
+        if listed[wait]:
+            others = ends[order[at - 1]] if at and waiters[at - 1] == node else 0
+            pair = int(waiting.later[wait]), int(waiting.earlier[wait])
+            found[pair] = float(ends[wait] - others)
+        node = int(waiting.awaited[wait])
+    return sorted(found, key=lambda pair: -found[pair])
+
+
+def _moves(schedule: Schedule, waited: Iterable[tuple[int, int]]) -> Iterator[Move]:
+    """The moves of single sends and receives that end one of these waits, the likely ones of each
+    wait first.
+
+    No entry passes another one of its channel, and no send or receive its maker or user.
+    """
+    graph, columns = graph_of(schedule), schedule.columns
+    transfers, before = graph.transfers, previous_of_queue(graph, "edge")
+    known = np.flatnonzero(before >= 0)
+    after = columns.starts[1:][columns.rank]
+    after[before[known]] = known
+    before[transfers.send] = np.maximum(before[transfers.send], transfers.maker)
+    after[transfers.receive] = np.minimum(after[transfers.receive], transfers.user)
+    moves = columns.is_kind(*COMMUNICATION) & ~columns.shared
+
+    def of(later: int, earlier: int) -> Iterator[Move]:
+        (rank, last), (_, first) = columns.position(later), columns.position(earlier)
+        if moves[later]:
+            least = columns.position(int(before[later]))[1] if before[later] >= 0 else -1
+            for target in range(least, first):
+                side: Side = "before" if target < 0 else "after"
+                yield Move(rank, last, side, max(target, 0), "post")
+        if moves[earlier]:
+            most = columns.position(int(after[earlier]) - 1)[1]
+            for target in range(last, most + 1):
+                yield Move(rank, first, "after", target, "post")
+
+    rounds = zip_longest(*(of(*pair) for pair in waited))
+    return (move for move in dict.fromkeys(chain.from_iterable(rounds)) if move is not None)
 
 
 def _needless_splits(graph: Graph) -> Iterator[Faults]:
@@ -345,12 +241,12 @@ def _needless_splits(graph: Graph) -> Iterator[Faults]:
         yield fault(rules.NEEDLESS_SPLIT.at(graph.schedule, *places), extent=len(pairs))
 
 
-def _group_size(posted: _Posting, each: float) -> Iterator[Faults]:
-    """Interleaved 1F1B takes (V · M + P − 1) times as long as `each` microbatch does on a chunk, in
+def _group_size(
+    schedule: Schedule, channel: str, costs: Pricing | None, times: str
+) -> Iterator[Faults]:
+    """Interleaved 1F1B takes (V · M + P − 1) times as long as one microbatch does on a chunk, in
     groups of P microbatches."""
-    graph, schedule, makespan = posted.graph, posted.graph.schedule, posted.prompt.max()
-    if (graph.where("end", "kept") >= 0).any():
-        return  # a recomputation takes longer for another reason
+    graph = graph_of(schedule)
     ranks, microbatches = schedule.ranks, schedule.microbatches
     chunks = schedule.stages // ranks
     looped = schedule.placement == tuple((stage % ranks,) for stage in range(ranks * chunks))
@@ -358,17 +254,24 @@ def _group_size(posted: _Posting, each: float) -> Iterator[Faults]:
         return
     # The group is what the first rank runs of its first chunk before its second.
     group = int((graph.home[0] < graph.home[ranks].min()).sum())
+    # A recomputation takes longer for another reason.
+    if group == ranks or (graph.where("end", "kept") >= 0).any():
+        return
+    prompt = _prompt(schedule, channel, costs)
+    each = 3 if costs is None else _of_one_chunk(schedule, prompt.prices.takes)
+    if each is None:
+        return
     possible = each * (chunks * microbatches + ranks - 1)
-    if group != ranks and makespan > possible:
+    if prompt.makespan > possible:
         yield fault(
             rules.GROUP_SIZE.at(
                 schedule,
                 graph.home[ranks].min(),
                 group=group,
                 ranks=ranks,
-                makespan=float(makespan),
+                makespan=prompt.makespan,
                 possible=float(possible),
-                times=posted.clock.times,
+                times=times,
             )
         )
 

@@ -8,13 +8,16 @@ import attrs
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import Write, rewriting, several
+from schedir.checker.changes import Write, removal, rewriting, several
 from schedir.checker.diagnostics import Diagnostic, Rule
 from schedir.checker.fixes import Faults, Finding, fault
 from schedir.checker.values import keys
 from schedir.graph.alive import HELD_UNTIL, HeldUntil, peak_activations, weight_versions
 from schedir.graph.compile import Graph, graph_of
-from schedir.ir import HOMES, NAMES_VERSION, Bools, Ints, Schedule, Ties
+from schedir.ir import GATHERS, HOMES, NAMES_VERSION, RELEASES, Bools, Ints, Schedule, Ties
+
+# A text that takes out more actions than these is no help.
+_MOST_REMOVED = 8
 
 
 @attrs.frozen
@@ -48,6 +51,7 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
     yield _named_alike(graph)
     if graph.sharded.any():
         yield _named_of_sharded(graph)
+        yield from _sharded_on_several(graph)
     # What tied stages may not do, others may: the note would only echo the error.
     yield from list(_tied_versions_agree(graph, ties)) or _versions_agree(graph)
     if limits.max_delay is not None:
@@ -91,6 +95,21 @@ def _named_alike(graph: Graph) -> Faults:
             for at, other, version in rows
         ),
     )
+
+
+def _sharded_on_several(graph: Graph) -> Iterator[Faults]:
+    """Each stage whose weights are sharded is on one rank of the list."""
+    schedule, columns = graph.schedule, graph.columns
+    listed = columns.where(*GATHERS, *RELEASES)
+    for stage in graph.sharded.nonzero()[0].tolist():
+        held, own = schedule.placement[stage], listed[columns.stage[listed] == stage].tolist()
+        if len(held) > 1:
+            out = [removal(schedule, place) for place in own]
+            yield fault(
+                rules.SHARDED_ON_SEVERAL.at(schedule, own[0], held=held),
+                otherwise=several(out) if len(out) <= _MOST_REMOVED else None,
+                key=stage,
+            )
 
 
 def _named_of_sharded(graph: Graph) -> Faults:

@@ -800,64 +800,25 @@ VERSION_OF_SHARDED = Rule(
     message="{action} names a version, but the weights of stage {action.stage} are sharded",
 )
 
-# S5xx: correct, but slower than necessary.
-
-
-def _late_receives(finding: Diagnostic) -> Iterator[str]:
-    yield finding.facts["times"]
-    if finding.facts["receives"] > 1:
-        yield f"{finding.facts['receives']} receives are posted late"
-
-
-LATE_RECEIVE = Rule(
-    code="S501",
-    name="late-receive",
-    severity="note",
-    meaning="A receive is posted only when its rank already waits for it, though its send was "
-    "posted while that rank still computed.",
-    why="A transfer starts when both its ends are posted, so this one can't overlap with compute, "
-    "and its sender may wait for it. The step is no longer where transfers take no time.",
-    fix="Post the receive ahead of the compute before it, or let schedir insert the communication.",
+SHARDED_ON_SEVERAL = Rule(
+    code="S411",
+    name="sharded-on-several-ranks",
+    meaning="A stage whose weights are sharded is on several ranks of the list.",
+    why="A gathering waits for everybody who has a shard, and these ranks would gather at "
+    "different times. The ranks over which a stage is sharded all run the same rank's list.",
+    fix="List the stage on one rank, or leave out its UNSHARDs and RESHARDs.",
     example=_example(
         2,
-        "0 1",
-        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
-        "1RECV_ACT0 1F0 1B0 1RECV_ACT1 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
+        "0,1",
+        "0UNSHARD 0F0 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP",
+        "0UNSHARD 0F1 0B1 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP",
     ),
-    message="{action} is posted {late:g} after its send, when rank {rank} has nothing else to do",
-    labels=("posted late", "needs it at once"),
-    notes=_late_receives,
-    advice="post {action} ahead of the compute before rank {rank} #{index}",
+    message="stage {action.stage} is sharded, but ranks {held:ranges} of the list run it",
+    labels=("gathers its weights",),
+    advice="list stage {action.stage} on one rank, or leave out its UNSHARDs and RESHARDs",
 )
 
-EARLY_RECEIVE = Rule(
-    code="S502",
-    name="early-receive",
-    severity="warning",
-    meaning="A receive is posted so early that it holds up other communication, and the step takes "
-    "longer.",
-    why="A transport that keeps order can't skip a receive whose payload does not exist yet.",
-    fix="Post the receive after the action that it holds up, or use a transport that keeps less "
-    "order.",
-    example=_example(
-        3,
-        "0 1 2",
-        "0F0 0SEND_ACT0 0F1 0F2 0SEND_ACT1 0RECV_GRAD0 0B0 0SEND_ACT2 0RECV_GRAD1 0B1 "
-        "0RECV_GRAD2 0B2",
-        "1RECV_ACT0 1F0 1RECV_ACT1 1SEND_ACT0 1F1 1SEND_ACT1 1RECV_GRAD0 1B0 1SEND_GRAD0 "
-        "1RECV_ACT2 1F2 1SEND_ACT2 1RECV_GRAD1 1B1 1SEND_GRAD1 1RECV_GRAD2 1B2 1SEND_GRAD2",
-        "2RECV_ACT0 2F0 2RECV_ACT1 2B0 2SEND_GRAD0 2F1 2RECV_ACT2 2B1 2SEND_GRAD1 2F2 2B2 "
-        "2SEND_GRAD2",
-    ),
-    message="{action} holds up {other.action} for {held:g}",
-    labels=("waits for its payload", "could run, but must wait for it"),
-    notes=(
-        "the step takes {makespan:g} under --channel {channel}, and {possible:g} if nothing is "
-        "held up",
-        "{times}",
-    ),
-    advice="post {action} after {other.action}",
-)
+# S5xx: correct, but slower than necessary.
 
 
 def _splits(finding: Diagnostic) -> str:
@@ -904,44 +865,44 @@ GROUP_SIZE = Rule(
 )
 
 
-def _late_send(finding: Diagnostic) -> str:
-    makespan, alone, possible = (finding.facts[of] for of in ("makespan", "alone", "possible"))
-    what, shorter = f"{finding.action} and others are", possible
-    if alone < makespan:
-        what, shorter = f"{finding.action} is", alone
-    return f"{what} posted late: the step takes {makespan:g} rather than {shorter:g}"
+def _exposed(finding: Diagnostic) -> str:
+    posted = finding.facts["posted"]
+    what = f"is posted {posted}" if posted else "and others are posted late"
+    return fill(
+        "{action} " + what + ": the step takes {makespan:g} rather than {shortest:g}", finding
+    )
 
 
-def _late_sends(finding: Diagnostic) -> Iterator[str]:
-    sends, possible = finding.facts["sends"], finding.facts["possible"]
+def _exposed_notes(finding: Diagnostic) -> Iterator[str]:
     yield finding.facts["times"]
-    if sends > 1:
-        yield f"{sends} sends are late; if they were not, the step would take {possible:g}"
+    if finding.facts["possible"] < finding.facts["shortest"]:
+        yield fill("with every send posted promptly, the step would take {possible:g}", finding)
 
 
-LATE_SEND = Rule(
-    code="S505",
-    name="late-send",
+EXPOSED_COMMUNICATION = Rule(
+    code="S506",
+    name="exposed-communication",
     severity="warning",
-    meaning="A send is listed after compute that does not make its payload, which makes the step "
-    "longer.",
-    why="The payload is ready, but it is not sent while other stages wait for it.",
-    fix="List each send right after the compute that makes its payload.",
+    meaning="A send or receive is listed where it makes the step longer under the channel model "
+    "than if every send were posted as soon as its payload is made.",
+    why="The payload is ready, but it is not sent while other stages wait for it; or the transport "
+    "keeps an order in which other communication waits behind this.",
+    fix="List each send right after the compute that makes its payload, and each receive after "
+    "what it would hold up, or let schedir insert the communication.",
     example=_example(
         2,
         "0 1",
         "0F0 0F1 0SEND_ACT0 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
         "1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
     ),
-    message=_late_send,
-    labels=("posted late", "could stand after this"),
-    notes=_late_sends,
-    advice="post {action} right after rank {other.rank} #{other.index}",
+    message=_exposed,
+    labels=("makes the step longer", "could stand beside this"),
+    notes=_exposed_notes,
 )
 
 RULES: dict[str, Rule] = {
     value.code: value for value in list(globals().values()) if isinstance(value, Rule)
 }
 
-RETIRED = {"S402": "S105"}
+RETIRED = {"S402": "S105", "S501": "S506", "S502": "S506", "S505": "S506"}
 """Codes that are not reported any more, each with the code that now covers its fault."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from schedir.checker.communication import collectives, communication
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
-from schedir.checker.diagnostics import Diagnostic, Report
+from schedir.checker.diagnostics import Diagnostic, Location, Report
 from schedir.checker.fixes import Faults, Finding, Trials
 from schedir.checker.lints import Pricing, lints
 from schedir.checker.memory import Limits, memory
@@ -159,7 +159,7 @@ def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Re
     if proved is not None and advise:
         found += without_steps(schedule)
         found += different_rates(schedule)
-        found += _lints(schedule, proved, channel, terms.costs)
+        found += _lints(schedule, proved, channel, terms)
     diagnostics = _diagnostics(schedule, channel, terms, found)
     return Report(channel, diagnostics, clean, proved)
 
@@ -248,7 +248,7 @@ def _judge(schedule: Schedule, channel: str, terms: _Terms, errors_only: bool) -
         elif not runs(each, channel, ties):
             yield Faults(rule=WAIT_CYCLE, keys=np.zeros(1, np.int64), findings=())
         elif right and not errors_only:
-            yield from _lints(schedule, each, channel, terms.costs)
+            yield from _lints(schedule, each, channel, terms)
 
 
 def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]:
@@ -262,31 +262,25 @@ def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]
     return 0, blocked(schedule, channel, terms.ties)
 
 
-def _lints(
-    schedule: Schedule, complete: Schedule, channel: str, costs: Pricing | None
-) -> Iterator[Faults]:
-    for faults in lints(complete, channel, costs):
+def _lints(schedule: Schedule, complete: Schedule, channel: str, terms: _Terms) -> Iterator[Faults]:
+    for faults in lints(complete, channel, terms.ties, terms.costs):
         if complete is schedule:
             yield faults
             continue
-        # Where schedir puts the communication is not for the author to fix.
-        given = [_as_given(complete, finding.diagnostic) for finding in faults.findings]
-        if all(given):
-            yield attrs.evolve(faults, findings=[Finding(each) for each in given if each])
+        given = [Finding(_as_given(complete, each.diagnostic)) for each in faults.findings]
+        yield attrs.evolve(faults, findings=given)
 
 
-def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic | None:
-    """The finding with its places counted without the inserted communication; None if the finding
-    is about that communication."""
-    columns, locations = complete.columns, []
+def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic:
+    """The finding about compute, with its places counted without the inserted communication."""
+    columns = complete.columns
     kept = ~columns.is_kind(*COMMUNICATION) & ~columns.joined
-    for each in finding.locations:
+
+    def given(each: Location) -> Location:
         place = columns.place(each.rank, each.index or 0)
-        if not kept[place]:
-            return None
-        index = int(kept[columns.starts[each.rank] : place].sum())
-        locations.append(attrs.evolve(each, index=index))
-    return attrs.evolve(finding, locations=tuple(locations))
+        return attrs.evolve(each, index=int(kept[columns.starts[each.rank] : place].sum()))
+
+    return attrs.evolve(finding, locations=tuple(map(given, finding.locations)))
 
 
 def _has_errors(found: list[Faults]) -> bool:

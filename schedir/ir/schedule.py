@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from functools import cached_property
 from typing import TypeAlias
 
@@ -262,3 +262,14 @@ def expect_schedule(value: object) -> None:
             f"schedule must be a Schedule, not {type(value).__name__}; make one with "
             'schedir.build("1f1b", ranks=2, microbatches=8)'
         )
+
+
+def expect_stages(schedule: Schedule, stages: object, what: str) -> None:
+    """Raise TypeError for anything but a collection of stages, and ValueError for an unknown stage.
+    `what` is the verb in the message."""
+    if not isinstance(stages, Collection) or isinstance(stages, str | bytes):
+        raise TypeError(f"stages must be a collection of stage numbers, not {stages!r}")
+    last = schedule.stages - 1
+    for stage in stages:
+        if not is_number(stage) or stage > last:
+            raise ValueError(f"{schedule.name} has no stage {stage!r} to {what}, only 0..{last}")

@@ -51,14 +51,11 @@ def batch_communication(schedule: Schedule) -> Schedule:
     ends = _ends(schedule)
     if not ends:
         return schedule
-    lists = _Lists(columns, ends)
-    while lists.go_on():
-        if not lists.break_circle():
-            return schedule
-    if not lists.joins:
+    joins = _joins(columns, ends)
+    if not joins:
         return schedule
     joined = columns.joined.copy()
-    joined[lists.joins] = True
+    joined[joins] = True
     return attrs.evolve(schedule, actions=attrs.evolve(columns, joined=joined))
 
 
@@ -88,82 +85,60 @@ def _ends(schedule: Schedule) -> list[tuple[int, ...]]:
     return [*ends, *turns] if matched and in_order else []
 
 
-class _Lists:
-    """How far each rank has come in its list: it waits at the places from `at` up to `until`."""
+def _joins(columns: Columns, ends: list[tuple[int, ...]]) -> list[int]:
+    """The places to join to the places before them so that every rank comes to its end; empty if
+    all do so without, or if some don't with any."""
+    communicates = columns.is_kind(*COMMUNICATION)
+    # Neighbours in one list with nothing but communication between them have the same number.
+    apart = ~communicates
+    apart[1:] |= ~communicates[:-1]
+    apart[columns.starts[:-1][np.diff(columns.starts) > 0]] = True
+    stretch: list[int] = np.cumsum(apart).tolist()
+    rank_of, last = columns.rank.tolist(), columns.last.tolist()
+    meeting = {place: turn for turn, places in enumerate(ends) for place in places}
+    absent = [len(places) for places in ends]  # how many ends nobody stands at
+    # Each rank stands at its places from `at` to before `until`; `looked` is what it waits for.
+    at: list[int] = columns.starts[:-1].tolist()
+    until, looked, stop = at.copy(), at.copy(), columns.starts[1:].tolist()
+    waiting: dict[int, list[int]] = {}  # by meeting: the ranks that wait for it
+    ready, joins = [*range(columns.ranks)], list[int]()
 
-    def __init__(self, columns: Columns, ends: list[tuple[int, ...]]) -> None:
-        communicates = columns.is_kind(*COMMUNICATION)
-        # Neighbours in one list with nothing but communication between them have the same number.
-        apart = ~communicates
-        apart[1:] |= ~communicates[:-1]
-        apart[columns.starts[:-1][np.diff(columns.starts) > 0]] = True
-        self.stretch: list[int] = np.cumsum(apart).tolist()
-        self.rank: list[int] = columns.rank.tolist()
-        self.last: list[int] = columns.last.tolist()
-        self.ends = ends
-        self.meeting = {place: turn for turn, places in enumerate(ends) for place in places}
-        self.absent = [len(places) for places in ends]  # how many ends nobody stands at
-        self.standing: dict[int, list[int]] = {}  # by meeting: the ranks that do
-        self.at: list[int] = columns.starts[:-1].tolist()
-        self.until = self.at.copy()
-        self.looked = self.at.copy()  # nothing from `at` to before there is still waited for
-        self.stop: list[int] = columns.starts[1:].tolist()
-        self.missing = [0] * columns.ranks  # how many meetings each rank still waits for
-        self.ready = [*range(columns.ranks)]
-        self.joins: list[int] = []
+    def stand(rank: int, end: int) -> None:
+        """Post the next places of the rank's list, to before `end`."""
+        for place in range(until[rank], end):
+            turn = meeting.get(place)
+            if turn is not None:
+                absent[turn] -= 1
+                if not absent[turn]:
+                    ready.extend(waiting.pop(turn, ()))
+        until[rank] = end
 
-    def go_on(self) -> bool:
-        """Move each rank as far as it gets. True if any rank waits."""
-        while self.ready:
-            rank = self.ready.pop()
-            while not self.missing[rank] and self.until[rank] < self.stop[rank]:
-                self.at[rank] = self.until[rank]
-                self._stand(rank, self.last[self.at[rank]])
-        return any(self.missing)
-
-    def _stand(self, rank: int, last: int) -> None:
-        """Post the next places of the rank's list, up to `last`."""
-        for place in range(self.until[rank], last + 1):
-            meeting = self.meeting.get(place)
-            if meeting is None:
-                continue  # it computes
-            self.absent[meeting] -= 1
-            if self.absent[meeting]:
-                self.standing.setdefault(meeting, []).append(rank)
-                self.missing[rank] += 1
-                continue
-            for other in self.standing.pop(meeting, ()):
-                self.missing[other] -= 1
-                self.ready.append(other)
-        self.until[rank] = last + 1
-
-    def break_circle(self) -> bool:
-        """Join the entries between the places where the ranks of a circle wait and the places that
-        they wait for. True if that is possible on any of these ranks."""
+    while True:
+        while ready:  # moves each rank as far as it gets
+            rank = ready.pop()
+            while looked[rank] < stop[rank]:
+                if looked[rank] == until[rank]:
+                    at[rank] = until[rank]
+                    stand(rank, last[at[rank]] + 1)
+                turn = meeting.get(looked[rank])
+                if turn is not None and absent[turn]:
+                    waiting.setdefault(turn, []).append(rank)
+                    break
+                looked[rank] += 1
+        left = (rank for rank in range(columns.ranks) if looked[rank] < stop[rank])
+        rank = next(left, -1)
+        if rank < 0:
+            return joins
         wanted: dict[int, int] = {}  # by rank: the place that it waits for
-        rank = next(rank for rank, missing in enumerate(self.missing) if missing)
         while rank not in wanted:
-            wanted[rank] = self._wanted(rank)
-            rank = self.rank[wanted[rank]]
+            others = ends[meeting[looked[rank]]]
+            wanted[rank] = next(end for end in others if end >= until[rank_of[end]])
+            rank = rank_of[wanted[rank]]
         circle = [*wanted.values()][[*wanted].index(rank) :]
-        found = [place for place in circle if self._reaches(place)]
-        for place in found:
-            rank = self.rank[place]
-            self.joins += range(self.until[rank], self.last[place] + 1)
-            self._stand(rank, self.last[place])
-        return bool(found)
-
-    def _wanted(self, rank: int) -> int:
-        """A place that the waiting rank waits for."""
-        place = self.looked[rank] = next(
-            place
-            for place in range(max(self.looked[rank], self.at[rank]), self.until[rank])
-            if self.absent[self.meeting[place]]
-        )
-        ends = self.ends[self.meeting[place]]
-        return next(end for end in ends if end >= self.until[self.rank[end]])
-
-    def _reaches(self, place: int) -> bool:
-        """True if only communication lies between the place and where its rank waits."""
-        stands_at = self.at[self.rank[place]]
-        return self.stretch[stands_at] == self.stretch[place]
+        # Only communication lies between the place and where its rank stands.
+        reached = [place for place in circle if stretch[at[rank_of[place]]] == stretch[place]]
+        if not reached:
+            return []
+        for place in reached:
+            joins += range(until[rank_of[place]], last[place] + 1)
+            stand(rank_of[place], last[place] + 1)

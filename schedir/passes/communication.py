@@ -16,11 +16,8 @@ The order also keeps the REDUCE_GRADs of a stage together: each waits for its tu
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from schedir.errors import UnsoundError
 from schedir.graph.compile import Transfers, graph_of
@@ -33,13 +30,12 @@ from schedir.ir import (
     KINDS,
     Columns,
     Ints,
+    Kind,
     Schedule,
     Sources,
     expect_schedule,
     starts_of,
 )
-
-T = TypeVar("T", np.int64, np.bool_)
 
 
 def insert_communication(schedule: Schedule) -> Schedule:
@@ -83,6 +79,21 @@ def strip_communication(schedule: Schedule) -> Schedule:
     return schedule.take(kept, starts_of(columns.rank[kept], schedule.ranks))
 
 
+def as_inserted(schedule: Schedule) -> bool:
+    """True if the schedule lists communication, and exactly as `insert_communication` would; stored
+    with the schedule, by `insert_communication` too."""
+    known = schedule.memo.get(as_inserted)
+    if not isinstance(known, bool):
+        known = schedule.columns.is_kind(*COMMUNICATION).any()
+        if known:
+            try:
+                known = insert_communication(strip_communication(schedule)) == schedule
+            except UnsoundError:
+                known = False
+        schedule.memo[as_inserted] = known = bool(known)
+    return known
+
+
 @attrs.frozen(eq=False)
 class _Run:
     """When each action begins and ends at the textbook costs, by place. `turn` is its number in one
@@ -119,50 +130,90 @@ def _run(schedule: Schedule) -> _Run | None:
 
 def _merge(schedule: Schedule, transfers: Transfers, run: _Run) -> Schedule:
     """The compute of every rank, with its ends of the transfers, in the global order."""
-    columns, sources, ends = schedule.columns, schedule.sources, run.ends
-    made = ends[transfers.maker]
-    sender = columns.stage[transfers.maker]
+    columns, made = schedule.columns, run.ends[transfers.maker]
     # One order of all transfers: by time, then microbatch, sending stage and receiving stage.
-    order = np.lexsort((transfers.stage, sender, transfers.microbatch, made))
-
-    def ends_of(sends: NDArray[T], receives: NDArray[T]) -> NDArray[T]:
-        """Both ends of every transfer, in that order."""
-        both: NDArray[T] = np.stack((sends, receives), axis=1).ravel()
-        return both
-
-    # At one time: what takes time and ends there, then transfers, then what takes none.
-    free = TEXTBOOK[columns.kind] == 0
-    moment = np.concatenate((3 * ends + 2 * free, np.repeat(3 * made[order] + 1, 2)))
-    rank = np.concatenate((columns.rank, ends_of(transfers.source[order], transfers.target[order])))
-    merged = np.argsort(rank * (moment.max() + 1) + moment, kind="stable")
-
-    def entries(compute: NDArray[T], sends: NDArray[T], receives: NDArray[T]) -> NDArray[T]:
-        both: NDArray[T] = np.concatenate((compute, ends_of(sends, receives)))[merged]
-        return both
-
-    receives, microbatch = transfers.kind[order], transfers.microbatch[order]
-    none, alone = np.full(len(order), -1), np.zeros(len(order), np.bool_)
-    lists = Columns(
-        starts_of(rank[merged], schedule.ranks),
-        entries(columns.kind, _SENT[receives], receives),
-        entries(columns.stage, sender[order], transfers.stage[order]),
-        entries(columns.microbatch, microbatch, microbatch),
-        entries(columns.version, none, none),
-        entries(columns.joined, alone, alone),
+    order = np.lexsort(
+        (transfers.stage, columns.stage[transfers.maker], transfers.microbatch, made)
     )
-    if sources is not None:
-        line = sources.line_of[transfers.maker[order]]
-        sources = Sources(sources.lines, entries(sources.line_of, line, line))
-    complete = attrs.evolve(schedule, actions=lists, sources=sources)
-    # Both ends of a transfer have one turn.
-    turns = np.arange(len(order))
-    turn = moment[merged] * (len(columns) + len(order)) + entries(run.turn, turns, turns)
+    made, maker = made[order], transfers.maker[order]
+    kind, stage, microbatch = (
+        each[order] for each in (transfers.kind, transfers.stage, transfers.microbatch)
+    )
+    rank = _both(transfers.source[order], transfers.target[order])
+    # At one time: what takes time and ends there, then transfers, then what takes none.
+    moment, between = 3 * run.ends + 2 * (TEXTBOOK[columns.kind] == 0), 3 * made + 1
+    longest = max(moment.max(initial=0), between.max(initial=0)) + 1
+    complete = inserted(
+        schedule,
+        _both(_SENT[kind], kind),
+        _both(columns.stage[maker], stage),
+        rank,
+        np.searchsorted(columns.rank * longest + moment, rank * longest + _both(between, between)),
+        _both(microbatch, microbatch),
+        like=_both(maker, maker),
+    )
+    listed, by_rank = complete.columns.is_kind(*COMMUNICATION), np.argsort(rank, kind="stable")
+
+    def by_place(compute: Ints, transfer: Ints) -> Ints:
+        """What each action of the complete schedule has, where both ends of a transfer have one."""
+        found = np.empty(len(listed), np.int64)
+        found[~listed], found[listed] = compute, _both(transfer, transfer)[by_rank]
+        return found
+
+    turns, many = np.arange(len(order)), len(columns) + len(order)
+    turn = by_place(moment * many + run.turn, between * many + turns)
     # Where a sum waits for other ranks, what is listed after it need not.
     apart = all(len(places) == 1 for places in graph_of(schedule).collectives)
-    begins = entries(run.begins, made[order], made[order]) if apart else None
-    remember(complete, turn, begins)
+    remember(complete, turn, by_place(run.begins, made) if apart else None)
+    complete.memo[as_inserted] = True
     return complete
+
+
+def _both(sends: Ints, receives: Ints) -> Ints:
+    """What both ends of every transfer have, in the order of the transfers."""
+    ends: Ints = np.stack((sends, receives), axis=1).ravel()
+    return ends
 
 
 _SENT = np.array([KIND_INDEX[COUNTERPARTS.get(kind, (kind, 0))[0]] for kind in KINDS])
 """The kind of the send, by the kind of the receive."""
+
+
+def inserted(
+    schedule: Schedule,
+    kind: Kind | Ints,
+    stage: Ints,
+    rank: Ints,
+    before: Ints,
+    microbatch: Ints | int = -1,
+    like: Ints | None = None,
+) -> Schedule:
+    """The schedule with a new action of `kind` before each place in `before`, in the list of its
+    `rank`.
+
+    `kind` is one for all, or an index in KINDS for each. Several actions before one place keep
+    their order. The end of a rank's list is the start of the next rank's. `microbatch` is -1 for an
+    action of a whole stage. Each new action takes the line of Python of the place in `like`, if
+    given. All arrays have shape [new actions].
+    """
+    columns, number = schedule.columns, len(schedule.columns)
+    by_rank = np.argsort(rank, kind="stable")
+    order = np.insert(np.arange(number), before[by_rank], number + by_rank)
+
+    def merged(own: Ints, new: Ints | int) -> Ints:
+        both: Ints = np.concatenate((own, np.broadcast_to(new, len(rank))))[order]
+        return both
+
+    sources = schedule.sources
+    if sources is not None:
+        lines = -1 if like is None else sources.line_of[like]
+        sources = Sources(sources.lines, merged(sources.line_of, lines))
+    lists = Columns(
+        starts_of(merged(columns.rank, rank), schedule.ranks),
+        merged(columns.kind, KIND_INDEX[kind] if isinstance(kind, Kind) else kind),
+        merged(columns.stage, stage),
+        merged(columns.microbatch, microbatch),
+        merged(columns.version, -1),
+        np.concatenate((columns.joined, np.zeros(len(rank), np.bool_)))[order],
+    )
+    return attrs.evolve(schedule, actions=lists, sources=sources)

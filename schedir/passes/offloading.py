@@ -14,7 +14,8 @@ import numpy as np
 
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, Kind, Schedule, expect_schedule, is_number
-from schedir.passes.insertion import expect_stages, inserted
+from schedir.ir.schedule import expect_stages
+from schedir.passes.communication import inserted
 
 
 def offload(schedule: Schedule, stages: Collection[int], *, ahead: int = 1) -> Schedule:
@@ -53,7 +54,7 @@ def offload(schedule: Schedule, stages: Collection[int], *, ahead: int = 1) -> S
     stage, microbatch, made, used = (each[gains] for each in (stage, microbatch, made, used))
     rank = columns.rank[made]
     out = columns.last[made] + 1
-    listed = inserted(schedule, Kind.OFFLOAD, stage, microbatch, rank, out, like=made)
+    listed = inserted(schedule, Kind.OFFLOAD, stage, rank, out, microbatch, like=made)
     # Each place has moved on by the offloads before it.
     moved = np.arange(len(columns)) + np.searchsorted(
         np.sort(out), np.arange(len(columns)), side="right"
@@ -64,8 +65,8 @@ def offload(schedule: Schedule, stages: Collection[int], *, ahead: int = 1) -> S
         listed,
         Kind.RELOAD,
         stage[turn],
-        microbatch[turn],
         rank[turn],
         before[turn],
+        microbatch[turn],
         like=moved[used][turn],
     )

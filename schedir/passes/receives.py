@@ -110,49 +110,31 @@ def _in_order(complete: Schedule, channel: str, room: int | None, ties: Ties) ->
         last = np.where(held_by < 0, columns.starts[columns.rank] - 1, columns.last[held_by])
         behind = np.maximum.accumulate(np.where(moves, last, -1))
         return np.argsort(2 * np.where(moves, behind, np.arange(len(moves))) + moves, kind="stable")
-    held = held_by.tolist()
     freed = _freed(complete)
+    gained = freed - (receives & ~moves)
+    held = held_by.tolist()
     order: list[int] = []
+    waiting = iter([*np.flatnonzero(moves).tolist(), len(columns)])
+    pending = next(waiting)
     for start, end in pairwise(columns.starts.tolist()):
         own = slice(start, end)
-        buffers = max(_peak(receives[own], freed[own]), room or 0)
-        gained = freed[own] - (receives[own] & ~moves[own])
-        joined = columns.joined[own].tolist()
-        order += _advanced(start, moves[own].tolist(), joined, held, gained.tolist(), buffers)
+        taken = np.cumsum(receives[own]) - (np.cumsum(freed[own]) - freed[own])
+        buffers = max(int(taken.max(initial=0)), room or 0)
+        entries = zip(
+            *(each[own].tolist() for each in (moves, columns.joined, gained)), strict=True
+        )
+        for place, (receive, goes_on, back) in enumerate(entries, start):
+            # One that has come to its own place is posted in any case: that is within the peak.
+            while pending == place or (
+                pending < end and buffers > 0 and held[pending] < place and not goes_on
+            ):
+                order.append(pending)
+                buffers -= 1
+                pending = next(waiting)
+            if not receive:
+                order.append(place)
+            buffers += back
     return np.array(order, np.int64)
-
-
-def _advanced(
-    start: int,
-    moves: list[bool],
-    joined: list[bool],
-    held_by: list[int],
-    gained: list[int],
-    buffers: int,
-) -> list[int]:
-    """The places of a rank, which begin at `start`, in their new order.
-
-    `moves` marks the receives that move, `joined` the places that belong to the entry before.
-    `held_by` is the place that each receive must stay after. `gained` is how many buffers each
-    place of the rank frees, minus the one that it takes there.
-    """
-    order: list[int] = []
-    receives = (place for place, receive in enumerate(moves, start) if receive)
-    pending = next(receives, -1)
-    for place, (receive, goes_on, back) in enumerate(
-        zip(moves, joined, gained, strict=True), start
-    ):
-        # One that has come to its own place is posted in any case: that is within the peak.
-        while pending >= 0 and (
-            pending == place or (buffers > 0 and held_by[pending] < place and not goes_on)
-        ):
-            order.append(pending)
-            buffers -= 1
-            pending = next(receives, -1)
-        if not receive:
-            order.append(place)
-        buffers += back
-    return order
 
 
 def _held_by(queue: Ints, receives: Bools) -> Ints:
@@ -161,13 +143,9 @@ def _held_by(queue: Ints, receives: Bools) -> Ints:
     held = np.full(len(queue), -1)
     order = np.argsort(queue, kind="stable")
     order = order[queue[order] >= 0]
-    if not len(order):
-        return held
     own = queue[order]
-    turns = np.arange(len(order))
-    last = np.maximum.accumulate(np.where(receives[order], -1, turns))
-    there = last >= 0
-    there[there] = own[last[there]] == own[there]
+    last = np.maximum.accumulate(np.where(receives[order], -1, np.arange(len(order))))
+    there = last >= np.searchsorted(own, own)
     held[order[there]] = order[last[there]]
     return held
 
@@ -182,9 +160,3 @@ def _freed(schedule: Schedule) -> Ints:
     weight = graph.weight_gradients[transfers.stage, transfers.microbatch]
     last_use = np.maximum(np.maximum(weight, transfers.user), transfers.receive)[transfers.matched]
     return np.bincount(last_use, minlength=len(schedule.columns))
-
-
-def _peak(receives: Bools, freed: Ints) -> int:
-    """The most buffers that a rank's list holds at once."""
-    held = np.cumsum(receives) - (np.cumsum(freed) - freed)
-    return int(held.max(initial=0))

@@ -13,10 +13,14 @@ from collections.abc import Collection
 
 import numpy as np
 
-from schedir.errors import UnsoundError
-from schedir.ir import COMMUNICATION, Kind, Schedule, expect_schedule
-from schedir.passes.communication import insert_communication, strip_communication
-from schedir.passes.insertion import expect_stages, inserted
+from schedir.ir import Kind, Schedule, expect_schedule
+from schedir.ir.schedule import expect_stages
+from schedir.passes.communication import (
+    as_inserted,
+    insert_communication,
+    inserted,
+    strip_communication,
+)
 
 
 def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
@@ -36,24 +40,6 @@ def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
     """
     expect_schedule(schedule)
     expect_stages(schedule, stages, "recompute")
-    listed = _listed(schedule, stages)
-    if listed is schedule or not _as_inserted(schedule):
-        return listed
-    return insert_communication(strip_communication(listed))
-
-
-def _as_inserted(schedule: Schedule) -> bool:
-    """True if the schedule lists communication, and exactly as `insert_communication` would."""
-    if not schedule.columns.is_kind(*COMMUNICATION).any():
-        return False
-    try:
-        return insert_communication(strip_communication(schedule)) == schedule
-    except UnsoundError:
-        return False
-
-
-def _listed(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The schedule with its Rs and no other change; the same object if there are no Rs to list."""
     columns = schedule.columns
     backwards = columns.where(Kind.BACKWARD, Kind.BACKWARD_INPUT)
     backwards = backwards[np.isin(columns.stage[backwards], [*stages])]
@@ -69,12 +55,15 @@ def _listed(schedule: Schedule, stages: Collection[int]) -> Schedule:
             f"microbatch {action.microbatch} is offloaded, so there is nothing to make again; "
             "recompute first, and offload what is left"
         )
-    return inserted(
+    listed = inserted(
         schedule,
         Kind.RECOMPUTE,
         columns.stage[backwards],
-        columns.microbatch[backwards],
         columns.rank[backwards],
         columns.heads[columns.entry[backwards]],
+        columns.microbatch[backwards],
         like=backwards,
     )
+    if not as_inserted(schedule):
+        return listed
+    return insert_communication(strip_communication(listed))

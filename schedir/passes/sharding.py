@@ -13,12 +13,11 @@ first use, so that it runs beside the compute before (FSDP, arXiv 2304.11277, se
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+import attrs
 import numpy as np
-from attrs import define, field, frozen
 
 from schedir.display import rounded
 from schedir.graph.compile import Graph, graph_of
@@ -36,7 +35,8 @@ from schedir.ir import (
     expect_schedule,
     is_number,
 )
-from schedir.passes.insertion import expect_stages, inserted
+from schedir.ir.schedule import expect_stages
+from schedir.passes.communication import inserted
 from schedir.passes.steps import insert_reductions
 
 (_GATHER,), (_RELEASE,) = GATHERS, RELEASES
@@ -91,12 +91,13 @@ def shard(
     schedule = insert_reductions(schedule, wanted)
     graph = graph_of(schedule)
     most = math.inf if limit is None else limit
-    new = []
-    for rank in range(schedule.ranks):
-        walk = _Rank(rank, _entries(graph, rank, wanted), sizes, most)
-        new += [(at, rank, KIND_INDEX[kind], stage) for at, kind, stage in walk.listed(ahead)]
+    new = [
+        (at, rank, KIND_INDEX[kind], stage)
+        for rank, entries in enumerate(_entries(graph, wanted))
+        for at, kind, stage in _listed(rank, entries, sizes, most, ahead)
+    ]
     before, ranks, kinds, numbers = np.array(new, np.int64).reshape(-1, 4).T
-    return inserted(schedule, kinds, numbers, np.full(len(new), -1), ranks, before)
+    return inserted(schedule, kinds, numbers, ranks, before)
 
 
 def _sizes(weight_bytes: float | Sequence[float], stages: int) -> list[float]:
@@ -129,7 +130,7 @@ def _expect_newest(graph: Graph, stages: Collection[int]) -> None:
         )
 
 
-@frozen
+@attrs.frozen
 class _Entry:
     """An entry of compute, and the sharded stages whose weights it uses, or updates.
 
@@ -143,35 +144,29 @@ class _Entry:
     stepped: tuple[int, ...]
 
 
-def _entries(graph: Graph, rank: int, wanted: Collection[int]) -> list[_Entry]:
-    columns, (start, stop) = graph.columns, graph.columns.starts[rank : rank + 2].tolist()
-    if start == stop:
-        return []
-    stage, reads, steps, computes, sends, receives = (
-        each[start:stop]
-        for each in (
-            columns.stage,
-            *(columns.is_kind(*k) for k in (READS_WEIGHTS, STEPS, COMPUTE, SENDS, RECEIVES)),
-        )
-    )
-    heads = np.flatnonzero(~columns.joined[start:stop])
-    bounds = [*heads.tolist(), stop - start]
+def _entries(graph: Graph, wanted: Collection[int]) -> list[list[_Entry]]:
+    """The entries of compute of every rank."""
+    columns, heads = graph.columns, graph.columns.heads
+    rank, bounds = columns.rank[heads].tolist(), [*heads.tolist(), len(columns)]
+    sharded = np.isin(columns.stage, [*wanted])
+    reads, steps = (sharded & columns.is_kind(*kinds) for kinds in (READS_WEIGHTS, STEPS))
     sent, received, computed = (
-        np.logical_and.reduceat(each, heads) for each in (sends, receives, computes)
+        np.logical_and.reduceat(columns.is_kind(*kinds), heads) if len(heads) else heads
+        for kinds in (SENDS, RECEIVES, COMPUTE)
     )
-    found = []
+    found: list[list[_Entry]] = [[] for _ in range(columns.ranks)]
     for number in np.flatnonzero(computed).tolist():
-        first, after = number, number + 1
-        while first and received[first - 1]:
+        own, first, after = rank[number], number, number + 1
+        while first and received[first - 1] and rank[first - 1] == own:
             first -= 1
-        while after < len(heads) and sent[after]:
+        while after < len(heads) and sent[after] and rank[after] == own:
             after += 1
         parts = range(bounds[number], bounds[number + 1])
         used, stepped = (
-            tuple(int(stage[part]) for part in parts if which[part] and stage[part] in wanted)
+            tuple(dict.fromkeys(int(columns.stage[part]) for part in parts if which[part]))
             for which in (reads, steps)
         )
-        found.append(_Entry(start + bounds[first], start + bounds[after], used, stepped))
+        found[own].append(_Entry(bounds[first], bounds[after], used, stepped))
     return found
 
 
@@ -179,80 +174,50 @@ _New: TypeAlias = tuple[int, Kind, int]
 """A new action: the place that it stands before, its kind and its stage."""
 
 
-@define
-class _Rank:
-    """The walk through a rank's compute that lists what is gathered and given up.
+def _listed(
+    rank: int, entries: list[_Entry], sizes: Sequence[float], limit: float, ahead: int
+) -> Iterator[_New]:
+    """What is gathered and given up on a rank."""
+    then: dict[tuple[int, int], float] = {}  # after a use: the next one before an update
+    following: dict[int, float] = {}
+    for number, entry in reversed([*enumerate(entries)]):
+        then |= {(number, stage): following.get(stage, math.inf) for stage in entry.used}
+        following |= dict.fromkeys(entry.used, number) | dict.fromkeys(entry.stepped, math.inf)
+    # The stages that are gathered: the place after the last use so far, and the next use.
+    held: dict[int, tuple[int, float]] = {}
 
-    `held` has the stages that are gathered, each with the place after its last use so far.
-    """
+    def released(stages: Iterable[int]) -> Iterator[_New]:
+        yield from [(held.pop(stage)[0], _RELEASE, stage) for stage in stages]
 
-    rank: int
-    entries: list[_Entry]
-    sizes: Sequence[float]
-    limit: float
-    uses: dict[int, list[int]] = field(factory=dict)
-    steps: dict[int, list[int]] = field(factory=dict)
-    held: dict[int, int] = field(factory=dict)
+    def in_the_way(stage: int, use: int) -> list[int] | None:
+        """The stages that make room for one, those first that are used last, and after `use`; None
+        if there is no room yet."""
+        spare = [other for other, (_, needed) in held.items() if needed > use]
+        spare.sort(key=lambda other: -held[other][1])
+        for many in range(len(spare) + 1):
+            if sum(sizes[kept] for kept in {*held, stage} - {*spare[:many]}) <= limit:
+                return spare[:many]
+        return None
 
-    def __attrs_post_init__(self) -> None:
-        for number, entry in enumerate(self.entries):
-            for stage in entry.used:
-                self.uses.setdefault(stage, []).append(number)
-            for stage in entry.stepped:
-                self.steps.setdefault(stage, []).append(number)
-
-    def next_use(self, stage: int, number: int) -> float:
-        """The next entry, from this number on, that uses the weights before they are updated."""
-        use, step = (_next(of.get(stage, []), number) for of in (self.uses, self.steps))
-        return use if use < step else math.inf
-
-    def listed(self, ahead: int) -> Iterator[_New]:
-        """The new actions."""
-        for number, entry in enumerate(self.entries):
-            for use in range(number, min(number + ahead + 1, len(self.entries))):
-                for stage in self.entries[use].used:
-                    if stage not in self.held and self.next_use(stage, number) == use:
-                        yield from self._made_room_and_gathered(stage, number, use)
-            self.held |= dict.fromkeys(entry.used, entry.end)
-            for stage in [*self.held]:
-                if self.next_use(stage, number + 1) == math.inf:
-                    yield self._released(stage)
-        yield from [self._released(stage) for stage in [*self.held]]
-
-    def _made_room_and_gathered(self, stage: int, number: int, use: int) -> Iterator[_New]:
-        """Gather a stage before an entry, for its use at this or a later one. What is used last,
-        and after that, makes room for it."""
-        spare = {other: self.next_use(other, number) for other in self.held}
-        spare = {other: needed for other, needed in spare.items() if needed > use}
-        out: list[int] = []
-        while sum(self.sizes[s] for s in {*self.held, stage} - {*out}) > self.limit:
-            if not spare:
-                if use == number:
-                    self._expect_room({*self.entries[number].used})
-                return  # there is room later, or somebody makes it
-            out.append(max(spare, key=lambda other: spare[other]))
-            del spare[out[-1]]
-        yield from map(self._released, out)
-        yield self._gathered(stage, self.entries[number].begin)
-
-    def _gathered(self, stage: int, place: int) -> _New:
-        self.held[stage] = place
-        return place, _GATHER, stage
-
-    def _released(self, stage: int) -> _New:
-        return self.held.pop(stage), _RELEASE, stage
-
-    def _expect_room(self, needed: set[int]) -> None:
-        """Raise ValueError if what is needed at once is more than the limit."""
-        many = sum(self.sizes[stage] for stage in needed)
-        if many > self.limit:
-            raise ValueError(
-                f"rank {self.rank} needs the weights of stages {sorted(needed)} at once, "
-                f"{rounded(many)} bytes, but the limit is {rounded(self.limit)}: allow "
-                f"{rounded(many)}, or cut the model into more stages"
-            )
-
-
-def _next(numbers: list[int], number: int) -> float:
-    at = bisect_left(numbers, number)
-    return numbers[at] if at < len(numbers) else math.inf
+    for number, entry in enumerate(entries):
+        met: set[int] = set()
+        for use, coming in enumerate(entries[number : number + ahead + 1], number):
+            for stage in coming.used:
+                if stage in held or stage in met:
+                    continue
+                out = in_the_way(stage, use)
+                if out is not None:
+                    yield from released(out)
+                    yield entry.begin, _GATHER, stage
+                    held[stage] = entry.begin, use
+                elif use == number:
+                    many = rounded(sum(sizes[used] for used in entry.used))
+                    raise ValueError(
+                        f"rank {rank} needs the weights of stages {sorted(entry.used)} at once, "
+                        f"{many} bytes, but the limit is {rounded(limit)}: allow {many}, or cut "
+                        "the model into more stages"
+                    )
+            met.update(coming.used, coming.stepped)
+        held |= {stage: (entry.end, then[number, stage]) for stage in entry.used}
+        yield from released([stage for stage in held if held[stage][1] == math.inf])
+    yield from released([*held])

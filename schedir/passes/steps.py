@@ -1,4 +1,5 @@
-"""List the actions that end a step: sums of gradients over ranks, and updates of the weights.
+"""List the actions that end a step, sums of gradients over ranks and updates of the weights; or
+leave them out with the backwards, for evaluation.
 
 0F0 0F1 0B0 0B1        0F0 0F1 0B0 0B1 0REDUCE_GRAD 0OPTIM_STEP
 """
@@ -7,18 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import attrs
 import numpy as np
 
 from schedir.ir import (
     COMMUNICATION,
     COMPLETES_GRADIENTS,
+    GATHERS,
+    RELEASES,
     Columns,
     Ints,
     Kind,
     Schedule,
     expect_schedule,
+    starts_of,
 )
-from schedir.passes.insertion import inserted
+from schedir.passes.communication import inserted
+
+_EVALUATED = tuple(kind for kind in Kind if kind.meaning.evaluates)
 
 
 def append_steps(schedule: Schedule) -> Schedule:
@@ -39,15 +46,10 @@ def append_steps(schedule: Schedule) -> Schedule:
     columns = schedule.columns
     if columns.is_kind(Kind.OPTIM_STEP).any():
         return schedule
-    trained = set(columns.stage[columns.where(*COMPLETES_GRADIENTS)].tolist())
-    summed = set(columns.stage[columns.where(Kind.REDUCE_GRAD)].tolist())
-    steps = [(stage, rank) for stage, rank in schedule.holdings if stage in trained]
-    sums = [
-        (stage, rank)
-        for stage, rank in steps
-        if len(schedule.placement[stage]) > 1 and stage not in summed
-    ]
-    return appended(schedule, [(Kind.REDUCE_GRAD, sums), (Kind.OPTIM_STEP, steps)])
+    trained = _stages_with(columns, *COMPLETES_GRADIENTS)
+    summed = trained & _replicated(schedule) - _stages_with(columns, Kind.REDUCE_GRAD)
+    schedule = _appended(schedule, Kind.REDUCE_GRAD, summed)
+    return _appended(schedule, Kind.OPTIM_STEP, trained)
 
 
 def insert_reductions(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
@@ -59,41 +61,50 @@ def insert_reductions(schedule: Schedule, stages: Collection[int] | None = None)
     not one of `stages`, stays unchanged.
     """
     columns = schedule.columns
-    listed = set(columns.stage[columns.is_kind(Kind.REDUCE_GRAD)].tolist())
-    if stages is not None:
-        listed |= {*range(schedule.stages)} - {*stages}
-    last: dict[tuple[int, int], int] = {}  # of the rank's stage, since its OPTIM_STEP
-    completed = []
-    steps = columns.is_kind(Kind.OPTIM_STEP)
-    stepped = set()
-    for place in columns.where(*COMPLETES_GRADIENTS, Kind.OPTIM_STEP).tolist():
-        key = int(columns.rank[place]), int(columns.stage[place])
-        if key[1] in listed:
-            continue
-        if not steps[place]:
-            last[key] = place
-        elif key in last:
-            completed.append(last.pop(key))
-            stepped.add(key)
-    trained = {stage for _, stage in last} - {stage for _, stage in stepped}
-    held = enumerate(schedule.placement)
-    replicas = {stage for stage, ranks in held if len(ranks) > 1 and stage in trained}
-    completed += [
-        place for key, place in last.items() if key not in stepped and key[1] not in replicas
-    ]
+    wanted = {*(range(schedule.stages) if stages is None else stages)}
+    wanted -= _stages_with(columns, Kind.REDUCE_GRAD)
+    # The gradients and steps of each rank's stages, in list order.
+    places = columns.where(*COMPLETES_GRADIENTS, Kind.OPTIM_STEP)
+    places = places[np.isin(columns.stage[places], [*wanted])]
+    holding = columns.rank[places] * schedule.stages + columns.stage[places]
+    order = np.argsort(holding, kind="stable")
+    places, holding = places[order], holding[order]
+    stage, step = columns.stage[places], columns.is_kind(Kind.OPTIM_STEP)[places]
+    goes_on = np.diff(holding, append=-1) == 0
+    stepped = ~step & goes_on & np.append(step, False)[1:]
+    last = ~step & ~goes_on
+    at_the_end = _replicated(schedule) & {*stage[last].tolist()} - {*stage[stepped].tolist()}
+    last &= ~np.isin(holding, holding[stepped]) & ~np.isin(stage, [*at_the_end])
     # After what the gradient sends, too, which somebody may be waiting for.
-    made = np.sort(np.array(completed, np.int64))
+    made = np.sort(places[stepped | last])
     summed = inserted(
         schedule,
         Kind.REDUCE_GRAD,
         columns.stage[made],
-        np.full(len(made), -1),
         columns.rank[made],
         _last_posts(columns)[columns.last[made]] + 1,
         like=made,
     )
-    at_the_end = [holding for holding in schedule.holdings if holding[0] in replicas]
-    return appended(summed, [(Kind.REDUCE_GRAD, at_the_end)]) if at_the_end else summed
+    return _appended(summed, Kind.REDUCE_GRAD, at_the_end)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a complete schedule and their transfers, in its order, at the newest weights;
+    of sharded stages the weights that they use are gathered.
+
+    It can't deadlock if the schedule doesn't, because it keeps only a part of the waits.
+    """
+    columns = schedule.columns
+    kept = columns.where(*_EVALUATED)
+    # A gathering goes that is given up with no forward in between.
+    used = kept[columns.is_kind(*GATHERS, *RELEASES, Kind.FORWARD)[kept]]
+    used = used[np.lexsort((columns.stage[used], columns.rank[used]))]
+    gathers, releases = (columns.is_kind(*kinds)[used] for kinds in (GATHERS, RELEASES))
+    unused = np.flatnonzero(gathers[:-1] & releases[1:])
+    kept = np.setdiff1d(kept, used[np.append(unused, unused + 1)])
+    forwards = schedule.take(kept, starts_of(columns.rank[kept], schedule.ranks))
+    newest = attrs.evolve(forwards.columns, version=np.full(len(kept), -1))
+    return attrs.evolve(forwards, actions=newest)
 
 
 def _last_posts(columns: Columns) -> Ints:
@@ -104,10 +115,18 @@ def _last_posts(columns: Columns) -> Ints:
     return np.minimum.accumulate(np.where(goes_on, len(columns), places)[::-1])[::-1]
 
 
-def appended(schedule: Schedule, added: list[tuple[Kind, list[tuple[int, int]]]]) -> Schedule:
-    """The schedule with stage-wide actions, given as (stage, rank), at the end of the lists."""
-    for kind, holdings in added:
-        stage, rank = np.array(holdings, np.int64).reshape(-1, 2).T
-        ends = schedule.columns.starts[rank + 1]
-        schedule = inserted(schedule, kind, stage, np.full(len(rank), -1), rank, ends)
-    return schedule
+def _stages_with(columns: Columns, *kinds: Kind) -> set[int]:
+    """The stages that list one of these kinds."""
+    return {*columns.stage[columns.where(*kinds)].tolist()}
+
+
+def _replicated(schedule: Schedule) -> set[int]:
+    """The stages on several ranks."""
+    return {stage for stage, held in enumerate(schedule.placement) if len(held) > 1}
+
+
+def _appended(schedule: Schedule, kind: Kind, stages: Collection[int]) -> Schedule:
+    """The schedule with an action of each of these stages at the end of its ranks' lists."""
+    holdings = [holding for holding in schedule.holdings if holding[0] in stages]
+    stage, rank = np.array(holdings, np.int64).reshape(-1, 2).T
+    return inserted(schedule, kind, stage, rank, schedule.columns.starts[rank + 1])
