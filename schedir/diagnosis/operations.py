@@ -70,6 +70,16 @@ class Operation:
         further = f" and {len(words) - 4} more" if len(words) > 4 else ""
         return ", ".join(words[:4]) + further if words else self.name
 
+    def __str__(self) -> str:
+        number = "" if self.transfers else f" {self.sequence}"
+        return f"{self.text}{number} of group {self.group.text}"
+
+    def is_met_by(self, other: Operation) -> bool:
+        """Whether another rank's is the other end of a transfer, or of the same collective."""
+        if self.transfers or other.transfers:
+            return other is self or any(each.match is other for each in self.transfers)
+        return (self.group, self.sequence) == (other.group, other.sequence)
+
 
 @define(eq=False)
 class Job:
