@@ -7,9 +7,10 @@ The roots are the sinks of that graph.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Set
 from functools import cache, partial
+from itertools import islice
 from operator import attrgetter, itemgetter
 from typing import TypeAlias
 
@@ -42,7 +43,7 @@ def blame(dumps: Dumps, schedule: Schedule | None = None) -> Diagnosis:
     job = job_of(dumps.of)
     fronts, passed = _fronts(job)
     meet = cache(partial(_meeting, job, fronts))
-    graph = _connected(job, fronts, meet)
+    graph = _connected(fronts, meet)
     reasons, is_sure = _reasons(job, graph, passed)
     waits_for = {
         rank: frozenset(graph.edges[rank]) for rank in sorted(fronts) if graph.edges.get(rank)
@@ -82,33 +83,31 @@ def _fronts(job: Job) -> tuple[dict[int, Operation], dict[int, Operation]]:
     peers are past; and the last one of those that were passed over although the rank's own dump
     says that they go on."""
     left = {
-        rank: [each for each in of if not each.is_finished] for rank, of in job.operations.items()
+        rank: deque(each for each in of if not each.is_finished)
+        for rank, of in job.operations.items()
     }
-    at = dict.fromkeys(left, 0)
-    turn = {each: number for of in left.values() for number, each in enumerate(of)}
+    behind = {each for of in left.values() for each in islice(of, 1, None)}
     passed: dict[int, Operation] = {}
 
     def is_met(operation: Operation, transfer: Transfer) -> bool:
         match = transfer.match
-        if match is None or match.is_finished:
-            return transfer.is_past or match is not None
+        if match is None:
+            return transfer.is_past
         # Two ends of a batch, both reached: as torch never notes its end, it is taken to have
         # ended, and the ranks to wait in what they posted later.
-        sure = operation.is_sure or match.is_sure
-        return not sure and turn[match] <= at[match.rank]
-
-    def fronts() -> dict[int, Operation]:
-        return {rank: of[at[rank]] for rank, of in left.items() if at[rank] < len(of)}
+        return match.is_finished or not (operation.is_sure or match.is_sure or match in behind)
 
     def is_over(operation: Operation) -> bool:
         of = operation.transfers
         return bool(of) and all(is_met(operation, each) for each in of)
 
-    while over := {rank: each for rank, each in fronts().items() if is_over(each)}:
-        passed |= {rank: each for rank, each in over.items() if each.is_sure}
-        for rank in over:
-            at[rank] += 1
-    return fronts(), passed
+    while over := [of for of in left.values() if of and is_over(of[0])]:
+        for of in over:
+            last = of.popleft()
+            if last.is_sure:
+                passed[last.rank] = last
+            behind.difference_update(islice(of, 1))
+    return {rank: of[0] for rank, of in left.items() if of}, passed
 
 
 # How far a rank is with a collective: it has not posted it, or left no dump that says so; has
@@ -140,10 +139,26 @@ _Meet: TypeAlias = Callable[[Group, int], _Meeting]
 
 def _meeting(job: Job, fronts: Mapping[int, Operation], group: Group, sequence: int) -> _Meeting:
     posted = {rank: job.posted.get((group, rank), {}).get(sequence, []) for rank in group.members}
-    states = {
-        rank: _state(job, fronts.get(rank), group, rank, sequence, of)
-        for rank, of in posted.items()
-    }
+
+    def state_of(rank: int) -> str:
+        left = [each for each in posted[rank] if not each.is_finished]
+        if left:
+            return _HERE if fronts.get(rank) in left else _HELD
+        dump, highest = job.dumps.get(rank), job.highest.get((group, rank))
+        if posted[rank] or (highest is not None and highest >= sequence):
+            return _PAST
+        if dump is None or dump.is_whole or (dump.has_ends and highest is not None):
+            return _ABSENT
+        last = dump.enqueued.get(group.name)
+        if last is None:
+            return _ABSENT if dump.names_all else _UNKNOWN
+        if group in job.carries:
+            return _UNKNOWN
+        if last < sequence:
+            return _ABSENT
+        return _PAST if dump.completed[group.name] >= sequence else _HERE
+
+    states = {rank: state_of(rank) for rank in posted}
     if not group.is_known and not {_ABSENT, _HELD} & {*states.values()}:
         states = dict.fromkeys({*job.ranks} - fronts.keys(), _UNKNOWN) | states
     here = {rank for rank in posted if states[rank] == _HERE}
@@ -164,34 +179,6 @@ def _meeting(job: Job, fronts: Mapping[int, Operation], group: Group, sequence: 
     )
 
 
-def _state(
-    job: Job,
-    front: Operation | None,
-    group: Group,
-    rank: int,
-    sequence: int,
-    posted: list[Operation],
-) -> str:
-    if rank not in job.dumps:
-        return _ABSENT
-    left = [each for each in posted if not each.is_finished]
-    if left:
-        return _HERE if front in left else _HELD
-    highest = job.highest.get((group, rank), -1)
-    if posted or highest >= sequence:
-        return _PAST
-    dump = job.dumps[rank]
-    if dump.is_whole or (dump.has_ends and (group, rank) in job.highest):
-        return _ABSENT
-    if group.name not in dump.enqueued:
-        return _ABSENT if dump.names_all else _UNKNOWN
-    if group in job.carries:
-        return _UNKNOWN
-    if dump.enqueued[group.name] < sequence:
-        return _ABSENT
-    return _PAST if dump.completed[group.name] >= sequence else _HERE
-
-
 @frozen
 class _Graph:
     """Who waits for whom: `edges[rank]` are those that a rank waits for, at its front if it has
@@ -203,39 +190,32 @@ class _Graph:
     unknown: Set[int]
 
 
-def _connected(job: Job, fronts: Mapping[int, Operation], meet: _Meet) -> _Graph:
+def _connected(fronts: Mapping[int, Operation], meet: _Meet) -> _Graph:
     edges: dict[int, Set[int]] = {}
-    differing: set[int] = set()
+    differing: dict[int, Set[int]] = {}
     unknown: set[int] = set()
-    met: set[tuple[Group, int]] = set()
     for rank, operation in fronts.items():
         if operation.transfers:
             edges[rank] = _peers(operation, fronts)
+    met = {(each.group, each.sequence) for each in fronts.values() if not each.transfers}
+    for group, sequence in sorted(met, key=lambda each: (each[0].name, each[0].members, each[1])):
+        meeting = meet(group, sequence)
+        here, held, silent = map(meeting.where, (_HERE, _HELD, _UNKNOWN))
+        if meeting.is_split:
+            awaited = held | meeting.where(_ABSENT)
+            differing |= {rank: meeting.differing - {rank} for rank in meeting.differing}
         else:
-            met.add((operation.group, operation.sequence))
-    meetings = [meet(*each) for each in sorted(met, key=lambda each: (each[0].name, *each[1:]))]
-    for meeting in meetings:
-        here = meeting.where(_HERE)
-        awaited = meeting.where(_ABSENT, _HELD)
-        if not meeting.is_split:
-            awaited |= meeting.differing
-        silent = meeting.where(_UNKNOWN)
+            awaited = held | meeting.where(_ABSENT) | meeting.differing
+            differing |= {rank: frozenset() for rank in meeting.differing - held}
         for rank in here:
             edges[rank] = (awaited or (meeting.late or here) | silent) - {rank}
         if not awaited:
             # They may have gone on long ago, and the root be one of those that are here.
             silent -= fronts.keys()
-            edges.update(dict.fromkeys(silent, here))
+            edges |= dict.fromkeys(silent, here)
             unknown |= silent
-    for meeting in meetings:  # what differs goes before what the same ranks wait for elsewhere
-        if meeting.is_split:
-            edges.update((rank, meeting.differing - {rank}) for rank in meeting.differing)
-            differing |= meeting.differing
-        else:
-            alone = meeting.differing - meeting.where(_HELD)
-            edges.update((rank, set()) for rank in alone)
-            differing |= alone
-    return _Graph(fronts, edges, differing, unknown)
+    # What differs goes before what the same ranks wait for elsewhere.
+    return _Graph(fronts, edges | differing, differing.keys(), unknown)
 
 
 def _peers(operation: Operation, fronts: Mapping[int, Operation]) -> set[int]:

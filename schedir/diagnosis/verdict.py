@@ -27,7 +27,7 @@ from schedir.diagnosis import Diagnosis, Root, Stand, chain, in_words, reached
 from schedir.errors import LoadError, ParseError
 from schedir.files import write_text
 from schedir.graph.compile import graph_of
-from schedir.ir import Action, Schedule, Ties, dumps, flat, loads, tied_steps
+from schedir.ir import COMMUNICATION, Action, Schedule, Ties, dumps, flat, loads, tied_steps
 from schedir.passes import forward_only
 
 FILE = "schedir-positions.json"
@@ -119,8 +119,9 @@ class Standing:
     def diagnosis(self) -> Diagnosis:
         """Who is to blame, by the numbers in the default process group."""
         at = dict(zip(self.ranks, self.positions, strict=True))
-        trains = _Waits(self, self.schedule)
-        evaluates = _Waits(self, forward_only(self.schedule)) if self.evaluating else trains
+        lists = {False: _Waits(self, self.schedule)}
+        if self.evaluating:
+            lists[True] = _Waits(self, forward_only(self.schedule))
         # Of those that a rank waits for, the ones that have not come to it, and the ones that have:
         # what they sent is lost, or the connection to them.
         edges: dict[int, set[int]] = {}
@@ -128,19 +129,19 @@ class Standing:
         actions: dict[int, Action | None] = {}
         waits_for, stands = {}, {}
         for turn, (rank, own) in enumerate(at.items()):
-            waits = evaluates if turn in self.evaluating else trains
+            waits = lists[turn in self.evaluating]
             entries = waits.schedule.actions[turn % self.schedule.ranks]
             place, actions[rank] = "", None
             if own.phase != "outside" and 0 <= own.index < len(entries):
                 place = f"#{own.index} {entries[own.index]}"
                 actions[rank] = next(flat([entries[own.index]]))
             if own.state != "gone" and (own.phase == "waiting" or own.cut):
-                for other, needed, counts_there in waits.of(turn, own):
-                    there = self.positions[other]
-                    is_there = counts_there and there.reached == needed
-                    is_there = is_there and there.phase == "waiting"
-                    met = there.reached > needed or is_there or own.cut
-                    (links if met else edges).setdefault(rank, set()).add(self.ranks[other])
+                for others, needed, is_enough in waits.of(turn, own):
+                    for other in {*others} - {turn}:
+                        there = self.positions[other]
+                        waits_there = is_enough and there.phase == "waiting"
+                        met = own.cut or (there.reached, waits_there) > (needed, False)
+                        (links if met else edges).setdefault(rank, set()).add(self.ranks[other])
             awaited = edges.get(rank, set()) | links.get(rank, set())
             if awaited:
                 waits_for[rank] = frozenset(awaited)
@@ -175,7 +176,15 @@ def load_standing(folder: str) -> Standing | None:
         found["schedule"] = loads(found["schedule"], file=str(path))
         standing = Standing(**found)
         standing.diagnosis()
-    except (OSError, ValueError, TypeError, KeyError, IndexError, ParseError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        ArithmeticError,
+        ParseError,
+    ) as error:
         raise LoadError(f"{path}: not the positions of a job: {error}") from None
     return standing
 
@@ -279,18 +288,19 @@ class _Waits:
         self.schedule = schedule
         self._pipelines = len(standing.ranks) // standing.slices // schedule.ranks
         graph = graph_of(schedule)
-        self._columns, transfers = graph.columns, graph.transfers
-        self._source, self._target = transfers.source, transfers.target
-        # The other end of each send and receive; -1 for none.
-        self._end = np.full(len(self._columns), -1)
-        self._end[transfers.send[transfers.matched]] = transfers.receive[transfers.matched]
-        self._end[transfers.receive[transfers.matched]] = transfers.send[transfers.matched]
+        self._columns, self._transfers = graph.columns, graph.transfers
         # Updates that are listed one after the other are made ready together, at the first one.
-        first, steps = np.arange(len(self._columns)), graph.steps
+        places, steps = np.arange(len(self._columns)), graph.steps
+        first, other_end = places.copy(), places.copy()
         begins = ~np.isin(steps - 1, steps) | np.isin(steps, self._columns.starts)
         first[steps] = np.maximum.accumulate(np.where(begins, steps, -1))
-        user, self._made = graph.needs
-        self._user = first[user]
+        matched = self._transfers.matched
+        send, receive = self._transfers.send[matched], self._transfers.receive[matched]
+        other_end[send], other_end[receive] = receive, send
+        # What waits at a place, of itself and of what it needs, for what at another place.
+        user, made = graph.needs
+        self._waiting = np.append(places, first[user])
+        self._awaited = other_end[np.append(places, made)]
         groups: list[Collection[int]] = [*graph.collectives]
         groups += [first[[*turn]].tolist() for turn in tied_steps(schedule, standing.ties)]
         if standing.clips:
@@ -300,46 +310,41 @@ class _Waits:
             for place in {*group}:
                 self._groups.setdefault(place, []).extend(group)
 
-    def of(self, turn: int, at: Position) -> Iterator[tuple[int, tuple[int, int], bool]]:
-        """What a rank waits for: the turn of another rank, the (call, index) that this one has to
-        pass, and whether to wait there is enough."""
+    def of(self, turn: int, at: Position) -> Iterator[tuple[list[int], tuple[int, int], bool]]:
+        """What a rank waits for: the turns of ranks, without regard to its own, the (call, index)
+        that each of these has to pass, and whether to wait there is enough."""
         size, call, index = self.schedule.ranks, at.call, at.index
         line, own = divmod(turn, size)
         pipeline = line % self._pipelines
         lines = range(line - pipeline, line - pipeline + self._pipelines)
 
-        def everywhere(ranks: Iterable[int]) -> Iterator[int]:
-            """These ranks of all pipelines, without the one that waits."""
-            return (t for each in lines for rank in ranks if (t := each * size + rank) != turn)
+        def everywhere(ranks: Iterable[int]) -> list[int]:
+            """These ranks of all pipelines."""
+            return [each * size + rank for each in lines for rank in ranks]
 
         if index == HANDSHAKE:
             # A rank is told by the one whose number, counted from the first, lacks the last bit.
             speaker = self.schedule.placement[0][0]
             number = (own - speaker) % size
-            if number:
-                told = line * size + (speaker + (number & (number - 1))) % size
-                yield told, (call, HANDSHAKE), False
-            elif pipeline:
-                yield (lines[pipeline & (pipeline - 1)]) * size + own, (call, HANDSHAKE), False
+            told = line * size + (speaker + (number & (number - 1))) % size
+            if not number:
+                told = lines[pipeline & (pipeline - 1)] * size + own
+            yield [told], (call, HANDSHAKE), False
         elif index == SENDS:
-            for peer in {*self._target[self._source == own].tolist()}:
-                yield line * size + peer, (call - 1, END), True
+            peers = {*self._transfers.target[self._transfers.source == own].tolist()}
+            yield [line * size + peer for peer in peers], (call - 1, END), True
         elif index in (END, RESULTS):
-            for other in everywhere(self.schedule.placement[-1]):
-                yield other, (call - (index == END), END), True
+            ended = call - (index == END)
+            yield everywhere(self.schedule.placement[-1]), (ended, END), True
         elif index in (CLOSE, GATHER):
-            for other in everywhere(range(size)):
-                yield other, (call, index), True
+            yield everywhere(range(size)), (call, index), True
         elif 0 <= index < len(self.schedule.actions[own]):
             first, position = self._columns.place(own, index), self._columns.position
             places = np.arange(first, self._columns.last[first] + 1)
-            needed = self._made[np.isin(self._user, places)]
-            for place in (*places.tolist(), *needed.tolist()):
+            sent = self._columns.is_kind(*COMMUNICATION)
+            for place in self._awaited[np.isin(self._waiting, places)].tolist():
                 # What no rank sends, of a list without communication, its maker has to pass.
-                end = int(self._end[place])
-                holder, at_index = position(end if end >= 0 else place)
-                if holder != own:
-                    yield line * size + holder, (call, at_index), end >= 0
-                for holder, at_index in map(position, self._groups.get(place, ())):
-                    for other in everywhere([holder]):
-                        yield other, (call, at_index), True
+                holder, there = position(place)
+                yield [line * size + holder], (call, there), bool(sent[place])
+                for holder, there in map(position, self._groups.get(place, ())):
+                    yield everywhere([holder]), (call, there), True
