@@ -76,7 +76,8 @@ from schedir.passes import (
 )
 
 if TYPE_CHECKING:
-    from schedir.diagnosis.verdict import Diagnosis, Position, diagnose
+    from schedir.diagnosis import Diagnosis
+    from schedir.diagnosis.verdict import Position, diagnose
     from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
     from schedir.finder.full_pipeline import steady_state
     from schedir.library.compaction import repeat_block
@@ -158,7 +159,8 @@ __all__ = [
 ]
 
 _ON_DEMAND = {
-    "schedir.diagnosis.verdict": ("Diagnosis", "Position", "diagnose"),
+    "schedir.diagnosis": ("Diagnosis",),
+    "schedir.diagnosis.verdict": ("Position", "diagnose"),
     "schedir.finder": ("Comparison", "ReplicaPlan", "compare", "plan_replicas", "search"),
     "schedir.finder.full_pipeline": ("steady_state",),
     "schedir.library.compaction": ("repeat_block",),

@@ -107,7 +107,7 @@ class ExecutionError(SchedirError):
     place in the list as you gave it, before receives were moved ahead. All three are None if the
     failure belongs to no action, such as a wrong set of stages. `cause` is the exception that led
     to the failure, if any. `roots` are the ranks to blame where several processes run, a
-    `schedir.diagnosis.verdict.Root` each, with `rank`, `index`, `action` and `cause`.
+    `schedir.diagnosis.Root` each, with `rank`, `index`, `action` and `cause`.
 
     >>> import schedir
     >>> action = schedir.backward(1, 0)

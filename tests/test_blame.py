@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schedir
-from schedir.diagnosis.blame import Verdict, blame
+from schedir.diagnosis import Diagnosis, chain, sinks
+from schedir.diagnosis.blame import blame
 from schedir.diagnosis.flight_recorder import Dumps, dump_of, read_dumps
 from schedir.diagnosis.plain_pickle import read_plain_pickle
-from schedir.diagnosis.waits_for import chain, sinks
 from schedir.errors import LoadError
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, SENDS
@@ -37,12 +37,12 @@ from tests.warm import commands
 SAMPLE = Path(__file__).parent / "data" / "flight_recorder"
 
 
-def verdict_of(dumps: Mapping[int, Mapping[str, Any]]) -> Verdict:
+def verdict_of(dumps: Mapping[int, Mapping[str, Any]]) -> Diagnosis:
     return blame(Dumps({rank: dump_of(rank, dump) for rank, dump in dumps.items()}))
 
 
-def roots_of(verdict: Verdict) -> dict[int, str]:
-    return {root.rank: root.reason for root in verdict.roots}
+def roots_of(verdict: Diagnosis) -> dict[int, str]:
+    return {root.rank: root.cause for root in verdict.roots}
 
 
 # The graph
@@ -91,9 +91,9 @@ def test_the_root_of_a_real_job(run: Run) -> None:
     verdict = blame(read_dumps(str(SAMPLE)))
     assert roots_of(verdict) == {9: "missing", 14: "missing"}
     assert (verdict.is_sure, verdict.by_rules) == (True, (9, 14))
-    assert {each.rank for each in verdict.waiting} == set(range(16)) - {9, 14}
-    assert verdict.waiting[0].operation.text == "send 0->8"
-    assert verdict.waiting[0].waits_for == (8,)
+    assert verdict.waits_for.keys() == set(range(16)) - {9, 14}
+    assert verdict.stands[0].words.startswith("waits at send 0->8 of group ")
+    assert verdict.waits_for[0] == {8}
     found = json.loads(run.prints("blame", str(SAMPLE), "--json"))
     assert [root["rank"] for root in found["roots"]] == [9, 14]
     assert (found["missing_dumps"], found["sure"]) == ([], True)
@@ -281,7 +281,7 @@ def test_lost_dumps_are_evidence(part: int) -> None:
         lost = (*job.effective, seed % job.ranks)
         verdict = verdict_of(dumps_of(job, Style(lost=lost)))
         left = set(range(job.ranks)) - set(lost)
-        assert not left or set(verdict.missing_dumps) == set(lost), seed
+        assert not left or {*(verdict.missing_dumps or ())} == set(lost), seed
         if any(each.ended is None for rank in left for each in job.done[rank]):
             assert roots_of(verdict).keys() & job.effective, seed
             named = {rank for rank, reason in roots_of(verdict).items() if reason == "no dump"}

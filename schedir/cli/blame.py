@@ -9,9 +9,8 @@ from schedir.cli.target import TARGET, add_shape, load_target, proved, subject_o
 from schedir.cli.terminal import about
 from schedir.diagnosis.blame import blame
 from schedir.diagnosis.flight_recorder import read_dumps
-from schedir.diagnosis.schedule_actions import name_actions
-from schedir.diagnosis.standing import Standing, load_standing
-from schedir.render.hang import hang_blocks, hang_data, standing_blocks, standing_data
+from schedir.diagnosis.verdict import load_standing
+from schedir.render.hang import hang_blocks, hang_data
 from schedir.render.terminal import write
 from schedir.render.text import Piece, as_json
 
@@ -45,25 +44,10 @@ def run(args: argparse.Namespace) -> int:
         found = load_target(args, args.schedule)
         schedule = proved(found, subject_of(args.schedule, found))
     with about("blame-a-hang"):
-        standing = load_standing(args.directory)
-        if standing is not None:
-            return _print_standing(standing, args.json)
-        dumps = read_dumps(args.directory)
-    verdict = blame(dumps)
-    if schedule is not None:
-        verdict = name_actions(verdict, schedule)
-    if args.json:
-        write([Piece(as_json(hang_data(verdict)))], sys.stdout)
-    else:
-        write(hang_blocks(verdict), sys.stdout)
-    return 0 if verdict.roots else 1
-
-
-def _print_standing(standing: Standing, json: bool) -> int:
-    """Print the verdict on a job of schedir, which has kept the positions of its ranks."""
-    found = standing.diagnosis()
-    if json:
-        write([Piece(as_json(standing_data(standing, found)))], sys.stdout)
-    else:
-        write(standing_blocks(standing, found), sys.stdout)
-    return 0 if found.roots else 1
+        if standing := load_standing(args.directory):
+            diagnosis = standing.diagnosis()
+        else:
+            diagnosis = blame(read_dumps(args.directory), schedule)
+    shown = [Piece(as_json(hang_data(diagnosis)))] if args.json else hang_blocks(diagnosis)
+    write(shown, sys.stdout)
+    return 0 if diagnosis.roots else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from itertools import zip_longest
 
 from attrs import define, field, frozen
@@ -70,156 +71,141 @@ class Operation:
         further = f" and {len(words) - 4} more" if len(words) > 4 else ""
         return ", ".join(words[:4]) + further if words else self.name
 
+    def __str__(self) -> str:
+        number = "" if self.transfers else f" {self.sequence}"
+        return f"{self.text}{number} of group {self.group.text}"
+
+    def is_met_by(self, other: Operation) -> bool:
+        """Whether another rank's is the other end of a transfer, or of the same collective."""
+        if self.transfers or other.transfers:
+            return other is self or any(each.match is other for each in self.transfers)
+        return (self.group, self.sequence) == (other.group, other.sequence)
+
 
 @define(eq=False)
 class Job:
     """The operations of all ranks, and the groups in which they met.
 
     `posted[group, rank]` has a rank's collectives by sequence, `highest` the last sequence that any
-    of its entries shows. `carries` are the groups that carry transfers: the last number that a dump
-    gives for such a group may be that of a transfer.
+    of its entries shows, `collectives` that of all ranks. `carries` are the groups that carry
+    transfers: the last number that a dump gives for such a group may be that of a transfer.
+    `global_ends` are those whose transfers are written in ranks of the job; torch writes them in
+    numbers within the group.
     """
 
     dumps: Mapping[int, Dump]
-    operations: dict[int, list[Operation]]
-    posted: dict[tuple[Group, int], dict[int, list[Operation]]]
-    highest: dict[tuple[Group, int], int]
-    carries: set[Group]
+    operations: dict[int, list[Operation]] = field(factory=dict)
+    posted: dict[tuple[Group, int], dict[int, list[Operation]]] = field(factory=dict)
+    highest: dict[tuple[Group, int], int] = field(factory=dict)
+    collectives: dict[Group, int] = field(factory=dict)
+    carries: set[Group] = field(factory=set)
+    global_ends: set[Group] = field(factory=set)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the job: those with a dump, and those that the dumps' groups name."""
-        return _all_ranks(self.dumps)
+        named = {members for dump in self.dumps.values() for members in dump.groups.values()}
+        return tuple(sorted({*self.dumps}.union(*named)))
+
+    def last_transfer(self, rank: int, group: Group) -> int:
+        """The last transfer of a group that a rank says has ended; -1 where it does not say.
+
+        Its number may be that of a collective, unless the group has not had so many.
+        """
+        number = self.dumps[rank].completed.get(group.name, -1)
+        return number if number > self.collectives.get(group, 0) else -1
 
 
 def job_of(dumps: Mapping[int, Dump]) -> Job:
     """The operations in the dumps of a job."""
-    groups = _groups(dumps)
-    local = _numbered_within(dumps, groups)
-    job = Job(dumps, {}, defaultdict(dict), {}, set())
-    collectives: dict[Group, int] = {}
+    job = Job(dumps)
+    groups = _groups(job)
     for rank, dump in dumps.items():
         for record in dump.records:
-            group = groups[rank, record.group]
-            collectives[group] = max(collectives.get(group, 0), record.collective)
-    for rank, dump in sorted(dumps.items()):
-        over = {
-            group: _last_transfer(dump, groups[rank, group], collectives)
-            for group in {record.group for record in dump.records}
-        }
-        job.operations[rank] = list(_operations(dump, groups, local, over))
+            group, number = groups[rank, record.group], record.collective
+            job.highest[group, rank] = max(job.highest.get((group, rank), 0), number)
+            job.collectives[group] = max(job.collectives.get(group, 0), number)
+            if record.transfer:
+                job.carries.add(group)
+            if record.ends:
+                members = group.members
+                if max(record.ends) >= len(members) or members[record.ends[0]] != rank:
+                    job.global_ends.add(group)
+    for rank in sorted(dumps):
+        job.operations[rank] = list(_operations(job, rank, groups))
         _finish_earlier(job.operations[rank])
         for operation in job.operations[rank]:
             if not operation.transfers:
-                of = job.posted[operation.group, rank]
+                of = job.posted.setdefault((operation.group, rank), {})
                 of.setdefault(operation.sequence, []).append(operation)
-        for record in dump.records:
-            group = groups[rank, record.group]
-            job.highest[group, rank] = max(job.highest.get((group, rank), 0), record.collective)
-            if record.transfer:
-                job.carries.add(group)
-    _match(job, collectives)
+    _match(job)
     return job
 
 
-def _all_ranks(dumps: Mapping[int, Dump]) -> tuple[int, ...]:
-    named = {members for dump in dumps.values() for members in dump.groups.values()}
-    return tuple(sorted(set(dumps).union(*named)))
-
-
-def _groups(dumps: Mapping[int, Dump]) -> dict[tuple[int, str], Group]:
+def _groups(job: Job) -> dict[tuple[int, str], Group]:
     """The group that a rank means by a name: its own, another rank's that names it, or all ranks
     that use the name."""
     configured: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     users: dict[str, set[int]] = defaultdict(set)
-    for rank, dump in dumps.items():
+    for rank, dump in job.dumps.items():
         for name, members in dump.groups.items():
             configured[name].add(members)
         for record in dump.records:
             users[record.group].add(rank)
-    ranks = _all_ranks(dumps)
+    ranks = job.ranks
     known: dict[Group, Group] = {}
     found = {}
-    for rank, dump in dumps.items():
-        for name in {*dump.groups, *(record.group for record in dump.records)}:
-            members = dump.groups.get(name, ())
-            if rank not in members:
-                others = [each for each in configured[name] if rank in each]
-                members = others[0] if len(others) == 1 else ()
+    for name, using in users.items():
+        for rank in sorted(using):
+            dump = job.dumps[rank]
+            own = dump.groups.get(name, ())
+            fits = [own] if rank in own else [each for each in configured[name] if rank in each]
+            members = fits[0] if len(fits) == 1 else ()
             words = dump.words.get(name, "").replace("undefined", "")
-            if not members and words == "default_pg":
-                members = ranks
-            used = tuple(sorted(users[name] | {rank}))
-            group = Group(name, members or used, words, bool(members))
+            if words == "default_pg":
+                members = members or ranks
+            group = Group(name, members or tuple(sorted(using)), words, bool(members))
             found[rank, name] = known.setdefault(group, group)
     return found
 
 
-def _numbered_within(
-    dumps: Mapping[int, Dump], groups: Mapping[tuple[int, str], Group]
-) -> set[Group]:
-    """The groups whose sends and receives are written in numbers within the group, as torch does,
-    unless one of them would then be another rank's."""
-    elsewhere = set()
-    for rank, dump in dumps.items():
-        for record in dump.records:
-            if record.ends is not None:
-                group = groups[rank, record.group]
-                if max(record.ends) >= len(group.members) or group.members[record.ends[0]] != rank:
-                    elsewhere.add(group)
-    return set(groups.values()) - elsewhere
-
-
 def _operations(
-    dump: Dump,
-    groups: Mapping[tuple[int, str], Group],
-    local: set[Group],
-    over: Mapping[str, int],
+    job: Job, rank: int, groups: Mapping[tuple[int, str], Group]
 ) -> Iterator[Operation]:
-    """The operations of a rank in the order in which it posted them; `over` has the last transfer
-    of a group that has ended."""
-    batches: dict[tuple[str, int], list[Record]] = defaultdict(list)
-    for record in dump.records:
-        if record.is_transfer:
-            batches[record.group, record.transfer].append(record)
-    for record in dump.records:
-        group = groups[dump.rank, record.group]
-        together = [record]
-        if record.is_transfer:
-            together = batches.pop((record.group, record.transfer), [])
+    """The operations of a rank in the order in which it posted them."""
+    batches: dict[tuple[object, ...], list[Record]] = defaultdict(list)
+    for record in job.dumps[rank].records:
+        together = (
+            (record.group, record.transfer) if record.is_transfer else (record.id, id(record))
+        )
+        batches[together].append(record)
+    for records in batches.values():
+        record, group = records[0], groups[rank, records[0].group]
         transfers = [
             Transfer(
-                each.name == "send", group.members[each.ends[1]] if group in local else each.ends[1]
+                each.name == "send",
+                each.ends[1] if group in job.global_ends else group.members[each.ends[1]],
             )
-            for each in together
+            for each in records
             if each.ends is not None
         ]
-        if not together or (record.is_transfer and not transfers):
+        if record.is_transfer and not transfers:
             continue
         # The entry of the batch as a whole has no ends.
-        whole = [each for each in together if each.ends is None] or together
+        whole = [each for each in records if each.ends is None] or records
         yield Operation(
-            rank=dump.rank,
+            rank=rank,
             group=group,
             name=record.name,
             sequence=record.transfer if transfers else record.collective,
             created=record.created,
             transfers=transfers,
             is_finished=all(each.is_finished for each in whole)
-            or (bool(transfers) and record.transfer <= over[record.group]),
+            or (bool(transfers) and record.transfer <= job.last_transfer(rank, group)),
             is_sure=len(whole) == 1,
-            has_started=any(each.has_started for each in together),
+            has_started=any(each.has_started for each in records),
             shape=record.shape,
         )
-
-
-def _last_transfer(dump: Dump, group: Group, collectives: Mapping[Group, int]) -> int:
-    """The last transfer of a group that a rank says has ended; -1 where it does not say.
-
-    Its number may be that of a collective, unless the group has not had so many.
-    """
-    number = dump.completed.get(group.name, -1)
-    return number if number > collectives.get(group, 0) else -1
 
 
 def _finish_earlier(operations: list[Operation]) -> None:
@@ -234,7 +220,7 @@ def _finish_earlier(operations: list[Operation]) -> None:
         operation.is_finished = stream in ended
 
 
-def _match(job: Job, collectives: Mapping[Group, int]) -> None:
+def _match(job: Job) -> None:
     """Have each transfer know what it meets: the n-th send from one rank to another in a group
     meets the n-th receive."""
     ends: dict[tuple[Group, int, int], list[list[tuple[Operation, Transfer]]]]
@@ -245,18 +231,18 @@ def _match(job: Job, collectives: Mapping[Group, int]) -> None:
                 way = (rank, each.peer) if each.is_send else (each.peer, rank)
                 ends[operation.group, *way][each.is_send].append((operation, each))
     for (group, source, target), (receives, sends) in ends.items():
-        if source not in job.dumps or target not in job.dumps:
+        dumps = [job.dumps[rank] for rank in (source, target) if rank in job.dumps]
+        if len(dumps) < 2:
             continue
-        whole = job.dumps[source].is_whole and job.dumps[target].is_whole
+        whole = all(dump.is_whole for dump in dumps)
         if not whole:
-            sends = _left(sends, job.dumps[target])
-            receives = _left(receives, job.dumps[source])
-        for send, receive in zip_longest(sends, receives):
+            receives, sends = map(_left, (receives, sends), dumps)
+        for receive, send in zip_longest(receives, sends):
             if send and receive:
                 send[1].match, receive[1].match = receive[0], send[0]
             elif not whole:
-                (operation, transfer), peer = (send, target) if send else (receive, source)
-                last = _last_transfer(job.dumps[peer], group, collectives)
+                operation, transfer = send or receive
+                last = job.last_transfer(transfer.peer, group)
                 transfer.is_past = len(group.members) == 2 and last >= operation.sequence
 
 

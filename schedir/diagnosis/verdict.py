@@ -14,15 +14,24 @@ the next call, or if a connection has lost a message.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from attrs import frozen
+import attrs
+import numpy as np
+from attrs import field, frozen
 
-from schedir.diagnosis.waits_for import chain, sinks
-from schedir.graph.compile import Graph, graph_of
-from schedir.ir import Action, Columns, Schedule, Ties, tied_steps
+from schedir.diagnosis import Diagnosis, Root, Stand, chain, in_words, reached
+from schedir.errors import LoadError, ParseError
+from schedir.files import write_text
+from schedir.graph.compile import graph_of
+from schedir.ir import COMMUNICATION, Action, Schedule, Ties, dumps, flat, loads, tied_steps
 from schedir.passes import forward_only
+
+FILE = "schedir-positions.json"
+"""The name of the file in which a job keeps where its ranks stood, for `schedir blame`."""
 
 HANDSHAKE, SENDS = -2, -1
 END = 1 << 24
@@ -77,51 +86,107 @@ class Position:
         return self.call, self.index
 
 
-@frozen
-class Root:
-    """A rank that is to blame: its place, with the action, and in words what it does there.
+def _positions(found: Iterable[Any]) -> tuple[Position, ...]:
+    return tuple(each if isinstance(each, Position) else Position(*each) for each in found)
 
-    `action` is None outside of the list.
 
-    >>> import schedir
-    >>> schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    >>> at = [schedir.Position(0, 4, "waiting"), schedir.Position(0, 1, state="gone")]
-    >>> (root,) = schedir.diagnose(schedule, at).roots
-    >>> print(root)
-    rank 1 #1 1F0: gone
-    """
+def _numbers(found: Iterable[int]) -> tuple[int, ...]:
+    return tuple(map(int, found))
 
-    rank: int
-    call: int
-    index: int | None
-    action: Action | None
-    cause: str
-    step: int | None = None
 
-    def __str__(self) -> str:
-        step = "" if self.step is None else f" step {self.step}"
-        place = "–" if self.action is None else f"#{self.index} {self.action}"
-        return f"rank {self.rank}{step} {place}: {self.cause}"
+def _groups(found: Iterable[Iterable[int]]) -> Ties:
+    return tuple(map(_numbers, found))
 
 
 @frozen
-class Diagnosis:
-    """The ranks that are to blame, and who waits for whom.
+class Standing:
+    """Where all ranks of a job stand, and the list that they run.
 
-    `roots` is empty if nobody waits; it has several ranks if the places do not decide between them.
-    `chain` is the longest way to a root, each rank waiting for the next. `waits_for` has for each
-    rank that waits those that it waits for.
-
-    >>> import schedir
-    >>> schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    >>> at = [schedir.Position(0, 4, "waiting"), schedir.Position(0, 1)]
-    >>> schedir.diagnose(schedule, at).chain
-    (0, 1)
+    `positions` are those of each rank: slice by slice, pipeline by pipeline; `ranks` has their
+    numbers in the default process group. `ties` and `clips` are as in `diagnose`. The `slices` of a
+    mesh wait for each other inside their stages, unknown to the list. `evaluating` are the turns of
+    those in `ranks` that run only the list's forwards.
     """
 
-    roots: tuple[Root, ...]
-    chain: tuple[int, ...]
-    waits_for: Mapping[int, frozenset[int]]
+    schedule: Schedule
+    positions: tuple[Position, ...] = field(converter=_positions)
+    ranks: tuple[int, ...] = field(converter=_numbers)
+    ties: Ties = field(default=(), converter=_groups)
+    clips: bool = False
+    slices: int = 1
+    evaluating: tuple[int, ...] = field(default=(), converter=_numbers)
+
+    def diagnosis(self) -> Diagnosis:
+        """Who is to blame, by the numbers in the default process group."""
+        at = dict(zip(self.ranks, self.positions, strict=True))
+        lists = {False: _Waits(self, self.schedule)}
+        if self.evaluating:
+            lists[True] = _Waits(self, forward_only(self.schedule))
+        # Of those that a rank waits for, the ones that have not come to it, and the ones that have:
+        # what they sent is lost, or the connection to them.
+        edges: dict[int, set[int]] = {}
+        links: dict[int, set[int]] = {}
+        actions: dict[int, Action | None] = {}
+        waits_for, stands = {}, {}
+        for turn, (rank, own) in enumerate(at.items()):
+            waits = lists[turn in self.evaluating]
+            entries = waits.schedule.actions[turn % self.schedule.ranks]
+            place, actions[rank] = "", None
+            if own.phase != "outside" and 0 <= own.index < len(entries):
+                place = f"#{own.index} {entries[own.index]}"
+                actions[rank] = next(flat([entries[own.index]]))
+            if own.state != "gone" and (own.phase == "waiting" or own.cut):
+                for others, needed, is_enough in waits.of(turn, own):
+                    for other in {*others} - {turn}:
+                        there = self.positions[other]
+                        waits_there = is_enough and there.phase == "waiting"
+                        met = own.cut or (there.reached, waits_there) > (needed, False)
+                        (links if met else edges).setdefault(rank, set()).add(self.ranks[other])
+            awaited = edges.get(rank, set()) | links.get(rank, set())
+            if awaited:
+                waits_for[rank] = frozenset(awaited)
+            stands[rank] = Stand(_words(own, place, awaited), place)
+        roots = _roots(at, edges, links)
+        return Diagnosis(
+            tuple(_root(rank, at[rank], actions[rank], links) for rank in roots),
+            chain(waits_for, roots),
+            waits_for,
+            len(roots) == 1,
+            stands,
+            len(at),
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the file into a folder, which is made if it is not there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        content = attrs.asdict(self, recurse=False) | {
+            "schedule": dumps(self.schedule),
+            "positions": [attrs.astuple(each) for each in self.positions],
+        }
+        write_text(folder / FILE, json.dumps(content))
+
+
+def load_standing(folder: str) -> Standing | None:
+    """Read the file from a folder; None if there is none. Raises LoadError if it is damaged."""
+    path = Path(folder) / FILE
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        found["schedule"] = loads(found["schedule"], file=str(path))
+        standing = Standing(**found)
+        standing.diagnosis()
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        ArithmeticError,
+        ParseError,
+    ) as error:
+        raise LoadError(f"{path}: not the positions of a job: {error}") from None
+    return standing
 
 
 def diagnose(
@@ -155,223 +220,131 @@ def diagnose(
 
     Raises ValueError if there is not one position for each rank.
     """
-    size = schedule.ranks * pipelines
     listed = positions if isinstance(positions, Mapping) else dict(enumerate(positions))
-    at = {
-        rank: each if isinstance(each, Position) else Position(*each)
-        for rank, each in listed.items()
-    }
-    if set(at) != set(range(size)):
-        raise ValueError(f"diagnose needs the positions of ranks 0 to {size - 1}, not {sorted(at)}")
-    waits = dict.fromkeys(at, _Waits(schedule, ties, clips, pipelines))
-    if evaluating:
-        waits |= dict.fromkeys(
-            {*at} & {*evaluating}, _Waits(forward_only(schedule), ties, clips, pipelines)
-        )
-    edges: dict[int, set[int]] = {}
-    links: dict[int, set[int]] = {}
-    for rank, position in at.items():
-        stands = position.phase == "waiting" or position.cut
-        if not stands or position.state == "gone":
-            continue
-        for awaited, (call, index), counts_there in waits[rank].of(rank, position):
-            reached = at[awaited].reached
-            is_there = reached == (call, index) and (
-                counts_there and at[awaited].phase == "waiting"
-            )
-            met = reached > (call, index) or is_there
-            (links if met or position.cut else edges).setdefault(rank, set()).add(awaited)
-    found = _roots(at, edges, links)
-    graph = {rank: frozenset(edges.get(rank, set()) | links.get(rank, set())) for rank in at}
-    return Diagnosis(
-        tuple(_root(waits[rank].schedule, rank, at[rank], links) for rank in found),
-        tuple(chain(graph, found)),
-        {rank: awaited for rank, awaited in graph.items() if awaited},
-    )
+    ranks = range(schedule.ranks * pipelines)
+    if set(listed) != set(ranks):
+        said = f"ranks 0 to {len(ranks) - 1}, not {sorted(listed)}"
+        raise ValueError(f"diagnose needs the positions of {said}")
+    at = [listed[rank] for rank in ranks]
+    return Standing(schedule, at, ranks, ties, clips, evaluating=evaluating).diagnosis()
 
 
 def _roots(
     at: Mapping[int, Position], edges: Mapping[int, set[int]], links: Mapping[int, set[int]]
 ) -> list[int]:
     """The ranks to blame, ascending."""
-    gone = [rank for rank, position in at.items() if position.state == "gone"]
+    gone, silent = ({rank for rank in at if at[rank].state == each} for each in ("gone", "silent"))
+    # A rank that does not wait is the end of a chain.
+    idle = {rank for rank in set().union(*edges.values()) if at[rank].phase != "waiting"}
+    cut = {rank for rank in links if at[rank].cut}
     if gone:
         return sorted(gone)
-    awaited = set().union(*edges.values()) if edges else set()
-    ends = {end for ends in sinks(edges) for end in ends} if edges else set()
-    idle = {r for r in ends & awaited if at[r].phase != "waiting" or at[r].state == "silent"}
-    silent = {rank for rank, position in at.items() if position.state == "silent"}
-    if silent:
-        held = {r for r in silent if edges.get(r)}  # stopped while it waited for another
-        return sorted(silent | _ends_of(held, edges, idle - silent))
-    cut = {rank for rank in links if at[rank].cut}
+    if silent:  # which may have been stopped while it waited for another
+        return sorted(silent | (idle & reached(edges, silent).keys()))
     if idle and not cut:
         return sorted(idle)
-    lost = cut or {rank for rank in links if not edges.get(rank)}
+    lost = cut or links.keys() - edges.keys()
     return sorted(lost.union(*(links[rank] for rank in lost)))
 
 
-def _ends_of(
-    ranks: Collection[int], edges: Mapping[int, set[int]], ends: Collection[int]
-) -> set[int]:
-    """Those of the ends to which the waits of some ranks lead."""
-    reached = list(ranks)
-    for rank in reached:
-        reached += [other for other in edges.get(rank, ()) if other not in reached]
-    return {rank for rank in reached if rank in ends}
-
-
-def _root(schedule: Schedule, rank: int, position: Position, links: Mapping[int, set[int]]) -> Root:
+def _root(rank: int, at: Position, action: Action | None, links: Mapping[int, set[int]]) -> Root:
     """What is said of a rank that is to blame."""
-    listed = rank % schedule.ranks
-    index, action = None, None
-    inside = position.phase != "outside"
-    if inside and 0 <= position.index < len(schedule.actions[listed]):
-        index = position.index
-        action = schedule.columns.action(schedule.columns.place(listed, index))
-    cause = position.cause
-    if not cause and position.state in ("gone", "silent"):
-        cause = position.state
-    elif not cause and position.cut and rank in links:
-        cause = f"lost its connection to rank {min(links[rank])}"
-    elif not cause and rank in links:
-        cause = f"lost what rank {min(links[rank])} sent"
-    elif not cause and any(rank in others for others in links.values()):
+    if at.cause or at.state in ("gone", "silent"):
+        cause = at.cause or at.state
+    elif rank in links:
+        lost = "its connection to rank {}" if at.cut else "what rank {} sent"
+        cause = f"lost {lost.format(min(links[rank]))}"
+    elif any(rank in others for others in links.values()):
         cause = "what it sent, or its connection, was lost"
-    elif not cause:
+    elif at.phase == "outside":
+        cause = "others wait for it to make the call"
+    else:
         cause = "others wait for it"
-        if not inside:
-            cause += " to make the call"
-        elif action is None:
-            cause += f" at {WORDS.get(position.index, 'its place')}"
-    if position.behind and action is not None:
+        if action is None:
+            cause += f" at {WORDS.get(at.index, 'its place')}"
+    if at.behind and action is not None:
         cause += " (at this action or after it)"
-    return Root(rank, position.call, index, action, cause, position.step)
+    return Root(rank, at.call, None if action is None else at.index, action, cause, at.step)
 
 
-_Awaited = tuple[int, tuple[int, int], bool]
-"""A rank, the (call, index) that it has to pass, and whether to wait there is enough."""
+def _words(at: Position, place: str, others: Collection[int]) -> str:
+    """Where a rank stands, in words."""
+    step = "" if at.step is None else f" step {at.step}"
+    behind = " at or after" if at.behind else " at"
+    if at.state != "alive":
+        return f"is {at.state},{behind}{step} {place or 'no place of its list'}"
+    if at.phase == "outside":
+        return f"makes no call: {at.call}{' or more' * at.behind} calls were made"
+    if at.phase == "running":
+        return f"runs{behind * at.behind}{step}{place and f' {place}'}"
+    whom = others and f" for {in_words(others)}"
+    return f"waits{behind}{step} {place or WORDS.get(at.index, 'its place')}{whom or ''}"
 
 
 class _Waits:
-    """The entries of other ranks that a rank waits for at each place of a call."""
+    """What the ranks that run a list wait for, at each place of a call."""
 
-    def __init__(self, schedule: Schedule, ties: Ties, clips: bool, pipelines: int) -> None:
-        self.schedule, self._pipelines = schedule, pipelines
-        self._graph: Graph = graph_of(schedule)
-        self._columns: Columns = schedule.columns
-        self._clips = clips
-        self._tied = {place: group for group in tied_steps(schedule, ties) for place in group}
-        self._steps: list[int] = self._graph.steps.tolist()
-        self._first_of_run: dict[int, int] = {}
-        for step in self._steps:
-            starts = step in self._columns.starts
-            self._first_of_run[step] = step if starts else self._first_of_run.get(step - 1, step)
-        self._collective = {place: met for met in self._graph.collectives for place in met}
-        self._gathering = _gathering(self._graph)
+    def __init__(self, standing: Standing, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._pipelines = len(standing.ranks) // standing.slices // schedule.ranks
+        graph = graph_of(schedule)
+        self._columns, self._transfers = graph.columns, graph.transfers
+        # Updates that are listed one after the other are made ready together, at the first one.
+        places, steps = np.arange(len(self._columns)), graph.steps
+        first, other_end = places.copy(), places.copy()
+        begins = ~np.isin(steps - 1, steps) | np.isin(steps, self._columns.starts)
+        first[steps] = np.maximum.accumulate(np.where(begins, steps, -1))
+        matched = self._transfers.matched
+        send, receive = self._transfers.send[matched], self._transfers.receive[matched]
+        other_end[send], other_end[receive] = receive, send
+        # What waits at a place, of itself and of what it needs, for what at another place.
+        user, made = graph.needs
+        self._waiting = np.append(places, first[user])
+        self._awaited = other_end[np.append(places, made)]
+        groups: list[Collection[int]] = [*graph.collectives]
+        groups += [first[[*turn]].tolist() for turn in tied_steps(schedule, standing.ties)]
+        if standing.clips:
+            groups.append([*{self._columns.rank[step]: int(step) for step in steps[::-1]}.values()])
+        self._groups: dict[int, list[int]] = {}
+        for group in groups:
+            for place in {*group}:
+                self._groups.setdefault(place, []).extend(group)
 
-    def of(self, rank: int, position: Position) -> Iterator[_Awaited]:
-        """The entries of other ranks that a waiting rank needs."""
-        ranks = self.schedule.ranks
-        pipeline, own = divmod(rank, ranks)
-        call, index = position.call, position.index
+    def of(self, turn: int, at: Position) -> Iterator[tuple[list[int], tuple[int, int], bool]]:
+        """What a rank waits for: the turns of ranks, without regard to its own, the (call, index)
+        that each of these has to pass, and whether to wait there is enough."""
+        size, call, index = self.schedule.ranks, at.call, at.index
+        line, own = divmod(turn, size)
+        pipeline = line % self._pipelines
+        lines = range(line - pipeline, line - pipeline + self._pipelines)
+
+        def everywhere(ranks: Iterable[int]) -> list[int]:
+            """These ranks of all pipelines."""
+            return [each * size + rank for each in lines for rank in ranks]
+
         if index == HANDSHAKE:
-            parent = self._parent(own)
-            if parent is not None:
-                yield pipeline * ranks + parent, (call, HANDSHAKE), False
-            elif pipeline:
-                above = (pipeline & (pipeline - 1)) * ranks + own
-                yield above, (call, HANDSHAKE), False
+            # A rank is told by the one whose number, counted from the first, lacks the last bit.
+            speaker = self.schedule.placement[0][0]
+            number = (own - speaker) % size
+            told = line * size + (speaker + (number & (number - 1))) % size
+            if not number:
+                told = lines[pipeline & (pipeline - 1)] * size + own
+            yield [told], (call, HANDSHAKE), False
         elif index == SENDS:
-            transfers = self._graph.transfers
-            for peer in sorted({*transfers.target[transfers.source == own].tolist()}):
-                yield pipeline * ranks + peer, (call - 1, END), True
+            peers = {*self._transfers.target[self._transfers.source == own].tolist()}
+            yield [line * size + peer for peer in peers], (call - 1, END), True
         elif index in (END, RESULTS):
             ended = call - (index == END)
-            for peer in self._everywhere(self.schedule.placement[-1]):
-                if peer != rank:
-                    yield peer, (ended, END), True
+            yield everywhere(self.schedule.placement[-1]), (ended, END), True
         elif index in (CLOSE, GATHER):
-            for peer in self._everywhere(range(ranks)):
-                if peer != rank:
-                    yield peer, (call, index), True
+            yield everywhere(range(size)), (call, index), True
         elif 0 <= index < len(self.schedule.actions[own]):
-            for place in self._places(own, index):
-                yield from self._of_place(rank, place, call)
-
-    def _places(self, rank: int, index: int) -> range:
-        first = self._columns.place(rank, index)
-        return range(first, int(self._columns.last[first]) + 1)
-
-    def _everywhere(self, ranks: Iterable[int]) -> list[int]:
-        """These ranks of all pipelines."""
-        size = self.schedule.ranks
-        return [line * size + rank for line in range(self._pipelines) for rank in ranks]
-
-    def _of_place(self, rank: int, place: int, call: int) -> Iterator[_Awaited]:
-        graph, transfers = self._graph, self._graph.transfers
-        pipeline = rank - rank % self.schedule.ranks
-        arrival = int(graph.arrivals[place])
-        if arrival >= 0:  # the input of compute
-            sent = int(transfers.send[arrival])
-            is_sent = sent >= 0
-            source, index = self._columns.position(
-                sent if is_sent else int(transfers.maker[arrival])
-            )
-            yield pipeline + source, (call, index), is_sent
-        other = self._other_end(place)
-        if other >= 0:
-            peer, index = self._columns.position(other)
-            yield pipeline + peer, (call, index), True
-        if place not in self._steps:
-            met: list[Collection[int]] = [
-                self._collective.get(each, ()) for each in (place, self._gathering.get(place, -1))
-            ]
-        else:  # the updates that are listed one after the other are made ready together
-            run = [each for each in self._steps if self._first_of_run[each] == place]
-            met = [self._collective.get(graph.sums.get(each, -1), ()) for each in run]
-            met += [[self._first_of_run[step] for step in self._tied.get(each, ())] for each in run]
-            if self._clips:
-                met.append({self._columns.rank[step]: step for step in self._steps[::-1]}.values())
-        for places in met:
-            for each in places:
-                holder, index = self._columns.position(each)
-                for peer in self._everywhere([holder]):
-                    if peer != rank:
-                        yield peer, (call, index), True
-
-    def _other_end(self, place: int) -> int:
-        """The place of the other end of a send or receive; -1 for none."""
-        transfers = self._graph.transfers
-        for mine, other in (
-            (transfers.send, transfers.receive),
-            (transfers.receive, transfers.send),
-        ):
-            (found,) = (mine == place).nonzero()
-            if len(found):
-                return int(other[found[0]])
-        return -1
-
-    def _parent(self, rank: int) -> int | None:
-        """The rank that passes the announcement of a call on to this one; None for the first."""
-        ranks, speaker = self.schedule.ranks, self.schedule.placement[0][0]
-        turn = (rank - speaker) % ranks
-        return (speaker + (turn & (turn - 1))) % ranks if turn else None
-
-
-def _gathering(graph: Graph) -> dict[int, int]:
-    """Where it is listed that the weights are gathered that the action at a place reads."""
-    touched = sorted(
-        (place, touch.use.does)
-        for touch in graph.touches("gathered")
-        for place in touch.places.tolist()
-    )
-    found: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for place, does in touched:
-        holding = int(graph.holding[place])
-        if does == "make":
-            last[holding] = place
-        elif does == "read" and holding in last:
-            found[place] = last[holding]
-    return found
+            first, position = self._columns.place(own, index), self._columns.position
+            places = np.arange(first, self._columns.last[first] + 1)
+            sent = self._columns.is_kind(*COMMUNICATION)
+            for place in self._awaited[np.isin(self._waiting, places)].tolist():
+                # What no rank sends, of a list without communication, its maker has to pass.
+                holder, there = position(place)
+                yield [line * size + holder], (call, there), bool(sent[place])
+                for holder, there in map(position, self._groups.get(place, ())):
+                    yield everywhere([holder]), (call, there), True

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.diagnosis.verdict import GATHER, HANDSHAKE, Root
+from schedir.diagnosis import Root
+from schedir.diagnosis.verdict import GATHER, HANDSHAKE
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, dumps, loads
 from schedir.runtime.plan import Plan

@@ -9,7 +9,7 @@ import pytest
 
 import schedir
 from schedir import Position
-from schedir.diagnosis.standing import FILE, Standing, load_standing
+from schedir.diagnosis.verdict import FILE, Standing, load_standing
 from tests.command_line import Run
 
 SCHEDULE = schedir.build("1f1b", ranks=3, microbatches=2)
@@ -54,7 +54,7 @@ def test_blame_names_the_root(run: Run, tmp_path: Path) -> None:
     ]
     found = json.loads(run.prints("blame", str(tmp_path), "--json"))
     root = {"rank": 6, "reason": "killed by SIGKILL", "action": "#1 2F0", "step": 7}
-    assert found["roots"] == [root | {"waited_for_by": [5]}]
+    assert found["roots"] == [root | {"waited_for_by": [5], "operation": None}]
     assert [each["rank"] for each in found["waiting"]] == [4, 5]
     assert (found["chain"], found["missing_dumps"]) == ([4, 5, 6], [])
 

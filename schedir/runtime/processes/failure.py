@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, unlisted
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from schedir.diagnosis.verdict import Root
+from schedir.diagnosis import Root
 from schedir.errors import ExecutionError
 from schedir.ir import Action
 from schedir.ir.tokens import parse_action

@@ -26,8 +26,8 @@ from typing import NoReturn
 
 from attrs import evolve, frozen
 
-from schedir.diagnosis.standing import Standing, stands
-from schedir.diagnosis.verdict import END, Position, Root, State
+from schedir.diagnosis import Root
+from schedir.diagnosis.verdict import END, Position, Standing, State
 from schedir.ir import Schedule
 from schedir.runtime.processes.failure import Board, Verdict, state_of, status_of
 from schedir.runtime.processes.positions import (
@@ -245,7 +245,7 @@ class Watch:
             found = evolve(found, roots=roots, chain=(self.own, cut_from))
         if found.roots:
             lines = [f"chain: {' → '.join(map(str, found.chain))}"]
-            lines += [f"rank {rank} {said}" for rank, said in stands(standing, found).items()]
+            lines += [f"rank {rank} {stand.words}" for rank, stand in found.stands.items()]
             reason = "; ".join(map(str, found.roots))
             self._give(Verdict(found.roots, reason, self.own), standing, lines[: _MOST_LINES + 1])
 
@@ -368,9 +368,8 @@ class Watch:
         place = self._positions.read(self.own)
         if place is None:
             return
-        standing = self._standing()
-        found = standing.diagnosis()
-        at = stands(standing, found)
+        found = self._standing().diagnosis()
+        at = {rank: stand.words for rank, stand in found.stands.items()}
         waiting = [rank for rank in found.waits_for if at[rank].startswith("waits")]
         roots = [r.rank for r in found.roots if not at[r.rank].startswith("waits")]
         if not waiting or not roots:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-from schedir.diagnosis.verdict import Root
+from schedir.diagnosis import Root
 from schedir.errors import ExecutionError, SchedirError
 from schedir.runtime.processes.failure import describe, in_one_line
 
