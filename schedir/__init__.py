@@ -78,7 +78,7 @@ from schedir.passes import (
 if TYPE_CHECKING:
     from schedir.diagnosis.verdict import Diagnosis, Position, diagnose
     from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
-    from schedir.finder.full_pipeline import steady_state
+    from schedir.finder.comparing import steady_state
     from schedir.library.compaction import repeat_block
     from schedir.passes.rerouting import without
     from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
@@ -160,7 +160,7 @@ __all__ = [
 _ON_DEMAND = {
     "schedir.diagnosis.verdict": ("Diagnosis", "Position", "diagnose"),
     "schedir.finder": ("Comparison", "ReplicaPlan", "compare", "plan_replicas", "search"),
-    "schedir.finder.full_pipeline": ("steady_state",),
+    "schedir.finder.comparing": ("steady_state",),
     "schedir.library.compaction": ("repeat_block",),
     "schedir.passes.rerouting": ("without",),
     "schedir.render": (),
