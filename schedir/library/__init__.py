@@ -19,27 +19,3 @@ from schedir.library.authoring import (
 from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, expect_fewer, load
 from schedir.library.generate import Costs
 from schedir.library.targets import built_in, find, installed, is_list, name_of
-
-__all__ = [
-    "DEFAULT_MICROBATCHES",
-    "DEFAULT_RANKS",
-    "Costs",
-    "Generator",
-    "GeneratorFunction",
-    "Parameter",
-    "Pipeline",
-    "build",
-    "built_in",
-    "equal_groups",
-    "expect_fewer",
-    "find",
-    "installed",
-    "is_list",
-    "load",
-    "mirrored",
-    "name_of",
-    "schedule",
-    "slots_in_groups",
-    "wave",
-    "wrapped",
-]
