@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from schedir.diagnosis.verdict import Diagnosis, Position, diagnose
     from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
     from schedir.finder.comparing import steady_state
-    from schedir.library.compaction import repeat_block
+    from schedir.library.blocks import repeat_block
     from schedir.passes.rerouting import without
     from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
     from schedir.simulator.steady_state import SteadyState
@@ -161,7 +161,7 @@ _ON_DEMAND = {
     "schedir.diagnosis.verdict": ("Diagnosis", "Position", "diagnose"),
     "schedir.finder": ("Comparison", "ReplicaPlan", "compare", "plan_replicas", "search"),
     "schedir.finder.comparing": ("steady_state",),
-    "schedir.library.compaction": ("repeat_block",),
+    "schedir.library.blocks": ("repeat_block",),
     "schedir.passes.rerouting": ("without",),
     "schedir.render": (),
     "schedir.simulator": ("Band", "CostModel", "Timeline", "forecast", "simulate"),

@@ -20,7 +20,7 @@ import attrs
 from schedir.errors import LoadError
 from schedir.ir import Schedule, loads, loads_torch_csv
 from schedir.library.authoring import Generator, GeneratorFunction
-from schedir.library.user_errors import call_user_code, describe_value
+from schedir.library.generate import call_user_code, describe_value
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
