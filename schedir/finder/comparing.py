@@ -24,7 +24,7 @@ from schedir.library import (
     Generator,
     GeneratorFunction,
     Parameter,
-    find,
+    generator_of,
     is_list,
     load,
     name_of,
@@ -534,7 +534,7 @@ def _found(target: Target) -> Generator | Schedule | Timeline:
             return median_step(timelines)
         if is_list(target):
             return load(target)
-    return find(target)
+    return generator_of(target)
 
 
 def _shaped(

@@ -40,7 +40,7 @@ _UNRELATED = {
 }  # have one of these names for another thing
 
 
-def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
+def generator_of(target: str | Path | Generator | GeneratorFunction) -> Generator:
     """The generator that a name, a path, `module:function` or a callable stands for.
 
     Raises LoadError if there is none.

@@ -85,7 +85,7 @@ class _Runs:
 
     def __init__(self, timeline: Timeline) -> None:
         columns = timeline.schedule.columns
-        place, first = by_microbatch(columns)
+        place, first, _ = by_microbatch(columns)
         drawn = columns.is_kind(*COMPUTE)[first]
         place, labelled = place[drawn], ~columns.is_kind(*STEPS)[first[drawn]]
         self.until = timeline.makespan

@@ -137,12 +137,12 @@ def _continues(longer: Schedule, schedule: Schedule) -> bool:
 def steady_state_of(timeline: Timeline) -> SteadyState | None:
     """The steady state that a simulated timeline shows, None if it is too short to show one."""
     columns, ends = timeline.schedule.columns, timeline.ends
-    place, first = by_microbatch(columns)
+    place, first, column = by_microbatch(columns)
     rank = columns.rank[first]
     listed = np.zeros((columns.ranks, place.shape[1]), np.int64)  # up to a microbatch, by rank
     np.add.at(listed, rank, place >= 0)
     listed = listed.cumsum(axis=1)
-    after, lag = _posted_after(timeline, place)
+    after, lag = _posted_after(timeline, column)
     for apart in range(1, min(place.shape[1] // 3, _MOST_WORK // max(place.size, 1)) + 1):
         earlier, later = place[:, :-apart], place[:, apart:]
         here, moved = earlier >= 0, (listed[:, apart:] - listed[:, :-apart])[rank]
@@ -160,12 +160,12 @@ def steady_state_of(timeline: Timeline) -> SteadyState | None:
     return None
 
 
-def by_microbatch(columns: Columns) -> tuple[Ints, Ints]:
+def by_microbatch(columns: Columns) -> tuple[Ints, Ints, Ints]:
     """The places of actions, in a row for each rank, stage and kind, and a column for each
-    microbatch, -1 where there is none; and the first place of each row.
+    microbatch, -1 where there is none; the first place of each row; the column of each place.
 
     An action of a whole stage, such as OPTIM_STEP, is in the column of the last gradient that its
-    rank accumulated for the stage before it, and in none before the first.
+    rank accumulated for the stage before it, and in none (-1) before the first.
     """
     stages = int(columns.stage.max(initial=0)) + 1
     held = columns.rank * stages + columns.stage
@@ -181,22 +181,20 @@ def by_microbatch(columns: Columns) -> tuple[Ints, Ints]:
     _, first, row = np.unique(keys[placed], return_index=True, return_inverse=True)
     place = np.full((len(first), int(column.max(initial=0)) + 1), -1)
     place[row, column[placed]] = placed
-    return place, placed[first]
+    return place, placed[first], column
 
 
-def _posted_after(timeline: Timeline, place: Ints) -> tuple[Ints, int]:
+def _posted_after(timeline: Timeline, column: Ints) -> tuple[Ints, int]:
     """For every action, the compute after which it is posted, or itself; and the most microbatches
     that an action is behind one that is listed or posted before it."""
     columns, posting = timeline.schedule.columns, timeline.posting
     itself = np.arange(len(columns))
     after = itself if posting is None else posting.after(timeline.schedule)
     after = np.where(after < 0, itself, after)
-    column = np.full(len(columns), -1)
-    placed, column[place[place >= 0]] = place[place >= 0], np.nonzero(place >= 0)[1]
-    lift = columns.rank * (place.shape[1] + 1)  # so that each rank begins anew
+    lift = columns.rank * (int(column.max(initial=0)) + 2)  # so that each rank begins anew
     ahead = np.maximum.accumulate(column + lift) - lift
     behind = np.maximum(ahead - column, column - column[after])
-    return after, int(behind[placed].max(initial=0))
+    return after, int(behind[column >= 0].max(initial=0))
 
 
 def _slack(timeline: Timeline, microbatches: int) -> float:
