@@ -16,7 +16,7 @@ line ends in LF or CR LF. Any other white space, such as a lone CR, is an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, islice
 
@@ -143,43 +143,33 @@ class _Parser(Reader):
         if key == "name":
             self._name(start, value.start(), end)
         elif key == "placement":
-            self._placement(chain([value], words))
+            # Shared, as a tuple for each of millions of stages takes far more memory than its word.
+            held = lru_cache(_MOST_SHARED)(_ranks_of)
+            for word in chain([value], words):
+                self.placement.append(self.read(held, word[0], word.start()))
         else:
-            extra = next(words, None)
-            if extra is not None:
+            for extra in words:
                 raise self.error(f"'{key}' takes one value", extra.start())
-            self._count(key, value)
-
-    def _count(self, key: str, value: re.Match[str]) -> None:
-        number = self.read(_number, value[0], value.start())
-        if key == "schedir" and number != FORMAT_VERSION:
-            raise self.error(
-                f"format {number} is unknown; this is schedir's format {FORMAT_VERSION}",
-                value.start(),
-            )
-        if key == "microbatches":
-            if number < 1:
-                raise self.error("a schedule needs at least one microbatch", value.start())
-            self.microbatches = number
+            number, offset = self.read(_number, value[0], value.start()), value.start()
+            if key == "microbatches":
+                self.microbatches = number
+                if number < 1:
+                    raise self.error("a schedule needs at least one microbatch", offset)
+            elif number != FORMAT_VERSION:
+                known = f"this is schedir's format {FORMAT_VERSION}"
+                raise self.error(f"format {number} is unknown; {known}", offset)
 
     def _name(self, line: int, start: int, end: int) -> None:
         stop = self.text.find("\n", line, end)
         if stop < 0:
             stop = end
-        more = next(self._words(stop, end), None)
-        if more is not None:
+        for more in self._words(stop, end):
             raise self.error("a name stands on one line", more.start())
         # Inner runs of blanks belong to the name.
         self.name = self.text[start:stop].partition("#")[0].rstrip(" \t\r")
         if not self.name.isprintable():
             offset, wrong = next((i, c) for i, c in enumerate(self.name) if not c.isprintable())
             raise self.error(f"{wrong!r} can't stand in a name", start + offset)
-
-    def _placement(self, words: Iterable[re.Match[str]]) -> None:
-        # Shared, as a tuple for each of millions of stages takes far more memory than its word.
-        held = lru_cache(_MOST_SHARED)(_ranks_of)
-        for word in words:
-            self.placement.append(self.read(held, word[0], word.start()))
 
     def _rank(self, match: re.Match[str], end: int) -> None:
         rank = int(match[1])
@@ -190,11 +180,9 @@ class _Parser(Reader):
             raise self.error(
                 f"a second line for rank {rank}; the first is line {line}", match.start()
             )
-        self.ranks[rank] = tuple(self._entries(match.end(), end))
-
-    def _entries(self, start: int, end: int) -> Iterator[Entry]:
-        for word in self._words(start, end):
-            yield self.read(parse_entry, word[0], word.start())
+        self.ranks[rank] = tuple(
+            self.read(parse_entry, word[0], word.start()) for word in self._words(match.end(), end)
+        )
 
     def _start_of(self, rank: int) -> int:
         """Where the line of a rank starts."""

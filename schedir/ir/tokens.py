@@ -59,10 +59,8 @@ def parse_entry(token: str) -> Entry:
 
     Raises ValueError with the reason, a TokenError if the fault is not at the token's beginning.
     """
-    return _parse_together(token) if token.startswith("(") else parse_action(token)
-
-
-def _parse_together(token: str) -> Together:
+    if not token.startswith("("):
+        return parse_action(token)
     end = token.find(")")
     if end < 0:
         raise ValueError(

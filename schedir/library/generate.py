@@ -256,12 +256,16 @@ def user_line(error: BaseException) -> str:
     system's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shown_path(error.filename)}:{error.lineno}"
-    lines = [
-        f"{_shown_path(frame.f_code.co_filename)}:{line}"
-        for frame, line in walk_tb(error.__traceback__)
-        if _belongs_to_user(frame.f_code.co_filename)
-    ]
-    return lines[-1] if lines else ""
+    found = ""
+    for frame, line in walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename).resolve()
+        # The built-in schedules count as an author's.
+        own = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "schedules")
+        imports = path.is_relative_to(Path(importlib.__file__).resolve().parent)
+        # "<…>" is the import system, or methods that attrs has generated.
+        if not (own or imports or frame.f_code.co_filename.startswith("<")):
+            found = f"{_shown_path(frame.f_code.co_filename)}:{line}"
+    return found
 
 
 def source_of(file: str, line: int) -> Source:
@@ -280,15 +284,6 @@ def blamed_line(frame: FrameType | None, generator: Generator) -> str:
     else:
         return generator.name
     return str(source_of(code.co_filename, line))
-
-
-def _belongs_to_user(file: str) -> bool:
-    """True if a line of `file` is the author's; the built-in schedules count as an author's."""
-    if file.startswith("<"):
-        return False  # the import system, or methods that attrs has generated
-    path = Path(file).resolve()
-    own = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "schedules")
-    return not own and not path.is_relative_to(Path(importlib.__file__).resolve().parent)
 
 
 def _shown_path(file: str) -> str:
