@@ -23,7 +23,7 @@ from itertools import chain, islice
 from schedir.errors import ParseError
 from schedir.ir.action import Entry
 from schedir.ir.schedule import FORMAT_VERSION, Schedule, expect_schedule, sched_text
-from schedir.ir.tokens import NUMBER, Reader, TokenError, clip, parse_entry, parts_of
+from schedir.ir.tokens import NUMBER, Reader, TokenError, clip, parse_action, parse_entry, parts_of
 
 # A word or a comment. A lone CR is a word, and none that is allowed anywhere.
 _PIECE = re.compile(r"#[^\n]*|[^ \t\r\n#]+|\r(?!\n|\Z)")
@@ -180,9 +180,16 @@ class _Parser(Reader):
             raise self.error(
                 f"a second line for rank {rank}; the first is line {line}", match.start()
             )
-        self.ranks[rank] = tuple(
-            self.read(parse_entry, word[0], word.start()) for word in self._words(match.end(), end)
-        )
+        self.ranks[rank] = tuple(self._entries(match.end(), end))
+
+    def _entries(self, start: int, end: int) -> Iterator[Entry]:
+        word = None
+        try:  # once for all, as there may be millions
+            for word in self._words(start, end):
+                token = word[0]
+                yield parse_entry(token) if token[0] == "(" else parse_action(token)
+        except ValueError as error:
+            raise self.fault(error, word.start() if word else start) from None
 
     def _start_of(self, rank: int) -> int:
         """Where the line of a rank starts."""

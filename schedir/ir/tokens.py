@@ -136,12 +136,16 @@ class Reader:
         column = offset - self.text.rfind("\n", 0, offset)
         return ParseError(message, self.file, self.line(offset), column)
 
+    def fault(self, error: ValueError, offset: int) -> ParseError:
+        """The error to raise for a token that names nothing, such as a TokenError."""
+        return self.error(str(error), offset + getattr(error, "offset", 0))
+
     def read(self, parse: Callable[[str], T], token: str, offset: int) -> T:
         """What `parse` makes of a token. Raises ParseError for its ValueError."""
         try:
             return parse(token)
         except ValueError as error:
-            raise self.error(str(error), offset + getattr(error, "offset", 0)) from None
+            raise self.fault(error, offset) from None
 
 
 def parts_of(text: str, separator: str, offset: int) -> Iterator[tuple[str, int]]:
