@@ -9,7 +9,7 @@ weights fill the gaps that the schedule leaves under given costs.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 _Number: TypeAlias = int
 """An action of a microbatch: 0 to S - 1 are the FORWARDs of the S stages, S to 2S - 1 the backwards
 from the last stage on. Each needs the one before it. The BACKWARD_WEIGHT of backward n is n + S."""
-
-_Run: TypeAlias = tuple[_Number, int]
-"""An action of a block, and the microbatch."""
 
 _LENGTH_AND_CHANGE = {
     Kind.FORWARD: (1, 1),
@@ -71,7 +68,7 @@ def repeat_block(
     """
     one = _block_of(pipe, block)
     order, limit = _squeezed(one, pipe.microbatches)
-    return _weights_put_off(one, order, limit, costs)
+    return _weights_put_off(one, order, limit, pipe.microbatches, costs)
 
 
 @attrs.frozen
@@ -119,10 +116,10 @@ def _block_of(pipe: Pipeline, slots: Mapping[Action, int]) -> _Block:
     length, change = (
         {n: _LENGTH_AND_CHANGE[action.kind][of] for n, action in actions.items()} for of in (0, 1)
     )
-    work = [0] * pipe.ranks
+    work = Counter[int]()
     for n, many in length.items():
         work[rank[n]] += many
-    interval = max(work)
+    interval = max(work.values())
     end = 0
     taken: dict[tuple[int, int], Action] = {}
     for n, start in enumerate(starts):
@@ -140,8 +137,9 @@ def _block_of(pipe: Pipeline, slots: Mapping[Action, int]) -> _Block:
     return _Block(pipe.ranks, pipe.stages, interval, actions, rank, length, change, starts)
 
 
-def _squeezed(block: _Block, microbatches: int) -> tuple[list[list[_Run]], int]:
-    """What each rank runs, in the order of its slots, and the most activations that a rank holds.
+def _squeezed(block: _Block, microbatches: int) -> tuple[list[list[_Number]], int]:
+    """What each rank runs but its BACKWARD_WEIGHTs, in the order of its slots, and the most
+    activations that a rank holds.
 
     `slots[n][m]` is the slot in which microbatch m runs action n; a BACKWARD_WEIGHT starts in the
     first free slot. `taken` has a byte for each slot of a rank, not 0 if the rank works there.
@@ -157,7 +155,8 @@ def _squeezed(block: _Block, microbatches: int) -> tuple[list[list[_Run]], int]:
         for n, start in enumerate(block.starts)
     }
 
-    def runs() -> list[_Run]:
+    def runs() -> list[tuple[_Number, int]]:
+        """All actions with their microbatches, by their slots."""
         every = ((n, m) for n in slots for m in range(len(slots[n])))
         return sorted(every, key=lambda run: slots[run[0]][run[1]])
 
@@ -197,14 +196,19 @@ def _squeezed(block: _Block, microbatches: int) -> tuple[list[list[_Run]], int]:
             take(n, slot, b"\0")
             slots[n][m] = take_free(n, earliest, slot + length[n])
             count(n, slots[n][m], slot)
-    order: list[list[_Run]] = [[] for _ in range(block.ranks)]
-    for n, m in runs():
-        order[rank[n]].append((n, m))
+    order: list[list[_Number]] = [[] for _ in range(block.ranks)]
+    for n, _ in runs():
+        if n < 2 * block.stages:
+            order[rank[n]].append(n)
     return order, limit
 
 
 def _weights_put_off(
-    block: _Block, order: list[list[_Run]], limit: int, costs: CostModel | None
+    block: _Block,
+    order: list[list[_Number]],
+    limit: int,
+    microbatches: int,
+    costs: CostModel | None,
 ) -> tuple[tuple[Action, ...], ...]:
     """The lists with each rank's BACKWARD_WEIGHTs where there is the time for one until its next
     action can run, or where it holds `limit` activations and is to run a FORWARD.
@@ -221,9 +225,9 @@ def _weights_put_off(
         for n, action in block.actions.items()
     }
     weight_of = {number[n - stages]: step for n, step in number.items() if n >= 2 * stages}
-    ahead = [deque(number[n] for n, _ in own if n < 2 * stages) for own in order]
+    ahead = [deque(number[n] for n in own) for own in order]
     weights: list[deque[int]] = [deque() for _ in order]
-    steps = _steps(block, sum(map(len, order)) // len(block.actions), costs)
+    steps = _steps(block, microbatches, costs)
     board, changes = Board.of(steps), steps.changes
     forwards = [sum(changes[step] > 0 for step in own) for own in ahead]
 

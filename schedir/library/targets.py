@@ -32,12 +32,8 @@ _LISTS = (".sched", ".csv")  # the extensions of files that list actions
 _STDIN = "-"
 _CSV = re.compile(rb"[\s,\"(]*[0-9]")  # how torch's CSV begins: an action's stage
 _DECLARE = {"schedule", "Generator"}  # what makes a Generator
-_UNRELATED = {
-    "collections",
-    "numpy",
-    "torch",
-    "typing",
-}  # have one of these names for another thing
+# Packages that have one of these names for another thing.
+_UNRELATED = {"collections", "numpy", "torch", "typing"}
 
 
 def generator_of(target: str | Path | Generator | GeneratorFunction) -> Generator:
