@@ -79,8 +79,8 @@ if TYPE_CHECKING:
     from schedir.diagnosis import Diagnosis
     from schedir.diagnosis.verdict import Position, diagnose
     from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
-    from schedir.finder.full_pipeline import steady_state
-    from schedir.library.compaction import repeat_block
+    from schedir.finder.comparing import steady_state
+    from schedir.library.blocks import repeat_block
     from schedir.passes.rerouting import without
     from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
     from schedir.simulator.steady_state import SteadyState
@@ -162,8 +162,8 @@ _ON_DEMAND = {
     "schedir.diagnosis": ("Diagnosis",),
     "schedir.diagnosis.verdict": ("Position", "diagnose"),
     "schedir.finder": ("Comparison", "ReplicaPlan", "compare", "plan_replicas", "search"),
-    "schedir.finder.full_pipeline": ("steady_state",),
-    "schedir.library.compaction": ("repeat_block",),
+    "schedir.finder.comparing": ("steady_state",),
+    "schedir.library.blocks": ("repeat_block",),
     "schedir.passes.rerouting": ("without",),
     "schedir.render": (),
     "schedir.simulator": ("Band", "CostModel", "Timeline", "forecast", "simulate"),

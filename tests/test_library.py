@@ -12,7 +12,7 @@ import pytest
 import schedir
 from schedir import Action, LoadError, Pipeline, forward
 from schedir.cli import main
-from schedir.library import find, installed, load
+from schedir.library import generator_of, installed, load
 
 SOUND = """
 from schedir import backward, forward, optim_step, schedule
@@ -43,7 +43,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("importable")
 def test_the_ways_to_name_a_generator_agree(file: Path) -> None:
     built = schedir.build(file, ranks=2, microbatches=2)
-    for target in ("mine.py", "mine.py:mine", "mine:mine", find("mine.py")):
+    for target in ("mine.py", "mine.py:mine", "mine:mine", generator_of("mine.py")):
         assert schedir.build(target, ranks=2, microbatches=2) == built
     plain = schedir.build("mine.py:undecorated", ranks=2, microbatches=2)
     assert (plain.name, plain.flat) == ("undecorated", built.flat)
@@ -251,7 +251,7 @@ def test_generator_sees_the_costs_that_it_asks_for(
 ) -> None:
     path = tmp_path / "tuned.py"
     path.write_text(TUNED)
-    assert find(path).parameters.keys() == {"twice"}
+    assert generator_of(path).parameters.keys() == {"twice"}
     quick = schedir.build(path, ranks=1, microbatches=2)
     slow = schedir.build(path, ranks=1, microbatches=2, costs=schedir.CostModel(forward=2))
     assert [str(action) for action in quick.actions[0]] == ["0F0", "0F1", "0B0", "0B1"]

@@ -9,7 +9,7 @@ import pytest
 
 import schedir
 from schedir import Action, CostModel, LoadError, Pipeline, backward, forward
-from schedir.library import find
+from schedir.library import generator_of
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_placement_may_ask_for_costs_and_for_parameters(own: dict[str, Any]) -
 
 
 def test_what_a_placement_asks_for_is_a_parameter_of_the_schedule() -> None:
-    generator = find(by_cost)
+    generator = generator_of(by_cost)
     assert [*generator.parameters] == ["turned", "turns"]
     assert generator.sees_costs
     costs = CostModel(forward=(3, 1, 2))

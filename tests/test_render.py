@@ -19,7 +19,7 @@ from schedir.checker.diagnostics import fill
 from schedir.ir import COMPUTE
 from schedir.render import Page, explanation, outputs_of, timeline_json, timeline_text
 from schedir.render.overview import overview_blocks
-from schedir.render.steady_state import Repeat, repeats
+from schedir.render.repeats import Repeat, repeats
 from schedir.render.terminal_timeline import drawing_of
 from schedir.render.text import coloured, number, plain, size, write_to_terminal
 from tests.findings import odd

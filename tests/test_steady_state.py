@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir import CostModel, Kind, Timeline, backward, forward, optim_step, simulate, steady_state
-from schedir.finder import full_pipeline
 from schedir.library import built_in
 from schedir.simulator.steady_state import steady_state_of
 from tests.command_line import Run, runner
@@ -340,7 +339,7 @@ def test_a_long_transient_is_no_steady_state() -> None:
 def test_what_does_not_repeat_within_the_bound_is_not_guessed(
     run: Run, most: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(full_pipeline, "_MOST_ACTIONS", most)
+    monkeypatch.setattr("schedir.simulator.steady_state._MOST_ACTIONS", most)
     costs = {"forward": 0, **SLOW_LINKS, "optim_step": 0.01}
     options = [word for name, cost in costs.items() for word in ("--cost", f"{name}={cost}")]
     options += ["--set", "gradient_accumulation=6"]

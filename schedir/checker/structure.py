@@ -40,7 +40,7 @@ from schedir.ir import (
     Schedule,
 )
 from schedir.ir.kinds import STAGE_WIDE, uses_of
-from schedir.ir.printing import placement_text
+from schedir.ir.schedule import placement_text
 
 _ORDERLESS = np.zeros(0, np.int64)
 

@@ -17,7 +17,7 @@ from schedir.library import (
     DEFAULT_MICROBATCHES,
     DEFAULT_RANKS,
     Parameter,
-    find,
+    generator_of,
     is_list,
     load,
     name_of,
@@ -150,7 +150,7 @@ def sees_costs(target: str) -> bool:
     if is_list(target) or target.endswith(".json"):
         return False
     with redirect_stdout(sys.stderr):
-        return find(target).sees_costs
+        return generator_of(target).sees_costs
 
 
 def parameters_of(args: argparse.Namespace) -> dict[str, Parameter]:

@@ -78,7 +78,7 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
 
     Raises the errors of `drawn`, and SchedirError, with the reason, if there is no steady state.
     """
-    from schedir.finder.full_pipeline import look
+    from schedir.simulator.steady_state import full_pipeline
 
     if is_measured(args.target):
         args.parser.error("--steady is for schedules: measured calls fill and drain the pipeline")
@@ -96,14 +96,14 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
             "pipeline drains at every update"
         )
     with redirect_stdout(sys.stderr):  # text that a user's generator prints is not the result
-        found = look(schedule, costs, grows=True, channel=args.channel)
-    if found.steady is None:
-        many = count(found.timeline.schedule.microbatches, "microbatch", "es")
+        full, steady = full_pipeline(schedule, costs, schedule.rebuild, args.channel)
+    if steady is None:
+        many = count(full.schedule.microbatches, "microbatch", "es")
         raise SchedirError(
             f"{subject} shows no steady state: in {many} its actions do not repeat with one period "
             "for long enough"
         )
-    return line, found.timeline, found.steady
+    return line, full, steady
 
 
 def load_schedule(args: argparse.Namespace, costs: CostModel) -> Schedule:

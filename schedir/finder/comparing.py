@@ -1,4 +1,5 @@
-"""Runs schedules side by side, in several shapes: `compare`."""
+"""Runs schedules side by side, in several shapes: `compare`. What a full pipeline costs:
+`steady_state`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
@@ -23,7 +24,7 @@ from schedir.library import (
     Generator,
     GeneratorFunction,
     Parameter,
-    find,
+    generator_of,
     is_list,
     load,
     name_of,
@@ -107,6 +108,52 @@ def compare(
         if progress is not None:
             progress(done, len(tried))
     return job.comparison(rows)
+
+
+def steady_state(
+    target: str | Path | Generator | GeneratorFunction | Schedule,
+    costs: Costs = None,
+    *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    channel: str | None = None,
+    **parameters: Parameter,
+) -> SteadyState | None:
+    """The cost of an asynchronous schedule once its pipeline is full: time per microbatch, bubble.
+
+    An asynchronous schedule computes for a stage again after the stage's OPTIM_STEP, as `pipedream`
+    does, so a pipeline that is never drained stays full. `target` and its shape are as for `build`,
+    or a Schedule. `costs` are those of `simulate`, by default the textbook's, or a function from a
+    number of stages to them. Times are in their unit. `channel` is that of `simulate`.
+
+    A generator is built with more and more microbatches, up to about 200,000 actions, until the
+    ends of all its actions repeat exactly one period later (up to rounding). A Schedule, a `.sched`
+    or a `.csv` file must show that as it is.
+
+    Returns None for a synchronous schedule, which drains at its update, and if no period shows. The
+    result is never an estimate.
+
+    Raises what `build` and `simulate` raise for the schedule in the requested shape.
+
+    >>> import schedir
+    >>> steady = schedir.steady_state("pipedream", ranks=4)
+    >>> steady.time_per_microbatch, steady.bubble_fraction
+    (3.0, 0.0)
+    """
+    if isinstance(target, Schedule):
+        schedule, longer = target, None
+    else:
+        shape: dict[str, Any] = {"ranks": ranks, "chunks": chunks, "costs": costs, **parameters}
+        schedule = load(target, microbatches=microbatches, **shape)
+        longer = schedule.rebuild
+    model = costs(schedule.stages) if callable(costs) else costs
+    if not schedule.is_asynchronous:
+        simulate(schedule, model, channel=channel)  # raises what is wrong with either
+        return None
+    from schedir.simulator.steady_state import full_pipeline  # which few schedules need
+
+    return full_pipeline(schedule, model, longer, channel)[1]
 
 
 @attrs.frozen
@@ -218,9 +265,10 @@ class _Job:
     def _steady(self, schedule: Schedule, grows: bool, channel: str | None) -> SteadyState | None:
         if not schedule.is_asynchronous:
             return None
-        from schedir.finder.full_pipeline import look  # which few schedules need
+        from schedir.simulator.steady_state import full_pipeline  # which few schedules need
 
-        return look(schedule, self._of(schedule), grows=grows, channel=channel).steady
+        longer = schedule.rebuild if grows else None
+        return full_pipeline(schedule, self._of(schedule), longer, channel)[1]
 
     def _proved(self, schedule: Schedule) -> tuple[Schedule | None, Problem | None]:
         """The complete form, if it runs under any model, and why it does not under this one."""
@@ -486,7 +534,7 @@ def _found(target: Target) -> Generator | Schedule | Timeline:
             return median_step(timelines)
         if is_list(target):
             return load(target)
-    return find(target)
+    return generator_of(target)
 
 
 def _shaped(

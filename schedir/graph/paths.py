@@ -38,7 +38,7 @@ from schedir.ir import (
     channel_model,
 )
 from schedir.ir.kinds import STEPS
-from schedir.ir.ties import shared_steps, tied_steps
+from schedir.ir.schedule import shared_steps, tied_steps
 
 REASONS = ("comes after", "needs", "queued behind", "runs with")
 AFTER, NEEDS, QUEUED, PART, POSTED = range(5)

@@ -18,15 +18,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import TypeAlias
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir.action import Action
+from schedir.ir.action import Action, Entry, Together
 from schedir.ir.kinds import Kind
-from schedir.ir.together import Entry, Together
 
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -61,8 +62,13 @@ class Columns:
     def __hash__(self) -> int:
         return hash(tuple(array.tobytes() for array in self._arrays()))
 
+    @property
+    def _fields(self) -> tuple[Ints, ...]:
+        """What the fields of the actions are made from."""
+        return self.kind, self.stage, self.microbatch, self.version
+
     def _arrays(self) -> tuple[Ints | Bools, ...]:
-        return self.starts, self.kind, self.stage, self.microbatch, self.version, self.joined
+        return self.starts, *self._fields, self.joined
 
     @property
     def ranks(self) -> int:
@@ -132,51 +138,32 @@ class Columns:
 
     def action(self, place: int) -> Action:
         """The action that stands at a place."""
-        return _action(
-            int(self.kind[place]),
-            int(self.stage[place]),
-            int(self.microbatch[place]),
-            int(self.version[place]),
-        )
+        return _action(*(field[place].item() for field in self._fields))
 
     def of_rank(self, rank: int) -> Iterator[Action]:
         """The actions of one rank, in list order."""
         own = slice(self.starts[rank], self.starts[rank + 1])
-        return map(
-            _action,
-            self.kind[own].tolist(),
-            self.stage[own].tolist(),
-            self.microbatch[own].tolist(),
-            self.version[own].tolist(),
-        )
+        return map(_action, *(field[own].tolist() for field in self._fields))
 
     def entries_of(self, rank: int) -> Iterator[Entry]:
         """The entries of one rank, in list order."""
-        return _entries(
-            self.of_rank(rank), self.joined[self.starts[rank] : self.starts[rank + 1]].tolist()
-        )
+        entry = self.entry[self.starts[rank] : self.starts[rank + 1]].tolist()
+        for _, numbered in groupby(zip(entry, self.of_rank(rank), strict=True), itemgetter(0)):
+            actions = [action for _, action in numbered]
+            yield actions[0] if len(actions) == 1 else Together(actions)
 
     def take(self, places: Ints, starts: Ints) -> Columns:
         """The columns with the actions at `places`, in that order; ranks as `starts` says.
 
         Actions of one entry stay one where they still follow each other in their order.
         """
-        return Columns(
-            starts,
-            self.kind[places],
-            self.stage[places],
-            self.microbatch[places],
-            self.version[places],
-            self._still_joined(places, starts),
-        )
-
-    def _still_joined(self, places: Ints, starts: Ints) -> Bools:
         joined = np.zeros(len(places), np.bool_)
         if self.together:
             entry = self.entry[places]
             joined[1:] = (entry[1:] == entry[:-1]) & (places[1:] > places[:-1])
             joined[starts[starts < len(places)]] = False
-        return joined
+        kind, stage, microbatch, version = (field[places] for field in self._fields)
+        return Columns(starts, kind, stage, microbatch, version, joined)
 
 
 @cache
@@ -214,27 +201,10 @@ def columns_of(lists: Iterable[Iterable[Entry]]) -> Columns:
         starts.append(len(kinds))
     is_joined = np.zeros(len(kinds), np.bool_)
     is_joined[joined] = True
-    return Columns(
-        np.array(starts, np.int64),
-        np.array(kinds, np.int64),
-        np.array(stages, np.int64),
-        np.array(microbatches, np.int64),
-        np.array(versions, np.int64),
-        is_joined,
+    start, kind, stage, microbatch, version = (
+        np.array(each, np.int64) for each in (starts, kinds, stages, microbatches, versions)
     )
-
-
-def _entries(actions: Iterable[Action], joined: Iterable[bool]) -> Iterator[Entry]:
-    """The entries of a list: an action that is `joined` belongs to the entry of the action before
-    it."""
-    entry: list[Action] = []
-    for action, goes_on in zip(actions, joined, strict=True):
-        if entry and not goes_on:
-            yield Together(entry) if len(entry) > 1 else entry[0]
-            entry = []
-        entry.append(action)
-    if entry:
-        yield Together(entry) if len(entry) > 1 else entry[0]
+    return Columns(start, kind, stage, microbatch, version, is_joined)
 
 
 def _action(kind: int, stage: int, microbatch: int, version: int) -> Action:

@@ -1,4 +1,4 @@
-"""A schedule: one list of typed actions per rank, and where each stage lives."""
+"""A schedule: one list of typed actions per rank, where each stage lives, and what is tied."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import attrs
 import numpy as np
 
 from schedir.display import Displayed
-from schedir.ir.action import MAX_NUMBER, Action, is_number
+from schedir.errors import UnsoundError
+from schedir.ir.action import MAX_NUMBER, Action, Entry, is_number
 from schedir.ir.columns import Columns, Ints, columns_of
-from schedir.ir.kinds import COMMUNICATION, COMPUTE, Kind
-from schedir.ir.printing import sched_text
-from schedir.ir.together import Entry
-from schedir.ir.tokens import TokenError, clip, parse_entry, printable
+from schedir.ir.kinds import COMMUNICATION, COMPUTE, STEPS, Kind
+from schedir.ir.tokens import clip, parse_entry, printable
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 """`placement[stage]`: the ranks that hold the stage, ascending; several for replicas."""
@@ -67,7 +66,7 @@ def _parsed(rank: int, entries: str | Iterable[str | Entry]) -> Iterator[Entry]:
         if isinstance(entry, str):
             try:
                 yield parse_entry(entry)
-            except TokenError as error:
+            except ValueError as error:
                 raise ValueError(f"rank {rank} #{index} {clip(entry)}: {error}") from None
         else:
             yield entry
@@ -228,8 +227,7 @@ class Schedule(Displayed):
         """SHA-256 of the text form, in hex. Equal schedules have equal hashes on every machine."""
         from hashlib import sha256  # with OpenSSL, which a check needs nothing of
 
-        text = sched_text(self.name, self.microbatches, self.placement, self.actions)
-        return sha256(text.encode()).hexdigest()
+        return sha256(sched_text(self).encode()).hexdigest()
 
     def take(self, places: Ints, starts: Ints) -> Schedule:
         """The schedule with only the actions at `places`, in that order, and their sources."""
@@ -239,6 +237,26 @@ class Schedule(Displayed):
             actions=self.columns.take(places, starts),
             sources=None if sources is None else Sources(sources.lines, sources.line_of[places]),
         )
+
+
+FORMAT_VERSION = 1
+
+
+def sched_text(schedule: Schedule) -> str:
+    """The text form of a schedule; `schedir.ir.text` describes and parses it."""
+    lines = [
+        f"schedir {FORMAT_VERSION}",
+        f"name {schedule.name}",
+        f"microbatches {schedule.microbatches}",
+        f"placement {placement_text(schedule.placement)}",
+        *(" ".join([f"rank {n}:", *map(str, own)]) for n, own in enumerate(schedule.actions)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def placement_text(placement: Iterable[Iterable[int]]) -> str:
+    """The ranks of each stage, as the text form has them: `0 1,3 2`."""
+    return " ".join(",".join(map(str, held)) for held in placement)
 
 
 def stages_by_rank(placement: Placement) -> dict[int, tuple[int, ...]]:
@@ -273,3 +291,70 @@ def expect_stages(schedule: Schedule, stages: object, what: str) -> None:
     for stage in stages:
         if not is_number(stage) or stage > last:
             raise ValueError(f"{schedule.name} has no stage {stage!r} to {what}, only 0..{last}")
+
+
+# Ties are groups of stages that share parameters, such as the embeddings of the first and the last
+# stage. The gradient of a tied parameter is the sum over its stages, taken before any of them
+# steps. So the k-th OPTIM_STEPs of all stages of a group happen together, on every rank that holds
+# one of them.
+
+Ties: TypeAlias = tuple[tuple[int, ...], ...]
+"""The groups, each of two or more different stages; a stage may be in several."""
+
+
+def ties_of(schedule: Schedule, groups: Iterable[Iterable[int]]) -> Ties:
+    """The groups of stages as ties of the schedule. Raises ValueError for a group that can't be
+    one."""
+    ties = []
+    for group in groups:
+        tie = tuple(group) if isinstance(group, Iterable) else ()
+        if len(tie) < 2 or not all(map(is_number, tie)):
+            raise ValueError(
+                f"a tie is a group of two or more stages, such as (0, 3), not {group!r}"
+            )
+        for stage in tie:
+            if stage >= schedule.stages:
+                last = schedule.stages - 1
+                raise ValueError(f"the tie {tie} names stage {stage}; the stages are 0..{last}")
+        if len(set(tie)) < len(tie):
+            raise ValueError(f"the tie {tie} names a stage twice")
+        ties.append(tie)
+    return tuple(ties)
+
+
+def tied_steps(schedule: Schedule, ties: Ties) -> list[tuple[int, ...]]:
+    """The places of the OPTIM_STEPs that happen together: the k-th ones of all stages of a tie, on
+    all their ranks. Ties that share a stage count as one tie.
+
+    If some stage has fewer OPTIM_STEPs, the turns that it lacks are left out. Raises UnsoundError
+    for an OPTIM_STEP on a rank that does not hold its stage.
+    """
+    if not ties:
+        return []
+    columns = schedule.columns
+    steps: dict[tuple[int, int], list[int]] = {holding: [] for holding in schedule.holdings}
+    for place in columns.where(*STEPS).tolist():
+        holding = int(columns.stage[place]), int(columns.rank[place])
+        if holding not in steps:
+            raise UnsoundError(f"rank {holding[1]} updates stage {holding[0]}, not its own")
+        steps[holding].append(place)
+    groups: list[set[int]] = []
+    for tie in ties:
+        joins = [group for group in groups if not group.isdisjoint(tie)]
+        groups = [group for group in groups if group.isdisjoint(tie)]
+        groups.append(set(tie).union(*joins))
+    return [
+        turn
+        for group in groups
+        for turn in zip(
+            *(steps[stage, rank] for stage in sorted(group) for rank in schedule.placement[stage]),
+            strict=False,
+        )
+    ]
+
+
+def shared_steps(schedule: Schedule, ties: Ties) -> list[int]:
+    """The places of the tied OPTIM_STEPs at which ranks communicate to add up their gradients."""
+    rank = schedule.columns.rank
+    turns = tied_steps(schedule, ties)
+    return [place for turn in turns if len({*rank[list(turn)].tolist()}) > 1 for place in turn]

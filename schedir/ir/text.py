@@ -16,23 +16,14 @@ line ends in LF or CR LF. Any other white space, such as a lone CR, is an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import lru_cache
 from itertools import chain, islice
 
 from schedir.errors import ParseError
-from schedir.ir.printing import FORMAT_VERSION, sched_text
-from schedir.ir.schedule import Schedule, expect_schedule
-from schedir.ir.together import Entry
-from schedir.ir.tokens import (
-    NUMBER,
-    TokenError,
-    clip,
-    decode,
-    parse_action,
-    parse_entry,
-    parts_of,
-    position,
-)
+from schedir.ir.action import Entry
+from schedir.ir.schedule import FORMAT_VERSION, Schedule, expect_schedule, sched_text
+from schedir.ir.tokens import NUMBER, Reader, TokenError, clip, parse_action, parse_entry, parts_of
 
 # A word or a comment. A lone CR is a word, and none that is allowed anywhere.
 _PIECE = re.compile(r"#[^\n]*|[^ \t\r\n#]+|\r(?!\n|\Z)")
@@ -55,7 +46,7 @@ def dumps(schedule: Schedule) -> str:
     rank 0: 0F0 0B0 0F1 0B1 0OPTIM_STEP
     """
     expect_schedule(schedule)
-    return sched_text(schedule.name, schedule.microbatches, schedule.placement, schedule.actions)
+    return sched_text(schedule)
 
 
 def loads(text: str | bytes, file: str = "<string>") -> Schedule:
@@ -73,18 +64,12 @@ def loads(text: str | bytes, file: str = "<string>") -> Schedule:
         raise TypeError(
             f"text must be a str or bytes, not {type(text).__name__}; schedir.build reads files"
         )
-    return _Parser(decode(text, file), file).parse()
+    return _Parser(text, file).parse()
 
 
-class _Parser:
-    """Reads the text once and stores only offsets, so that a hostile file costs no memory.
-
-    Lines and columns are computed only for an error.
-    """
-
-    def __init__(self, text: str, file: str) -> None:
-        self.text = text
-        self.file = file
+class _Parser(Reader):
+    def __init__(self, text: str | bytes, file: str) -> None:
+        super().__init__(text, file)
         self.headers: dict[str, int] = {}
         self.name = ""
         self.microbatches = 0
@@ -100,18 +85,18 @@ class _Parser:
                 self._header(start, end)
         for key in ("schedir", "name", "microbatches", "placement"):
             if key not in self.headers:
-                raise self._error(f"the file ends without a '{key}' line", len(self.text))
+                raise self.error(f"the file ends without a '{key}' line", len(self.text))
         count = len(self.ranks)
         if not count:
-            raise self._error("the file ends without a 'rank 0:' line", len(self.text))
+            raise self.error("the file ends without a 'rank 0:' line", len(self.text))
         if max(self.ranks) >= count:
             missing = next(rank for rank in range(count) if rank not in self.ranks)
             beyond = min(rank for rank in self.ranks if rank >= count)
-            raise self._error(f"rank {missing} has no line", self._start_of(beyond))
+            raise self.error(f"rank {missing} has no line", self._start_of(beyond))
         for stage, held in enumerate(self.placement):
             if held[-1] >= count:
                 words = self._words(self.headers["placement"], len(self.text))
-                raise self._error(
+                raise self.error(
                     f"placement names rank {held[-1]}, but there are {count} rank lines",
                     next(islice(words, stage + 1, None)).start(),
                 )
@@ -138,15 +123,15 @@ class _Parser:
             return
         if first.start() > start:
             place = self.text.rfind("\n", 0, first.start()) + 1
-            raise self._error("a continuation line with no line above to continue", place)
+            raise self.error("a continuation line with no line above to continue", place)
         key = first[0]
         if not self.headers and key != "schedir":
             raise self._no_version(key, start)
         if key in self.headers:
-            line, _ = position(self.text, self.headers[key])
-            raise self._error(f"a second '{key}' line; the first is line {line}", start)
+            line = self.line(self.headers[key])
+            raise self.error(f"a second '{key}' line; the first is line {line}", start)
         if key not in ("schedir", "name", "microbatches", "placement"):
-            raise self._error(
+            raise self.error(
                 f"unknown header {clip(key)}; known: schedir, name, microbatches, placement, "
                 "and 'rank N:' lines",
                 start,
@@ -154,97 +139,85 @@ class _Parser:
         self.headers[key] = start
         value = next(words, None)
         if value is None:
-            raise self._error(f"'{key}' needs a value", first.end())
+            raise self.error(f"'{key}' needs a value", first.end())
         if key == "name":
             self._name(start, value.start(), end)
         elif key == "placement":
-            self._placement(chain([value], words))
+            # Shared, as a tuple for each of millions of stages takes far more memory than its word.
+            held = lru_cache(_MOST_SHARED)(_ranks_of)
+            for word in chain([value], words):
+                self.placement.append(self.read(held, word[0], word.start()))
         else:
-            extra = next(words, None)
-            if extra is not None:
-                raise self._error(f"'{key}' takes one value", extra.start())
-            self._count(key, value)
-
-    def _count(self, key: str, value: re.Match[str]) -> None:
-        number = self._number(value[0], value.start())
-        if key == "schedir" and number != FORMAT_VERSION:
-            raise self._error(
-                f"format {number} is unknown; this is schedir's format {FORMAT_VERSION}",
-                value.start(),
-            )
-        if key == "microbatches":
-            if number < 1:
-                raise self._error("a schedule needs at least one microbatch", value.start())
-            self.microbatches = number
+            for extra in words:
+                raise self.error(f"'{key}' takes one value", extra.start())
+            number, offset = self.read(_number, value[0], value.start()), value.start()
+            if key == "microbatches":
+                self.microbatches = number
+                if number < 1:
+                    raise self.error("a schedule needs at least one microbatch", offset)
+            elif number != FORMAT_VERSION:
+                known = f"this is schedir's format {FORMAT_VERSION}"
+                raise self.error(f"format {number} is unknown; {known}", offset)
 
     def _name(self, line: int, start: int, end: int) -> None:
         stop = self.text.find("\n", line, end)
         if stop < 0:
             stop = end
-        more = next(self._words(stop, end), None)
-        if more is not None:
-            raise self._error("a name stands on one line", more.start())
+        for more in self._words(stop, end):
+            raise self.error("a name stands on one line", more.start())
         # Inner runs of blanks belong to the name.
         self.name = self.text[start:stop].partition("#")[0].rstrip(" \t\r")
         if not self.name.isprintable():
             offset, wrong = next((i, c) for i, c in enumerate(self.name) if not c.isprintable())
-            raise self._error(f"{wrong!r} can't stand in a name", start + offset)
-
-    def _placement(self, words: Iterable[re.Match[str]]) -> None:
-        # Shared, as a tuple for each of millions of stages takes far more memory than its word.
-        shared: dict[str, tuple[int, ...]] = {}
-        for word in words:
-            held = shared.get(word[0])
-            if held is None:
-                held = self._held(word)
-                if len(shared) < _MOST_SHARED:
-                    shared[word[0]] = held
-            self.placement.append(held)
-
-    def _held(self, word: re.Match[str]) -> tuple[int, ...]:
-        held: set[int] = set()
-        for part, offset in parts_of(word[0], ",", word.start()):
-            rank = self._number(part, offset)
-            if rank in held:
-                raise self._error(f"rank {rank} is named twice", offset)
-            held.add(rank)
-        return tuple(sorted(held))
+            raise self.error(f"{wrong!r} can't stand in a name", start + offset)
 
     def _rank(self, match: re.Match[str], end: int) -> None:
         rank = int(match[1])
         if "schedir" not in self.headers:
             raise self._no_version("rank", match.start())
         if rank in self.ranks:
-            line, _ = position(self.text, self._start_of(rank))
-            raise self._error(
+            line = self.line(self._start_of(rank))
+            raise self.error(
                 f"a second line for rank {rank}; the first is line {line}", match.start()
             )
         self.ranks[rank] = tuple(self._entries(match.end(), end))
 
     def _entries(self, start: int, end: int) -> Iterator[Entry]:
-        for word in self._words(start, end):
-            token = word[0]
-            try:
-                entry = parse_entry(token) if token[0] == "(" else parse_action(token)
-            except ValueError as error:
-                offset = error.offset if isinstance(error, TokenError) else 0
-                raise self._error(str(error), word.start() + offset) from None
-            yield entry
+        word = None
+        try:  # once for all, as there may be millions
+            for word in self._words(start, end):
+                token = word[0]
+                yield parse_entry(token) if token[0] == "(" else parse_action(token)
+        except ValueError as error:
+            raise self.fault(error, word.start() if word else start) from None
 
     def _start_of(self, rank: int) -> int:
         """Where the line of a rank starts."""
         lines = (_RANK_LINE.match(self.text, *statement) for statement in self._statements())
         return next(line.start() for line in lines if line and int(line[1]) == rank)
 
-    def _number(self, word: str, offset: int) -> int:
-        if not re.fullmatch(NUMBER, word):
-            raise self._error(f"expected a number of at most 9 digits, not {clip(word)}", offset)
-        return int(word)
-
     def _no_version(self, word: str, offset: int) -> ParseError:
-        return self._error(
+        return self.error(
             f"the first line must be 'schedir {FORMAT_VERSION}', not {clip(word)}", offset
         )
 
-    def _error(self, message: str, offset: int) -> ParseError:
-        return ParseError(message, self.file, *position(self.text, offset))
+
+def _number(word: str) -> int:
+    """The number that a word names. Raises ValueError."""
+    if not re.fullmatch(NUMBER, word):
+        raise ValueError(f"expected a number of at most 9 digits, not {clip(word)}")
+    return int(word)
+
+
+def _ranks_of(word: str) -> tuple[int, ...]:
+    """The ranks that a word of the placement names, ascending. Raises TokenError."""
+    held: set[int] = set()
+    for part, offset in parts_of(word, ",", 0):
+        try:
+            rank = _number(part)
+        except ValueError as error:
+            raise TokenError(str(error), offset) from None
+        if rank in held:
+            raise TokenError(f"rank {rank} is named twice", offset)
+        held.add(rank)
+    return tuple(sorted(held))

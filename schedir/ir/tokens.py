@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import TypeVar
 
 from schedir.errors import ParseError
-from schedir.ir.action import Action
+from schedir.ir.action import Action, Entry, Together
 from schedir.ir.kinds import STAGE_WIDE, Kind
-from schedir.ir.together import Entry, Together
 
 # Nine digits are far beyond any schedule, and keep a hostile file from costing time or memory.
 NUMBER = "(?:0|[1-9][0-9]{0,8})"
@@ -17,6 +17,7 @@ _TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?(?:@({NUMBER}))?", re.
 _NESTED = re.compile(r"[(;](?=\()")  # up to the bracket that opens the inner entry
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1f\x7f]")
 _COMMAND = re.compile(r"\s*(?:::|##\[)")  # a line that GitHub's runner obeys
+T = TypeVar("T")
 _KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -46,9 +47,9 @@ def parse_action(token: str) -> Action:
 
 
 class TokenError(ValueError):
-    """A token that names no entry; `offset` is where the fault is in the token."""
+    """A token of several actions that names no entry; `offset` is where the fault is in it."""
 
-    def __init__(self, message: str, offset: int = 0) -> None:
+    def __init__(self, message: str, offset: int) -> None:
         super().__init__(message)
         self.offset = offset
 
@@ -56,20 +57,13 @@ class TokenError(ValueError):
 def parse_entry(token: str) -> Entry:
     """The entry that a token names: an action, or several such as `(0F4;7B3)`.
 
-    Raises TokenError with the reason.
+    Raises ValueError with the reason, a TokenError if the fault is not at the token's beginning.
     """
-    if token.startswith("("):
-        return _parse_together(token)
-    try:
+    if not token.startswith("("):
         return parse_action(token)
-    except ValueError as error:
-        raise TokenError(str(error)) from None
-
-
-def _parse_together(token: str) -> Together:
     end = token.find(")")
     if end < 0:
-        raise TokenError(
+        raise ValueError(
             f"{clip(token)} lacks its ')': actions that run together are one word without blanks, "
             "such as (0F4;7B3)"
         )
@@ -87,10 +81,7 @@ def _parse_together(token: str) -> Together:
             actions.append(parse_action(part))
         except ValueError as error:
             raise TokenError(str(error), offset) from None
-    try:
-        return Together(tuple(actions))
-    except ValueError as error:
-        raise TokenError(str(error)) from None
+    return Together(actions)
 
 
 def decode(text: str | bytes, file: str) -> str:
@@ -124,9 +115,37 @@ def _undecoded(text: bytes, place: int, file: str, binary: bool) -> ParseError:
     )
 
 
-def position(text: str, offset: int) -> tuple[int, int]:
-    """The line and the column of a character, both counted from 1."""
-    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)
+class Reader:
+    """A text and the name of its file, for errors that name the line and the column.
+
+    Readers store only offsets, so that a hostile file costs no memory. Lines and columns are
+    computed only for an error.
+
+    Raises ParseError for bytes that are no text.
+    """
+
+    def __init__(self, text: str | bytes, file: str) -> None:
+        self.text, self.file = decode(text, file), file
+
+    def line(self, offset: int) -> int:
+        """The line of a character, counted from 1."""
+        return self.text.count("\n", 0, offset) + 1
+
+    def error(self, message: str, offset: int) -> ParseError:
+        """The error to raise for what is wrong at a character."""
+        column = offset - self.text.rfind("\n", 0, offset)
+        return ParseError(message, self.file, self.line(offset), column)
+
+    def fault(self, error: ValueError, offset: int) -> ParseError:
+        """The error to raise for a token that names nothing, such as a TokenError."""
+        return self.error(str(error), offset + getattr(error, "offset", 0))
+
+    def read(self, parse: Callable[[str], T], token: str, offset: int) -> T:
+        """What `parse` makes of a token. Raises ParseError for its ValueError."""
+        try:
+            return parse(token)
+        except ValueError as error:
+            raise self.fault(error, offset) from None
 
 
 def parts_of(text: str, separator: str, offset: int) -> Iterator[tuple[str, int]]:

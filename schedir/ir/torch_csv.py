@@ -20,17 +20,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import groupby
 from pathlib import PurePath
-from typing import TypeAlias
 
 import attrs
+import numpy as np
 
-from schedir.errors import ParseError
-from schedir.ir.action import MAX_NUMBER, Action
+from schedir.ir.action import MAX_NUMBER, Action, Entry, Together
+from schedir.ir.columns import Columns, columns_of
 from schedir.ir.kinds import COMMUNICATION, COMPUTE, STAGE_WIDE, Kind
 from schedir.ir.schedule import Schedule
-from schedir.ir.together import Entry, Together, flat
-from schedir.ir.tokens import NUMBER, clip, decode, parts_of, position
+from schedir.ir.tokens import NUMBER, Reader, clip, parts_of
 
 logger = logging.getLogger("schedir")
 
@@ -58,8 +58,6 @@ _OLD_BATCH = re.compile(rf"{NUMBER}(SEND_[FB]){NUMBER}_{NUMBER}(RECV_[FB]){NUMBE
 _CELL = re.compile(r"[^, \t][^,]*")
 _BLANKS = " \t"
 _MOST_NAMED = 8  # in a warning
-_NAMED, _RUN = 1, 2  # what is known of a stage
-_Held: TypeAlias = tuple[int, ...] | list[int]
 
 
 def dumps_torch_csv(schedule: Schedule, compute_only: bool = False) -> tuple[str, list[str]]:
@@ -114,33 +112,30 @@ def loads_torch_csv(text: str | bytes, file: str = "<string>") -> Schedule:
 
     A stage lives on the ranks that run its FORWARD. Raises ParseError with line and column.
     """
-    return _Reader(decode(text, file), file).read()
+    return _Reader(text, file).schedule()
 
 
-class _Reader:
-    def __init__(self, text: str, file: str) -> None:
-        self.text = text
-        self.file = file
-        self.left_out: dict[str, int] = {}  # how many, by kind
+class _Reader(Reader):
+    def __init__(self, text: str | bytes, file: str) -> None:
+        super().__init__(text, file)
+        self.left_out: Counter[str] = Counter()  # how many, by kind
         self.left_out_names: dict[str, None] = {}
 
-    def read(self) -> Schedule:
+    def schedule(self) -> Schedule:
+        nothing = "the file holds no action of any microbatch"
         if not re.search(r"[^, \t\r\n]", self.text):
-            raise self._error("the file holds no action of any microbatch", 0)
+            raise self.error(nothing, 0)
         # Of millions of lines most are empty, in a file that is none of torch's: these cost least.
-        ranks = [tuple(self._row(*row)) if row[0] < row[1] else () for row in self._rows()]
+        columns = columns_of(self._row(*row) if row[0] < row[1] else () for row in self._rows())
         if self.left_out:
             self._warn()
-        microbatches = 1 + max(
-            (a.microbatch for row in ranks for a in flat(row) if a.microbatch is not None),
-            default=-1,
-        )
+        microbatches = 1 + int(columns.microbatch.max(initial=-1))
         if microbatches == 0:
-            raise self._error("the file holds no action of any microbatch", 0)
+            raise self.error(nothing, 0)
+        self._refuse_old(columns)
         stem = PurePath(self.file).stem
-        self._refuse_old(ranks)
         name = re.sub(r"[^\w .-]", "-", stem, flags=re.ASCII).strip(" -") or "torch-csv"
-        return Schedule(name, microbatches, self._placement(ranks), ranks)
+        return Schedule(name, microbatches, self._placement(columns), columns)
 
     def _rows(self) -> Iterator[tuple[int, int]]:
         """Where each row starts and ends."""
@@ -165,35 +160,31 @@ class _Reader:
         """An overlapped pair."""
         match = _OVERLAP.fullmatch(cell)
         if match is None:
-            raise self._error(
+            raise self.error(
                 f"{clip(cell)} is not a composite action; one reads (0F1;7B0)OVERLAP_F_B", offset
             )
         parts: list[Action] = []
         for part, place in parts_of(match[1], ";", offset + 1):
             token = part.strip(_BLANKS)
             if not token:
-                raise self._error("an empty part in a composite action", place)
+                raise self.error("an empty part in a composite action", place)
             at = place + part.index(token[0])
             action = self._action(token, at)
             if action is None or action.kind in COMMUNICATION:
-                raise self._error(f"{clip(token)} can't be a part of an overlapped pair", at)
+                raise self.error(f"{clip(token)} can't be a part of an overlapped pair", at)
             parts.append(action)
             if len(parts) > 2:
                 break
         try:
             return Together(tuple(parts))
         except ValueError as error:
-            raise self._error(f"{clip(cell)}: {error}", offset) from None
+            raise self.error(f"{clip(cell)}: {error}", offset) from None
 
     def _action(self, token: str, offset: int) -> Action | None:
         """The action of a token; None if it gathers weights."""
-        try:
-            action = _action(token)
-        except ValueError as error:
-            raise self._error(str(error), offset) from None
+        action = self.read(_action, token, offset)
         if action is None:
-            kind = token.strip("0123456789")
-            self.left_out[kind] = self.left_out.get(kind, 0) + 1
+            self.left_out[token.strip("0123456789")] += 1
             if len(self.left_out_names) <= _MOST_NAMED:
                 self.left_out_names[token] = None
         return action
@@ -209,53 +200,32 @@ class _Reader:
             more,
         )
 
-    def _refuse_old(self, ranks: list[tuple[Entry, ...]]) -> None:
+    def _refuse_old(self, columns: Columns) -> None:
         """Raise ParseError if a B stands for the gradient of the input, as in older torch."""
-        actions = [action for row in ranks for action in flat(row)]
-        kinds = {action.kind for action in actions}
-        if Kind.BACKWARD_WEIGHT not in kinds or Kind.BACKWARD_INPUT in kinds:
-            return
-        weights = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.BACKWARD_WEIGHT}
-        for action in actions:
-            if action.kind is Kind.BACKWARD and (action.stage, action.microbatch) in weights:
-                found = re.search(rf"(?<![0-9]){action}(?![0-9])", self.text)
-                weight = attrs.evolve(action, kind=Kind.BACKWARD_WEIGHT)
-                raise self._error(
-                    f"'{action}' is not a full backward, because there is '{weight}': "
-                    f"{_OLD_BACKWARD}",
-                    found.start() if found else 0,
-                )
+        backwards, weights = columns.where(Kind.BACKWARD), columns.where(Kind.BACKWARD_WEIGHT)
+        old = backwards[columns.alike(backwards, weights)]
+        if len(old) and not columns.is_kind(Kind.BACKWARD_INPUT).any():
+            action = columns.action(old[0])
+            found = re.search(rf"(?<![0-9]){action}(?![0-9])", self.text)
+            weight = attrs.evolve(action, kind=Kind.BACKWARD_WEIGHT)
+            raise self.error(
+                f"'{action}' is not a full backward, because there is '{weight}': {_OLD_BACKWARD}",
+                found.start() if found else 0,
+            )
 
-    def _placement(self, ranks: list[tuple[Entry, ...]]) -> list[_Held]:
+    def _placement(self, columns: Columns) -> Iterator[tuple[int, ...]]:
         """The ranks that run each stage's FORWARD; without a FORWARD, the ranks that name the
         stage."""
-        highest = max(action.stage for entries in ranks for action in flat(entries))
-        # So many entries are enough to miss one: a single huge stage number must not cost memory.
-        seen = bytearray(1 + min(highest, sum(1 for entries in ranks for _ in flat(entries))))
-        for entries in ranks:
-            for action in flat(entries):
-                if action.stage < len(seen):
-                    seen[action.stage] |= _RUN if action.kind is Kind.FORWARD else _NAMED
-        missing = seen.find(0)
-        if missing >= 0:
-            raise self._error(f"stage {missing} is on no rank, though stage {highest} is on one", 0)
-        placement: list[_Held] = [()] * (1 + highest)
-        for rank, entries in enumerate(ranks):
-            alone = (rank,)  # shared, as most stages live on one rank
-            for action in flat(entries):
-                if action.kind is not Kind.FORWARD and seen[action.stage] & _RUN:
-                    continue
-                held = placement[action.stage]
-                if not held:
-                    placement[action.stage] = alone
-                elif held[-1] != rank:
-                    if isinstance(held, tuple):
-                        placement[action.stage] = held = [*held]
-                    held.append(rank)
-        return placement
-
-    def _error(self, message: str, offset: int) -> ParseError:
-        return ParseError(message, self.file, *position(self.text, offset))
+        stages, runs = np.unique(columns.stage), columns.is_kind(Kind.FORWARD)
+        missing = np.flatnonzero(stages != np.arange(len(stages)))
+        if len(missing):
+            raise self.error(
+                f"stage {missing[0]} is on no rank, though stage {stages[-1]} is on one", 0
+            )
+        runs |= ~np.isin(columns.stage, columns.stage[runs])
+        held = np.unique(columns.stage[runs] * columns.ranks + columns.rank[runs]).tolist()
+        for _, of_stage in groupby(held, lambda each: each // columns.ranks):
+            yield tuple(each % columns.ranks for each in of_stage)
 
 
 @lru_cache(maxsize=1 << 16)

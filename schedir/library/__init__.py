@@ -1,4 +1,4 @@
-"""From a target to a schedule: find its generator, run it, and name the line at fault.
+"""From a target to a schedule: generator_of its generator, run it, and name the line at fault.
 
 A target is a built-in or installed name, `path.py[:function]`, `module:function`, a callable, or a
 `.sched` or `.csv` file. Built-in schedules are loaded exactly as a user's file is.
@@ -18,28 +18,4 @@ from schedir.library.authoring import (
 )
 from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, expect_fewer, load
 from schedir.library.generate import Costs
-from schedir.library.targets import built_in, find, installed, is_list, name_of
-
-__all__ = [
-    "DEFAULT_MICROBATCHES",
-    "DEFAULT_RANKS",
-    "Costs",
-    "Generator",
-    "GeneratorFunction",
-    "Parameter",
-    "Pipeline",
-    "build",
-    "built_in",
-    "equal_groups",
-    "expect_fewer",
-    "find",
-    "installed",
-    "is_list",
-    "load",
-    "mirrored",
-    "name_of",
-    "schedule",
-    "slots_in_groups",
-    "wave",
-    "wrapped",
-]
+from schedir.library.targets import built_in, generator_of, installed, is_list, name_of

@@ -16,7 +16,7 @@ from schedir.errors import LoadError
 from schedir.ir import Schedule
 from schedir.library.authoring import Generator, GeneratorFunction, Parameter
 from schedir.library.generate import Costs, generate
-from schedir.library.targets import find, is_list, name_of, read_list
+from schedir.library.targets import generator_of, is_list, name_of, read_list
 
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
@@ -89,7 +89,7 @@ def load(
     if isinstance(target, (str, Path)) and is_list(target):
         own = [*parameters, *(["chunks"] if chunks is not None else [])]
         return _load_list(Path(target), ranks, microbatches, own)
-    generator = find(target)
+    generator = generator_of(target)
     ranks = ranks or getattr(costs, "ranks", None) or DEFAULT_RANKS
     microbatches = DEFAULT_MICROBATCHES if microbatches is None else microbatches
     chunks = generator.chunks if chunks is None else chunks

@@ -1,30 +1,28 @@
-"""Runs a generator for each rank, and stores the line of Python that yielded each action."""
+"""Runs a generator for each rank, and stores the line of Python that yielded each action.
+
+Errors in the author's code are reported in one line, with the author's file and line.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from inspect import isasyncgenfunction, iscoroutinefunction
 from itertools import islice
-from types import CodeType, FrameType, GeneratorType
+from pathlib import Path
+from traceback import walk_tb
+from types import CodeType, FrameType, FunctionType, GeneratorType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import numpy as np
 
 from schedir.errors import LoadError
-from schedir.ir import Action, Columns, Entry, Schedule, Sources, Together, columns_of
+from schedir.ir import Action, Columns, Entry, Schedule, Source, Sources, Together, columns_of
 from schedir.library.authoring import Generator, Parameter, Pipeline, takes_any, wrapped
-from schedir.library.user_errors import (
-    blamed_line,
-    call_user_code,
-    describe_error,
-    describe_value,
-    source_of,
-    user_line,
-)
 
 if TYPE_CHECKING:
     from schedir.simulator import CostModel
@@ -33,8 +31,8 @@ Costs: TypeAlias = "CostModel | Callable[[int], CostModel] | None"
 """Costs, or a function from a number of stages to costs of the model cut into that many; None: the
 textbook's."""
 
-_Asked: TypeAlias = Callable[[int], tuple[Pipeline, Callable[[int], Iterable[Entry]]]]
-"""From a number of chunks to the shape, and to the generator as a function of the rank."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LONGEST_VALUE = 60
 
 
 def generate(
@@ -60,8 +58,7 @@ def generate(
             raise LoadError(f"{generator.name} has no parameter {name!r}; it has: {known}")
         if name in own and isinstance(own[name].default, bool) and not isinstance(value, bool):
             raise LoadError(f"{name} of {generator.name} is true or false, not {value!r}")
-    asked = partial(_asked, generator, ranks, microbatches, parameters, costs)
-    pipe, list_of = asked(chunks)
+    pipe, list_of = _placed(generator, ranks, microbatches, chunks, parameters, costs)
     lines = _Lines()
 
     def entries_of(rank: int) -> list[Entry]:
@@ -73,7 +70,17 @@ def generate(
         except LoadError:
             raise
         except (Exception, SystemExit) as error:
-            raise _failure(generator, pipe, rank, error, asked) from error
+            line = user_line(error) or blamed_line(None, generator)
+            if chunks != generator.chunks:
+                try:
+                    generate(generator, ranks, microbatches, generator.chunks, parameters, costs)
+                except (Exception, SystemExit):
+                    pass  # it has a fault of its own
+                else:
+                    raise _other_chunks(generator, chunks, line, error) from error
+            raise LoadError(
+                f"{line}: {generator.name}, rank {rank}: {describe_error(error)}"
+            ) from error
 
     try:
         columns = columns_of(map(entries_of, range(ranks)))
@@ -83,13 +90,13 @@ def generate(
         raise LoadError(f"{generator.name}: {error}") from error
 
 
-def _asked(
+def _placed(
     generator: Generator,
     ranks: int,
     microbatches: int,
+    chunks: int,
     parameters: dict[str, Parameter],
     costs: Costs,
-    chunks: int,
 ) -> tuple[Pipeline, Callable[[int], Iterable[Entry]]]:
     """The shape, with its stages placed, and the generator as a function of the rank."""
 
@@ -130,7 +137,8 @@ def _collect(
             f"{blamed_line(None, generator)}: the generator must yield actions, "
             f"not return {describe_value(produced)}: write `yield forward(stage, microbatch)`"
         )
-    limit = _limit(pipe)
+    # Far more than eight kinds of action for each stage and microbatch.
+    limit = 16 * (pipe.stages + 1) * (pipe.microbatches + 1)
     iterator = iter(produced)
     entries: list[Entry] = []
     frame: FrameType | None = None
@@ -139,7 +147,7 @@ def _collect(
         # A frame that stands at a yield that is known is the one that has yielded.
         number = None if frame is None else numbers.get(frame.f_lasti)
         if number is None:
-            frame, numbers, number = lines.find(iterator)
+            frame, numbers, number = lines.yielding(iterator)
         lines.of_entries.append(number)
         if not isinstance(entry, (Action, Together)):
             several = isinstance(entry, Iterable) and not isinstance(entry, str)
@@ -173,11 +181,6 @@ def _expect_none_returned(generator: Generator, produced: Iterator[object]) -> N
             ) from None
 
 
-def _limit(pipe: Pipeline) -> int:
-    """The longest sensible list: eight kinds of action per (stage, microbatch)."""
-    return 16 * (pipe.stages + 1) * (pipe.microbatches + 1)
-
-
 class _Lines:
     """The distinct lines that yielded, and the number of each entry's line."""
 
@@ -187,7 +190,7 @@ class _Lines:
         # By instruction, that of a `yield from` negative: what it delegates to may be a generator.
         self.numbers: dict[CodeType, dict[int, int]] = {}
 
-    def find(self, iterator: object) -> tuple[FrameType | None, dict[int, int], int]:
+    def yielding(self, iterator: object) -> tuple[FrameType | None, dict[int, int], int]:
         """The frame that yielded, the numbers of its code's lines, and the number of its current
         line."""
         frame: FrameType | None = None
@@ -209,30 +212,84 @@ class _Lines:
         return Sources(lines, line_of[columns.entry] if columns.together else line_of)
 
 
-def _failure(
-    generator: Generator, pipe: Pipeline, rank: int, error: BaseException, asked: _Asked
-) -> LoadError:
-    """The error to raise for what the generator raised, which may only mean that it has no such
-    chunks."""
-    chunks, line = generator.chunks, user_line(error) or blamed_line(None, generator)
-    stages, instead, cause = f"{chunks} stages", "", f"{line}: {describe_error(error)}"
-    if pipe.chunks == chunks or not _runs(asked, chunks, rank):
-        return LoadError(f"{line}: {generator.name}, rank {rank}: {describe_error(error)}")
-    if chunks == 1:
+def _other_chunks(generator: Generator, chunks: int, line: str, error: BaseException) -> LoadError:
+    """The error to raise for what a generator raised that runs only with its own chunks."""
+    stages, instead, cause = f"{generator.chunks} stages", "", f"{line}: {describe_error(error)}"
+    if generator.chunks == 1:
         stages, instead = "one stage", ", or take one that `schedir list` has with --chunks"
         if isinstance(error, ValueError) and "too many values to unpack" in str(error):
             cause = line  # where `(stage,) = pipe.stages_of(rank)` says the same
     return LoadError(
-        f"{generator.name} runs {stages} per rank, not {pipe.chunks}: leave chunks out{instead} "
+        f"{generator.name} runs {stages} per rank, not {chunks}: leave chunks out{instead} "
         f"({cause})"
     )
 
 
-def _runs(asked: _Asked, chunks: int, rank: int) -> bool:
-    """True if the generator gets to its end with so many chunks."""
+def call_user_code(call: Callable[[], Any], what: str) -> Any:
+    """Run a user's code; `what` names that code.
+
+    Raises LoadError, with the user's line, for anything that the code raises.
+    """
     try:
-        pipe, list_of = asked(chunks)
-        deque(islice(list_of(rank), _limit(pipe)), maxlen=0)
-    except (Exception, SystemExit):
-        return False
-    return True
+        return call()
+    except (Exception, SystemExit) as error:
+        raise LoadError(f"{user_line(error) or what}: {describe_error(error)}") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception's type and message on one line."""
+    # A SyntaxError's text repeats the file and line.
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {' '.join(message.split())}".rstrip(": ")
+
+
+def describe_value(value: object) -> str:
+    """A value and its type, shortened to fit a message."""
+    text = repr(value)
+    if len(text) > _LONGEST_VALUE:
+        text = text[: _LONGEST_VALUE - 3] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost `file:line` of a traceback that is neither schedir's nor the import
+    system's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_shown_path(error.filename)}:{error.lineno}"
+    found = ""
+    for frame, line in walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename).resolve()
+        # The built-in schedules count as an author's.
+        own = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "schedules")
+        imports = path.is_relative_to(Path(importlib.__file__).resolve().parent)
+        # "<…>" is the import system, or methods that attrs has generated.
+        if not (own or imports or frame.f_code.co_filename.startswith("<")):
+            found = f"{_shown_path(frame.f_code.co_filename)}:{line}"
+    return found
+
+
+def source_of(file: str, line: int) -> Source:
+    """A line of Python as it is shown."""
+    return Source(_shown_path(file), line)
+
+
+def blamed_line(frame: FrameType | None, generator: Generator) -> str:
+    """The line that a frame has reached; without a frame, the line that defines the generator."""
+    function = generator.function
+    if frame is not None:
+        code, line = frame.f_code, frame.f_lineno
+    elif isinstance(function, FunctionType):
+        code = function.__code__
+        line = code.co_firstlineno
+    else:
+        return generator.name
+    return str(source_of(code.co_filename, line))
+
+
+def _shown_path(file: str) -> str:
+    """A file's real path, relative to the working directory if that is shorter."""
+    path = Path(file).resolve()
+    try:
+        return min(os.path.relpath(path), str(path), key=len)
+    except FileNotFoundError:  # the working directory has been removed
+        return str(path)

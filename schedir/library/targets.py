@@ -20,7 +20,7 @@ import attrs
 from schedir.errors import LoadError
 from schedir.ir import Schedule, loads, loads_torch_csv
 from schedir.library.authoring import Generator, GeneratorFunction
-from schedir.library.user_errors import call_user_code, describe_value
+from schedir.library.generate import call_user_code, describe_value
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -32,15 +32,11 @@ _LISTS = (".sched", ".csv")  # the extensions of files that list actions
 _STDIN = "-"
 _CSV = re.compile(rb"[\s,\"(]*[0-9]")  # how torch's CSV begins: an action's stage
 _DECLARE = {"schedule", "Generator"}  # what makes a Generator
-_UNRELATED = {
-    "collections",
-    "numpy",
-    "torch",
-    "typing",
-}  # have one of these names for another thing
+# Packages that have one of these names for another thing.
+_UNRELATED = {"collections", "numpy", "torch", "typing"}
 
 
-def find(target: str | Path | Generator | GeneratorFunction) -> Generator:
+def generator_of(target: str | Path | Generator | GeneratorFunction) -> Generator:
     """The generator that a name, a path, `module:function` or a callable stands for.
 
     Raises LoadError if there is none.

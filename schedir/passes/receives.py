@@ -34,7 +34,7 @@ from schedir.ir import (
     is_number,
     ties_of,
 )
-from schedir.ir.ties import shared_steps
+from schedir.ir.schedule import shared_steps
 from schedir.passes.communication import insert_communication
 
 SPARE_BYTES = 2**20

@@ -25,8 +25,8 @@ from schedir.render.cells import (
     too_wide,
 )
 from schedir.render.palette import FAINT, LEFT_OUT
+from schedir.render.repeats import Repeat
 from schedir.render.rows import Lane, labels_say_stages
-from schedir.render.steady_state import Repeat
 from schedir.render.text import Piece, count, number
 from schedir.simulator import Timeline
 

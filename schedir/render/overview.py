@@ -17,8 +17,8 @@ from schedir.render.axis import Axis
 from schedir.render.captions import bubble, makespan, names, title
 from schedir.render.cells import painted_legend
 from schedir.render.drawing import Drawing, Part, Sketch
+from schedir.render.repeats import Repeat, repeats
 from schedir.render.rows import Lane, has_copies, lanes_of, lanes_per_rank
-from schedir.render.steady_state import Repeat, repeats
 from schedir.render.terminal_timeline import statistics
 from schedir.render.text import Block, Panel, Piece, fill
 from schedir.simulator import Timeline

@@ -9,27 +9,32 @@ Suppose that the lists repeat after some number of microbatches, and that in a l
 every action ends exactly one period after the same action that many microbatches before. Then all
 following actions do too: an action starts when everything that it waits for has ended, and all of
 that lies within the stretch.
+
+A list that is too short to show this is made longer, by the generator that made it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import TypeAlias
 
 import attrs
 import numpy as np
 
-from schedir.ir import (
-    COMPLETES_GRADIENTS,
-    COMPUTE,
-    KINDS,
-    Bools,
-    Columns,
-    Ints,
-)
+from schedir.errors import SchedirError
+from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, KINDS, Bools, Columns, Ints, Kind, Schedule
+from schedir.simulator.costs import CostModel
+from schedir.simulator.simulation import simulate
 from schedir.simulator.timeline import Timeline
 from schedir.simulator.values import Numbers, Unit, factor
 
+Longer: TypeAlias = Callable[[int], Schedule]
+"""Makes the same generator's schedule for another number of microbatches: `Schedule.rebuild`."""
+
 _MOST_WORK = 3 * 10**7  # compared pairs of actions, about a second
+_MOST_ACTIONS = 200_000  # of a list, about a second
+_MULTIPLES = 8  # tried of each length: where updates come once a batch, it may divide few
 
 
 @attrs.frozen(kw_only=True)
@@ -73,88 +78,123 @@ def steady_in_unit(steady: SteadyState, unit: Unit) -> SteadyState:
     )
 
 
+def full_pipeline(
+    schedule: Schedule, costs: CostModel | None, longer: Longer | None, channel: str | None = None
+) -> tuple[Timeline, SteadyState | None]:
+    """The timeline of the shortest list tried that shows the steady state of an asynchronous
+    schedule, and the steady state; if none shows it, the timeline of the longest list, and None.
+
+    The lists are the schedule's own, and those that `longer` makes for more microbatches, as long
+    as they continue it. None: only its own. Raises what `simulate` raises for the schedule itself.
+    """
+    line = simulate(schedule, costs, channel=channel)
+    steady = steady_state_of(line)
+    lists = iter(()) if longer is None else _lengthened(schedule, longer)
+    try:
+        while steady is None:
+            line = simulate(next(lists), costs, channel=channel)
+            steady = steady_state_of(line)
+    except (StopIteration, SchedirError):  # a longer list that doesn't run: there is no more to see
+        pass
+    return line, steady
+
+
+def _lengthened(schedule: Schedule, longer: Longer) -> Iterator[Schedule]:
+    """The same schedule, longer each time, up to the most actions."""
+    # Sends and receives may have to be added to what is written, one of each for a compute.
+    most = _MOST_ACTIONS // (1 if schedule.is_complete else 2) // max(len(schedule.columns), 1)
+    multiples = range(2, most + 1)
+    while multiples:
+        for multiple in multiples[:_MULTIPLES]:
+            try:
+                made = longer(multiple * schedule.microbatches)
+            except SchedirError:  # it can't be made for so many
+                continue
+            if _continues(made, schedule):
+                yield made
+                break
+        else:
+            return
+        multiples = range(2 * multiple, most + 1)
+
+
+def _continues(longer: Schedule, schedule: Schedule) -> bool:
+    """True if every rank lists the same in both, up to its last forward in the shorter one."""
+    here, there = schedule.columns, longer.columns
+    forward = here.is_kind(Kind.FORWARD)
+    upto = [np.flatnonzero(forward[a:b]).max(initial=-1) + 1 for a, b in pairwise(here.starts)]
+    if longer.placement != schedule.placement or (upto > np.diff(there.starts)).any():
+        return False
+
+    def begun(columns: Columns) -> Columns:
+        own = zip(columns.starts, upto, strict=False)
+        places = np.concatenate([np.arange(start, start + many) for start, many in own])
+        return columns.take(places, np.cumsum([0, *upto]))
+
+    return begun(here) == begun(there)
+
+
 def steady_state_of(timeline: Timeline) -> SteadyState | None:
     """The steady state that a simulated timeline shows, None if it is too short to show one."""
-    lists = _lists_of(timeline)
-    microbatches = lists.place.shape[1]
-    most = min(microbatches // 3, _MOST_WORK // max(lists.place.size, 1))
-    for apart in range(1, most + 1):
-        found = _stretch(timeline, lists, apart)
-        if found is not None:
-            return _steady_state(timeline, lists, apart, *found)
+    columns, ends = timeline.schedule.columns, timeline.ends
+    place, first, column = by_microbatch(columns)
+    rank = columns.rank[first]
+    listed = np.zeros((columns.ranks, place.shape[1]), np.int64)  # up to a microbatch, by rank
+    np.add.at(listed, rank, place >= 0)
+    listed = listed.cumsum(axis=1)
+    after, lag = _posted_after(timeline, column)
+    for apart in range(1, min(place.shape[1] // 3, _MOST_WORK // max(place.size, 1)) + 1):
+        earlier, later = place[:, :-apart], place[:, apart:]
+        here, moved = earlier >= 0, (listed[:, apart:] - listed[:, :-apart])[rank]
+        same = (later - earlier == moved) & (after[later] - after[earlier] == moved) | ~here
+        took = ends[later] - ends[earlier]
+        least = np.where(here, took, np.inf).min(axis=0)
+        period = np.where(here, took, -np.inf).max(axis=0)
+        # What an action waits for, in its list or on a channel, is no further behind it.
+        length = lag + 2 * apart
+        slack = _slack(timeline, length)
+        alike = (same & (here == (later >= 0))).all(axis=0) & (np.abs(period - least) <= slack)
+        start, end = _longest_run(alike, period, slack)
+        if end - start >= length and np.ptp(period[start:end]) <= slack:
+            return _figures(timeline, place[:, start : end + apart], apart)
     return None
 
 
-@attrs.frozen(eq=False)
-class _Lists:
-    """Where actions stand: `place` has a row for each rank, stage and kind, and a column for each
-    microbatch; -1 stands for none. An OPTIM_STEP or REDUCE_GRAD is in the column of the last
-    gradient accumulated before it. `listed[rank, m]` is how many actions the rank has in the
-    columns before m."""
+def by_microbatch(columns: Columns) -> tuple[Ints, Ints, Ints]:
+    """The places of actions, in a row for each rank, stage and kind, and a column for each
+    microbatch, -1 where there is none; the first place of each row; the column of each place.
 
-    place: Ints
-    rank: Ints  # of each row
-    listed: Ints
-    lag: int  # the most microbatches that an action is behind one that is listed before it
-    after: Ints  # of each place, the compute that it is posted after; -1 for none
-
-
-def _lists_of(timeline: Timeline) -> _Lists:
-    columns, posting = timeline.schedule.columns, timeline.posting
-    column, ahead = _column_of(columns), np.zeros(len(columns), np.int64)
-    for begin, end in pairwise(columns.starts.tolist()):
-        ahead[begin:end] = np.maximum.accumulate(column[begin:end])
-    placed = np.flatnonzero(column >= 0)
+    An action of a whole stage, such as OPTIM_STEP, is in the column of the last gradient that its
+    rank accumulated for the stage before it, and in none (-1) before the first.
+    """
     stages = int(columns.stage.max(initial=0)) + 1
-    keys = (columns.rank * stages + columns.stage) * len(KINDS) + columns.kind
+    held = columns.rank * stages + columns.stage
+    order = np.argsort(held, kind="stable")  # as listed within each stage of a rank
+    known = columns.is_kind(*COMPLETES_GRADIENTS)[order]
+    last = order[np.maximum.accumulate(np.where(known, np.arange(len(order)), 0))]
+    column = columns.microbatch.copy()
+    wide = (column < 0)[order] & columns.is_kind(*COMPLETES_GRADIENTS)[last]
+    wide &= held[last] == held[order]
+    column[order[wide]] = columns.microbatch[last[wide]]
+    placed = np.flatnonzero(column >= 0)
+    keys = held * len(KINDS) + columns.kind
     _, first, row = np.unique(keys[placed], return_index=True, return_inverse=True)
     place = np.full((len(first), int(column.max(initial=0)) + 1), -1)
     place[row, column[placed]] = placed
-    rank = columns.rank[placed[first]]
-    listed = np.zeros((columns.ranks, place.shape[1] + 1), np.int64)
-    np.add.at(listed[:, 1:], rank, place >= 0)
-    lag = int((ahead - column)[placed].max(initial=0))
-    after = np.full(len(columns), -1) if posting is None else posting.after(timeline.schedule)
-    early = np.flatnonzero((after >= 0) & (column >= 0))
-    lag = max(lag, int((column[early] - column[after[early]]).max(initial=0)))
-    return _Lists(place, rank, listed.cumsum(axis=1), lag, after)
+    return place, placed[first], column
 
 
-def _column_of(columns: Columns) -> Ints:
-    """The microbatch of every place. For an OPTIM_STEP or REDUCE_GRAD it is that of the last
-    gradient accumulated before it, -1 before the first."""
-    order = np.lexsort((columns.stage, columns.rank))  # is stable: as listed within each stage
-    microbatch = columns.microbatch[order]
-    known = columns.is_kind(*COMPLETES_GRADIENTS)[order]
-    last = np.maximum.accumulate(np.where(known, np.arange(len(order)), -1))
-    holding = (columns.rank * (columns.stage.max(initial=0) + 1) + columns.stage)[order]
-    before = (last >= 0) & (holding[last] == holding)
-    column = np.empty_like(microbatch)
-    column[order] = np.where(microbatch >= 0, microbatch, np.where(before, microbatch[last], -1))
-    return column
-
-
-def _stretch(timeline: Timeline, lists: _Lists, apart: int) -> tuple[int, int] | None:
-    """The first microbatch of a stretch that shows a period of `apart` microbatches, and the one
-    after its last. None if no stretch is long enough."""
-    earlier, later = lists.place[:, :-apart], lists.place[:, apart:]
-    here = earlier >= 0
-    same = (here == (later >= 0)).all(axis=0)
-    moved = lists.listed[:, apart:-1] - lists.listed[:, : -1 - apart]
-    moved = moved[lists.rank]
-    same &= ((later - earlier == moved) | ~here).all(axis=0)
-    posted, before = lists.after[later], lists.after[earlier]
-    same &= ((posted - before == np.where(before < 0, 0, moved)) | ~here).all(axis=0)
-    shifts = [times[later] - times[earlier] for times in (timeline.starts, timeline.ends)]
-    least = np.where(here, np.minimum(*shifts), np.inf).min(axis=0)
-    period = np.where(here, np.maximum(*shifts), -np.inf).max(axis=0)
-    # What an action waits for, in its list or on a channel, is no further behind it.
-    least_length = lists.lag + 2 * apart
-    slack = _slack(timeline, least_length)
-    same &= np.abs(period - least) <= slack
-    start, end = _longest_run(same, period, slack)
-    enough = end - start >= least_length and np.ptp(period[start:end]) <= slack
-    return (start, end) if enough else None
+def _posted_after(timeline: Timeline, column: Ints) -> tuple[Ints, int]:
+    """For every action, the compute after which it is posted, or itself; and the most microbatches
+    that an action is behind one that is listed or posted before it."""
+    columns, posting = timeline.schedule.columns, timeline.posting
+    itself = np.arange(len(columns))
+    after = itself if posting is None else posting.after(timeline.schedule)
+    after = np.where(after < 0, itself, after)
+    lift = columns.rank * (int(column.max(initial=0)) + 2)  # so that each rank begins anew
+    ahead = np.maximum.accumulate(column + lift) - lift
+    behind = np.maximum(ahead - column, column - column[after])
+    return after, int(behind[column >= 0].max(initial=0))
 
 
 def _slack(timeline: Timeline, microbatches: int) -> float:
@@ -167,41 +207,36 @@ def _slack(timeline: Timeline, microbatches: int) -> float:
     return float(timeline.makespan * np.finfo(np.float64).eps * sums)
 
 
-def _longest_run(same: Bools, period: Numbers, slack: float) -> tuple[int, int]:
-    """The longest run of columns that are the `same`, with one period. A run of one column may be
-    none."""
-    breaks = np.ones(len(same), bool)
+def _longest_run(alike: Bools, period: Numbers, slack: float) -> tuple[int, int]:
+    """The first column, and the one after the last, of the longest run of columns that are `alike`
+    and have one period. A run of one column may be neither."""
     with np.errstate(invalid="ignore"):  # no action at all: inf - inf
-        breaks[1:] = ~(same[1:] & same[:-1] & (np.abs(np.diff(period)) <= slack))
-    starts = np.flatnonzero(breaks)
-    lengths = np.diff(np.append(starts, len(same)))
-    longest = int(lengths.argmax())
-    return int(starts[longest]), int(starts[longest] + lengths[longest])
+        same = alike[1:] & alike[:-1] & (np.abs(np.diff(period)) <= slack)
+    bounds = np.flatnonzero(~np.concatenate([[False], same, [False]]))
+    longest = int(np.diff(bounds).argmax())
+    return int(bounds[longest]), int(bounds[longest + 1])
 
 
-def _steady_state(
-    timeline: Timeline, lists: _Lists, apart: int, start: int, end: int
-) -> SteadyState:
-    columns = timeline.schedule.columns
-    whole = lists.place[:, start : end + apart]
-    whole = whole[(whole >= 0).any(axis=1)]
-    first = np.where(whole >= 0, timeline.starts[whole], np.inf).min(axis=1)
-    last = np.where(whole >= 0, timeline.ends[whole], -np.inf).max(axis=1)
+def _figures(timeline: Timeline, stretch: Ints, apart: int) -> SteadyState:
+    """The steady state that a stretch of columns shows, which repeat `apart` microbatches later."""
+    columns, starts, ends = timeline.schedule.columns, timeline.starts, timeline.ends
+    stretch = stretch[(stretch >= 0).any(axis=1)]
+    here = stretch >= 0
 
     # Over as many periods as there are, so that rounding counts least.
-    row, times = int((whole[:, 0] >= 0).argmax()), (end - start - 1) // apart + 1
-    began, ended = timeline.ends[whole[row, [0, times * apart]]].tolist()
+    row, times = int(here[:, 0].argmax()), (stretch.shape[1] - 1) // apart
+    began, ended = ends[stretch[row, [0, times * apart]]].tolist()
     period = (ended - began) / times
 
-    places = whole[:, :apart][whole[:, :apart] >= 0]
+    places = stretch[:, :apart][here[:, :apart]]
     computes = places[(columns.is_kind(*COMPUTE) & ~columns.joined)[places]]
-    busy = (timeline.ends[computes] - timeline.starts[computes]).sum().item()
+    busy = (ends[computes] - starts[computes]).sum().item()
     return SteadyState(
         period=period,
         period_microbatches=apart,
         bubble_fraction=max(0.0, 1 - busy / (columns.ranks * period)) if period else 0.0,
         unit=timeline.unit,
         microbatches=timeline.schedule.microbatches,
-        start=first.max().item(),
-        end=last.min().item(),
+        start=np.where(here, starts[stretch], np.inf).min(axis=1).max().item(),
+        end=np.where(here, ends[stretch], -np.inf).max(axis=1).min().item(),
     )

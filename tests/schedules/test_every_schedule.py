@@ -16,7 +16,7 @@ import pytest
 
 import schedir
 from schedir import LoadError, Schedule
-from schedir.library import find
+from schedir.library import generator_of
 from schedir.render.terminal_timeline import timeline_text
 from tests.built_in import EVERY, variants
 from tests.oracle import happens
@@ -38,7 +38,7 @@ def built(name: str, ranks: int, microbatches: int, parameters: dict[str, Any]) 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_the_docstring_draws_the_timeline(name: str) -> None:
-    doc = inspect.cleandoc(find(name).function.__doc__ or "")
+    doc = inspect.cleandoc(generator_of(name).function.__doc__ or "")
     drawn = ROW.findall(doc)
     assert drawn, "no timetable"
     numbers = [int(row.split()[1]) for row in drawn]

@@ -1,4 +1,4 @@
-"""Finds the steady state of a timeline: the part in which all ranks repeat themselves.
+"""The parts of a timeline in which all ranks repeat themselves, which pictures draw once.
 
 A pattern is a period of time and a number of microbatches. An action at time t runs again at
 t + period, on the same rank and for the same duration, for the microbatch that many later. A
@@ -15,8 +15,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.ir import COMPUTE, KINDS, Kind
+from schedir.ir import COMPUTE, STEPS
 from schedir.simulator import Timeline
+from schedir.simulator.steady_state import by_microbatch
 
 _MOST_MICROBATCHES = 64  # of a pattern
 _MOST_WORK = 3 * 10**7  # pairs of actions to compare, about a second of work
@@ -80,31 +81,19 @@ class _Pattern:
 
 
 class _Runs:
-    """The times of the drawn actions: rows are stages and kinds, columns are microbatches."""
+    """The times of the drawn actions: rows are ranks, stages and kinds, columns microbatches."""
 
     def __init__(self, timeline: Timeline) -> None:
         columns = timeline.schedule.columns
+        place, first, _ = by_microbatch(columns)
+        drawn = columns.is_kind(*COMPUTE)[first]
+        place, labelled = place[drawn], ~columns.is_kind(*STEPS)[first[drawn]]
         self.until = timeline.makespan
         self.slack = _TOLERANCE * timeline.makespan
-        kept = columns.where(*(COMPUTE - {Kind.OPTIM_STEP}))
-        rows, row = np.unique(
-            columns.stage[kept].astype(np.int64) * len(KINDS) + columns.kind[kept],
-            return_inverse=True,
-        )
-        shape = (len(rows), timeline.schedule.microbatches)
-        at = (row, columns.microbatch[kept])
-        self.start, self.length = np.full(shape, np.nan), np.full(shape, np.nan)
-        self.rank = np.full(shape, -1)
-        self.start[at] = timeline.starts[kept]
-        self.length[at] = timeline.ends[kept] - timeline.starts[kept]
-        self.rank[at] = columns.rank[kept]
-        # Steps have no microbatch: they have only times, by stage and rank.
-        steps = columns.where(Kind.OPTIM_STEP)
-        steps = steps[~np.isnan(timeline.starts[steps])]
-        lane = columns.stage[steps].astype(np.int64) * columns.ranks + columns.rank[steps]
-        self.step_start = timeline.starts[steps].astype(float)
-        self.step_lane = lane * 4 * self.until
-        self.step_keys = np.sort(self.step_lane + self.step_start)
+        self.start = np.where(place < 0, np.nan, timeline.starts[place])
+        self.length = np.where(place < 0, np.nan, timeline.ends[place]) - self.start
+        lengths = self.length[labelled]  # an update may take next to no time
+        self.shortest = np.nanmin(lengths, initial=np.inf, where=lengths > self.slack)
 
     @cached_property
     def starts(self) -> Floats:
@@ -118,25 +107,12 @@ class _Runs:
         periods, many = np.unique(known.round(9), return_counts=True)
         for period in periods[np.argsort(-many, kind="stable")][:2].tolist():
             same = np.abs(apart - period) <= self.slack
-            same &= self.rank[:, microbatches:] == self.rank[:, :-microbatches]
             longer = self.length[:, microbatches:] - self.length[:, :-microbatches]
             same &= np.abs(longer) <= self.slack
             none = np.zeros((len(self.start), microbatches), bool)
-            yield _Pattern(
-                period,
-                microbatches,
-                self._unlike(np.hstack([same, none]), period),
-                self._unlike(np.hstack([none, same]), -period),
-            )
-
-    def _unlike(self, same: NDArray[np.bool_], period: float) -> Floats:
-        """The starts of all actions and steps that are not the `same`."""
-        others = self.start[~same]
-        images = self.step_lane + self.step_start + period
-        nearest = np.searchsorted(self.step_keys, images - self.slack)
-        nearest = np.minimum(nearest, max(len(self.step_keys) - 1, 0))
-        lost = np.abs(self.step_keys[nearest] - images) > self.slack if len(images) else images > 0
-        return np.sort(np.concatenate([others[~np.isnan(others)], self.step_start[lost]]))
+            without = (~np.hstack(each) for each in ([same, none], [none, same]))
+            breaks = (np.sort(self.start[lacking & ~np.isnan(self.start)]) for lacking in without)
+            yield _Pattern(period, microbatches, *breaks)
 
     def longest(
         self, patterns: list[_Pattern], since: float = 0.0, until: float | None = None
@@ -162,12 +138,11 @@ class _Runs:
     def _clear(self, starts: list[float], period: float) -> float:
         """The first start from which a period ends right before an action, or cuts few actions."""
         starts = [start for start in starts if start < starts[0] + period - self.slack]
-        shortest = np.nanmin(self.length, initial=np.inf, where=self.length > self.slack)
 
         def begun(start: float) -> int:
             """The actions whose beginning is cut, and so their label."""
             age = start + period - self.start
-            return int(((age > self.slack) & (age < shortest - self.slack)).sum())
+            return int(((age > self.slack) & (age < self.shortest - self.slack)).sum())
 
         return min(starts, key=begun)
 
