@@ -25,8 +25,7 @@ from schedir.checker.changes import (
     reorder,
     taken_to,
 )
-from schedir.checker.diagnostics import locate
-from schedir.checker.fixes import Faults, Finding
+from schedir.checker.diagnostics import Faults, Finding, locate
 from schedir.checker.values import Wrong, keys, values, wrong
 from schedir.graph.compile import Graph, Transfers, graph_of
 from schedir.ir import COMPLETES_GRADIENTS, GROUPS, KINDS, RECEIVES, STEPS, Action, Ints, Schedule
@@ -65,9 +64,7 @@ def _lone(graph: Graph, place: int) -> Finding:
     reason = "end" if peer < 0 else "local" if peer == columns.rank[place] else "elsewhere"
     return Finding(
         rules.NO_PEER.at(schedule, place, reason=reason),
-        otherwise=taken_to(
-            schedule, place, runs, graph.listed, there=reason == "end" or peer == runs
-        ),
+        otherwise=taken_to(schedule, place, runs, there=reason == "end" or peer == runs),
     )
 
 
@@ -114,7 +111,7 @@ def _other_end(graph: Graph, number: int, action: Action) -> Iterator[Add]:
         at = int(np.searchsorted(known[beside], known[number]))
         least = int(lacked[beside[at - 1]]) + 1 if at else 0
         most = int(lacked[beside[at]]) if at < len(beside) else None
-    return additions(graph.schedule, action, int(rank), graph.listed, least, most)
+    return additions(graph.schedule, action, int(rank), least, most)
 
 
 def _unmatched(graph: Graph) -> Iterator[Faults]:

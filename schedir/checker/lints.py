@@ -19,7 +19,7 @@ import numpy as np
 
 from schedir.checker import rules
 from schedir.checker.changes import Move, ahead, back
-from schedir.checker.fixes import Faults, Finding, fault
+from schedir.checker.diagnostics import Faults, Finding, fault
 from schedir.graph.compile import Graph, graph_of
 from schedir.graph.paths import (
     AFTER,

@@ -9,8 +9,7 @@ import numpy as np
 
 from schedir.checker import rules
 from schedir.checker.changes import Write, rewriting, several
-from schedir.checker.diagnostics import Diagnostic, Rule
-from schedir.checker.fixes import Faults, Finding, fault
+from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Rule, fault
 from schedir.checker.values import keys
 from schedir.graph.alive import HELD_UNTIL, HeldUntil, peak_activations, weight_versions
 from schedir.graph.compile import Graph, graph_of

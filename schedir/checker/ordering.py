@@ -30,7 +30,7 @@ from schedir.checker.changes import (
     removal,
     several,
 )
-from schedir.checker.fixes import Faults, Finding, fault
+from schedir.checker.diagnostics import Faults, Finding, fault
 from schedir.checker.values import values, wrong
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import COMPLETES_GRADIENTS, KIND_INDEX, STEPS, SUMS, Action, Ints, Schedule, Ties

@@ -23,9 +23,8 @@ from schedir.checker.changes import (
     moved_beside,
     removal,
 )
-from schedir.checker.diagnostics import Rule
-from schedir.checker.fixes import Faults, Finding
-from schedir.graph.compile import graph_of
+from schedir.checker.diagnostics import Faults, Finding, Rule
+from schedir.graph.compile import graph_of, pairs_of
 from schedir.graph.faults import HELD, LINKED, OTHERS, Fault, faults
 from schedir.ir import (
     COMMUNICATION,
@@ -166,7 +165,7 @@ def _findings(schedule: Schedule, told: Wrong) -> Iterator[Finding]:
 def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:
     """The actions that would make or end a value of a place's stage and microbatch, and that nobody
     lists; those of a whole stage, before or after what uses the value."""
-    action, listed = schedule.columns.action(place), graph_of(schedule).listed
+    action, listed = schedule.columns.action(place), pairs_of(schedule).listed
     rank = int(schedule.columns.rank[place])
     for kind in (kind for kind in Kind if uses_of(kind, does, value)):
         if kind in STAGE_WIDE:
@@ -175,4 +174,4 @@ def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator
             target = place if does == "make" else max(place, last)
             yield beside(schedule, Action(kind, action.stage), side, target)
         elif listed(kind, action.stage, action.microbatch or 0) < 0:
-            yield added(schedule, attrs.evolve(action, kind=kind, version=None), rank, listed)
+            yield added(schedule, attrs.evolve(action, kind=kind, version=None), rank)
