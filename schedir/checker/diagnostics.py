@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -136,23 +136,30 @@ class Rule:
     def each(
         self,
         schedule: Schedule,
-        rows: Iterable[Iterable[int]],
-        keys: Ints,
-        help: Callable[..., Finding] | None = None,
+        rows: Ints | Sequence[Sequence[int] | Ints],
+        help: Callable[..., Finding] = lambda schedule, found, *places: Finding(found),
         *,
+        keys: Ints | None = None,
         extents: Ints | None = None,
         **facts: Any,
     ) -> Faults:
         """A fault at each row of places, the primary one first; -1 stands for no place.
 
-        A fact that is a list has one item for each row. `help` makes the Finding, with
-        the changes that may fix the fault, from the diagnostic and its places.
+        A fact that is an array or a list has one item for each row. By default the `keys` are the
+        kind, stage, rank and microbatch of the primary place. `help` makes the Finding, with the
+        changes that may fix the fault, from the schedule, the diagnostic and its places.
         """
+        if isinstance(rows, np.ndarray):
+            rows = np.column_stack([rows])
+            first = rows[:, 0]
+        else:
+            first = np.array([row[0] for row in rows], np.int64)
+        keys = _numbers(schedule, first) if keys is None else keys
         return Faults(
             rule=self,
             keys=keys,
             extents=np.ones_like(keys) if extents is None else extents,
-            findings=self._findings(schedule, rows, help or Finding, facts),
+            findings=self._findings(schedule, rows, help, facts),
         )
 
     def _findings(
@@ -162,11 +169,23 @@ class Rule:
         help: Callable[..., Finding],
         facts: Mapping[str, Any],
     ) -> Iterator[Finding]:
-        varied = [name for name, fact in facts.items() if isinstance(fact, list)]
-        for row, *own in zip(rows, *(facts[name] for name in varied), strict=True):
+        lists = {
+            name: fact.tolist() if isinstance(fact, np.ndarray) else fact
+            for name, fact in facts.items()
+            if isinstance(fact, np.ndarray | list)
+        }
+        for row, *own in zip(rows, *lists.values(), strict=True):
             places = [int(place) for place in row if place >= 0]
-            found = self.at(schedule, *places, **{**facts, **dict(zip(varied, own, strict=True))})
-            yield help(found, *places)
+            found = self.at(schedule, *places, **{**facts, **dict(zip(lists, own, strict=True))})
+            yield help(schedule, found, *places)
+
+
+def _numbers(schedule: Schedule, places: Ints) -> Ints:
+    """For each place the number of its kind, stage, rank and microbatch."""
+    columns = schedule.columns
+    numbers: Ints = columns.kind[places] * schedule.stages + columns.stage[places]
+    numbers = numbers * schedule.ranks + columns.rank[places]
+    return numbers * schedule.microbatches + columns.microbatch[places]
 
 
 @attrs.frozen

@@ -10,7 +10,6 @@ import numpy as np
 from schedir.checker import rules
 from schedir.checker.changes import Write, rewriting, several
 from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Rule, fault
-from schedir.checker.values import keys
 from schedir.graph.alive import HELD_UNTIL, HeldUntil, peak_activations, weight_versions
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import HOMES, NAMES_VERSION, Bools, Ints, Schedule, Ties
@@ -42,11 +41,23 @@ class Limits:
 
 def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faults]:
     """The faults of versions and activations. Expects a sound structure."""
-    graph = graph_of(schedule)
-    yield _versions_exist(graph)
-    yield _named_alike(graph)
+    graph, columns = graph_of(schedule), schedule.columns
+    missing = np.flatnonzero((columns.version > graph.turn) & columns.is_kind(*HOMES))
+    newest = graph.turn[missing]
+    yield rules.VERSION_NOT_AVAILABLE.each(schedule, missing, _at_the_newest, newest=newest)
+    # An action that names the version of its forward names the right one.
+    again = columns.where(*NAMES_VERSION - HOMES)
+    pair = columns.stage[again], columns.microbatch[again]
+    wrong = (columns.version[again] >= 0) & (columns.version[again] != graph.reads[pair])
+    yield rules.RECOMPUTE_AT_ANOTHER_VERSION.each(
+        schedule,
+        np.column_stack((again, graph.home[pair]))[wrong],
+        _unnamed,
+        version=graph.reads[pair][wrong],
+    )
     if graph.sharded.any():
-        yield _named_of_sharded(graph)
+        named = np.flatnonzero((columns.version >= 0) & graph.sharded[columns.stage])
+        yield rules.VERSION_OF_SHARDED.each(schedule, named, _unnamed)
     # What tied stages may not do, others may: the note would only echo the error.
     yield from list(_tied_versions_agree(graph, ties)) or _versions_agree(graph)
     if limits.max_delay is not None:
@@ -57,60 +68,18 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
         yield from _activations_alive(graph, limits.max_activations, limits.held_until)
 
 
-def _versions_exist(graph: Graph) -> Faults:
-    schedule, columns, rule = graph.schedule, graph.columns, rules.VERSION_NOT_AVAILABLE
-    missing = np.flatnonzero((columns.version > graph.turn) & columns.is_kind(*HOMES))
-    rows = zip(missing.tolist(), graph.turn[missing].tolist(), strict=True)
-    return Faults(
-        rule=rule,
-        keys=keys(schedule, missing),
-        findings=(
-            Finding(rule.at(schedule, at, newest=newest), otherwise=_reading(schedule, at, newest))
-            for at, newest in rows
-        ),
-    )
-
-
-def _named_alike(graph: Graph) -> Faults:
-    """An R that names a version must name its forward's."""
-    schedule, columns, rule = graph.schedule, graph.columns, rules.RECOMPUTE_AT_ANOTHER_VERSION
-    again = columns.where(*NAMES_VERSION - HOMES)
-    pair = columns.stage[again], columns.microbatch[again]
-    named, home, reads = columns.version[again], graph.home[pair], graph.reads[pair]
-    wrong = (named >= 0) & (named != reads)
-    rows = zip(again[wrong].tolist(), home[wrong].tolist(), reads[wrong].tolist(), strict=True)
-    return Faults(
-        rule=rule,
-        keys=keys(schedule, again[wrong]),
-        findings=(
-            Finding(
-                rule.at(schedule, at, other, version=version),
-                otherwise=_reading(schedule, at, None),
-            )
-            for at, other, version in rows
-        ),
-    )
-
-
-def _named_of_sharded(graph: Graph) -> Faults:
-    """No action names a version of a stage whose weights are sharded."""
-    schedule, columns, rule = graph.schedule, graph.columns, rules.VERSION_OF_SHARDED
-    named = np.flatnonzero(columns.version >= 0)
-    named = named[graph.sharded[columns.stage[named]]]
-    return Faults(
-        rule=rule,
-        keys=keys(schedule, named),
-        findings=(
-            Finding(rule.at(schedule, at), otherwise=_reading(schedule, at, None))
-            for at in named.tolist()
-        ),
-    )
-
-
 def _reading(schedule: Schedule, place: int, version: int | None) -> Write:
     """The change that names another version, or none, in the action at a place."""
     action = attrs.evolve(schedule.columns.action(place), version=version)
     return rewriting(schedule, place, action)
+
+
+def _at_the_newest(schedule: Schedule, found: Diagnostic, place: int) -> Finding:
+    return Finding(found, otherwise=_reading(schedule, place, found.facts["newest"]))
+
+
+def _unnamed(schedule: Schedule, found: Diagnostic, place: int, *_: int) -> Finding:
+    return Finding(found, otherwise=_reading(schedule, place, None))
 
 
 def _versions_agree(graph: Graph) -> Iterator[Faults]:

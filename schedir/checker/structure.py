@@ -30,7 +30,6 @@ from schedir.checker.diagnostics import (
     fault,
     locations,
 )
-from schedir.checker.values import keys
 from schedir.graph.compile import Pairs, pairs_of
 from schedir.ir import (
     COMPLETES_GRADIENTS,
@@ -99,10 +98,10 @@ def _told(
     """One fault at each place in the first of the columns, with the places in the other columns."""
     rows = np.stack(columns, axis=1)[np.argsort(columns[0])]
 
-    def help(finding: Diagnostic, *places: int) -> Finding:
+    def help(schedule: Schedule, finding: Diagnostic, *places: int) -> Finding:
         return Finding(finding, otherwise=change(schedule, *places))
 
-    return rule.each(schedule, rows, keys(schedule, rows[:, 0]), help, **facts)
+    return rule.each(schedule, rows, help, **facts)
 
 
 def _out(schedule: Schedule, place: int) -> Change:
