@@ -30,7 +30,7 @@ from schedir.checker.changes import (
     several,
 )
 from schedir.checker.diagnostics import Diagnostic, Faults, Finding, fault
-from schedir.checker.values import values, wrong
+from schedir.checker.values import mended, values
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import COMPLETES_GRADIENTS, KIND_INDEX, STEPS, SUMS, Action, Ints, Schedule, Ties
 
@@ -41,11 +41,11 @@ _ENDS_WITH_A_STEP = (*COMPLETES_GRADIENTS, _SUM, _STEP)
 
 def ordering(schedule: Schedule, ties: Ties = ()) -> Iterator[Faults]:
     """The faults in the order of compute on each rank. Expects a sound structure."""
-    yield from (values(schedule, told) for told in wrong(schedule))
+    yield from values(schedule, mended)
     graph = graph_of(schedule)
     if len(graph.steps) or graph.summed.any():
         yield from _rounds(schedule, graph)
-        yield from _tied_groups(graph, ties)
+        yield from _tied_groups(graph, ties) if ties else ()
 
 
 def without_steps(schedule: Schedule) -> Iterator[Faults]:
