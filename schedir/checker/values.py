@@ -111,10 +111,7 @@ def values(
 
 def _found(schedule: Schedule, names: frozenset[str]) -> list[Fault]:
     """The faults of the graph, computed once for each Schedule object."""
-    known = schedule.memo.get((faults, names))
-    if not isinstance(known, list):
-        known = schedule.memo[faults, names] = [*faults(graph_of(schedule), names)]
-    return known
+    return schedule.once(("faults", names), lambda: [*faults(graph_of(schedule), names)])
 
 
 def mended(schedule: Schedule, found: Diagnostic, place: int, other: int = -1) -> Finding:

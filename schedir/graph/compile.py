@@ -8,7 +8,7 @@ that microbatch, and that is the rank whose list has its forward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import attrs
 import numpy as np
@@ -603,10 +603,7 @@ def graph_of(schedule: Schedule) -> Graph:
     Raises UnsoundError if actions name unknown stages or microbatches, or are fewer than the stages
     and microbatches.
     """
-    known = schedule.memo.get(Graph)
-    if not isinstance(known, Graph):
-        known = schedule.memo[Graph] = _compiled(schedule)
-    return known
+    return schedule.once("graph", partial(_compiled, schedule))
 
 
 def _compiled(schedule: Schedule) -> Graph:
@@ -621,16 +618,17 @@ def _compiled(schedule: Schedule) -> Graph:
         raise UnsoundError("an action names an unknown stage or microbatch")
     # Of a copy: the schedule itself remembers the graph, and each would keep the other in memory.
     own = attrs.evolve(schedule)
-    own.memo[Pairs] = pairs
+    own.memo["pairs"] = pairs
     return Graph(own, pairs.places.reshape(-1, stages, microbatches))
 
 
 def pairs_of(schedule: Schedule) -> Pairs:
     """The (stage, microbatch) pairs of a schedule, found once for each Schedule object. Actions
     that name unknown stages or microbatches are left out."""
-    known = schedule.memo.get(Pairs)
-    if isinstance(known, Pairs):
-        return known
+    return schedule.once("pairs", partial(_paired, schedule))
+
+
+def _paired(schedule: Schedule) -> Pairs:
     columns, stages, microbatches = schedule.columns, schedule.stages, schedule.microbatches
     named = (columns.microbatch >= 0) & (columns.microbatch < microbatches)
     places = np.flatnonzero(named & (columns.stage < stages))
@@ -643,6 +641,4 @@ def pairs_of(schedule: Schedule) -> Pairs:
     table = np.full(len(KINDS) * len(numbers), -1)
     # Of several that are written to one cell the last stays.
     table[(columns.kind[places] * len(numbers) + row)[::-1]] = places[::-1]
-    found = Pairs((stages, microbatches), numbers, table.reshape(len(KINDS), -1))
-    schedule.memo[Pairs] = found
-    return found
+    return Pairs((stages, microbatches), numbers, table.reshape(len(KINDS), -1))
