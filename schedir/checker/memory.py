@@ -61,7 +61,7 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
     # What tied stages may not do, others may: the note would only echo the error.
     yield from list(_tied_versions_agree(graph, ties)) or _versions_agree(graph)
     if limits.max_delay is not None:
-        yield from _delays(schedule, limits.max_delay)
+        yield _delays(schedule, limits.max_delay)
     if limits.max_versions is not None:
         yield from _versions_alive(schedule, limits.max_versions)
     if limits.max_activations is not None:
@@ -149,21 +149,21 @@ def delays(schedule: Schedule) -> Ints:
     return graph.turn[graph.weight_gradients] - graph.reads
 
 
-def _delays(schedule: Schedule, limit: int) -> Iterator[Faults]:
+def _delays(schedule: Schedule, limit: int) -> Faults:
     """The worst delay of every stage that is above the limit."""
-    graph = graph_of(schedule)
-    for stage, delay in enumerate(delays(schedule)):
-        worst, above = int(delay.argmax()), int((delay > limit).sum())
-        if above:
-            most, places = int(delay[worst]), (graph.home, graph.weight_gradients)
-            finding = rules.DELAY_ABOVE_LIMIT.at(
-                schedule,
-                *(of[stage, worst] for of in places),
-                delay=most,
-                limit=limit,
-                above=above,
-            )
-            yield fault(finding, key=stage, extent=most)
+    graph, delay = graph_of(schedule), delays(schedule)
+    above = (delay > limit).sum(axis=1)
+    stages = np.flatnonzero(above)
+    worst = stages, delay[stages].argmax(axis=1)
+    return rules.DELAY_ABOVE_LIMIT.each(
+        schedule,
+        np.column_stack((graph.home[worst], graph.weight_gradients[worst])),
+        keys=stages,
+        extents=delay[worst],
+        delay=delay[worst],
+        limit=limit,
+        above=above[stages],
+    )
 
 
 def _versions_alive(schedule: Schedule, limit: int) -> Iterator[Faults]:

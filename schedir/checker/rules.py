@@ -485,10 +485,6 @@ def _no_move(finding: Diagnostic) -> str:
     return "none of the moves tried fixes it"
 
 
-def _as_given(finding: Diagnostic) -> str:
-    return ", in the list as it was given" if finding.facts["inserted"] else ""
-
-
 WAIT_CYCLE = Rule(
     code="S301",
     name="wait-cycle",
@@ -512,7 +508,7 @@ WAIT_CYCLE = Rule(
     message=_deadlock,
     notes=_clean_under,
     advice=_no_move,
-    after_change=_as_given,
+    after_change="{inserted:, in the list as it was given|}",
     listed=1,
     trace=_cycle,
 )

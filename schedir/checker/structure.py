@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from heapq import merge
 from itertools import chain, combinations, product
 from typing import Any
 
@@ -240,34 +239,24 @@ def _missing(schedule: Schedule, pairs: Pairs) -> Faults:
     end = schedule.stages * schedule.microbatches
 
     def findings() -> Iterator[Finding]:
-        rows = np.flatnonzero(many[:-1])
-        of_pairs = zip(pairs.numbers[rows].tolist(), rows.tolist(), strict=True)
-        absent = () if pairs.every else _absent(pairs.numbers, end)
-        for number, row in merge(of_pairs, ((number, -1) for number in absent)):
+        row_of = dict(zip(pairs.numbers.tolist(), range(end), strict=False))
+        for number in range(end):
+            row = row_of.get(number, -1)
+            if not many[row]:
+                continue
             stage, microbatch = divmod(number, schedule.microbatches)
             related = locations(schedule, places[:, row][places[:, row] >= 0])
             # On the rank of what is there of its microbatch, else of its stage.
             rank = related[0].rank if related else schedule.placement[stage][0]
             for kind in (kind for kind in parts if lacks[kind][row]):
                 action = Action(kind, stage, microbatch)
-                where = Location(rank, None, action)
-                yield Finding(
-                    Diagnostic(rules.MISSING_ACTION, (where, *related)),
-                    otherwise=added(schedule, action, rank),
-                )
+                where = Location(rank, None, action), *related
+                found = Diagnostic(rules.MISSING_ACTION, where)
+                yield Finding(found, otherwise=added(schedule, action, rank))
 
-    total = int(many[:-1].sum() + many[-1] * (end - len(pairs.numbers)))
     return Faults(
         rule=rules.MISSING_ACTION,
         keys=np.zeros(0, np.int64),
         findings=findings(),
-        many=total,
+        many=int(many[:-1].sum() + many[-1] * (end - len(pairs.numbers))),
     )
-
-
-def _absent(numbers: Ints, end: int) -> Iterator[int]:
-    """The numbers in 0..end - 1 that `numbers`, ascending, lacks."""
-    following = 0
-    for number in [*numbers.tolist(), end]:
-        yield from range(following, number)
-        following = number + 1
