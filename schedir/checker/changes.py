@@ -7,7 +7,7 @@ that change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import chain, zip_longest
 from typing import Literal, TypeAlias
@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import attrs
 import numpy as np
 
-from schedir.graph.compile import graph_of
+from schedir.graph.compile import graph_of, pairs_of
 from schedir.ir import (
     BACKWARDS,
     COMMUNICATION,
@@ -369,9 +369,6 @@ def reorder(schedule: Schedule, places: Ints) -> Iterator[Reorder]:
 
 # Where an action belongs: after what it uses, before what uses it, in the order of its kind.
 
-Listed: TypeAlias = Callable[[Kind, int, int], int]
-"""The place of a kind of action of a (stage, microbatch), -1 if it is not listed."""
-
 
 def _uses(kind: Kind) -> Iterator[tuple[Kind, int]]:
     for use in kind.meaning.uses:
@@ -391,20 +388,19 @@ _USERS = {
 }
 
 
-def added(schedule: Schedule, action: Action, rank: int, listed: Listed) -> Add:
+def added(schedule: Schedule, action: Action, rank: int) -> Add:
     """The change that adds a missing action to the list of a rank.
 
     It goes next to the compute that it communicates for, or after compute of its kind for the
     microbatch before, if that is after its inputs and before its use.
     """
-    return next(additions(schedule, action, rank, listed))
+    return next(additions(schedule, action, rank))
 
 
 def additions(
     schedule: Schedule,
     action: Action,
     rank: int,
-    listed: Listed,
     least: int = 0,
     most: int | None = None,
 ) -> Iterator[Add]:
@@ -412,12 +408,13 @@ def additions(
     `most` if possible: first at its most likely place, then everywhere else between its inputs and
     its use."""
     start, end = schedule.columns.starts[[rank, rank + 1]].tolist()
-    uses, users = _around(schedule, action, rank, listed)
+    uses, users = _around(schedule, action, rank)
     first = max([start, least, *(1 + place for place in uses)])
     last = min([end if most is None else most, *users])
     likely = first if action.kind in SENDS else last
     if action.kind not in COMMUNICATION:
         own = BACKWARDS if action.kind in BACKWARDS else (action.kind,)
+        listed = pairs_of(schedule).listed
         microbatch = action.microbatch or 0
         before, after = (
             [p for kind in own if start <= (p := listed(kind, action.stage, other)) < end]
@@ -429,11 +426,10 @@ def additions(
         yield at_gap(schedule, action, rank, place, ahead=place == last)
 
 
-def _around(
-    schedule: Schedule, action: Action, rank: int, listed: Listed
-) -> tuple[list[int], list[int]]:
+def _around(schedule: Schedule, action: Action, rank: int) -> tuple[list[int], list[int]]:
     """The places on a rank that make an action's inputs, and the places there that use its
     result."""
+    listed = pairs_of(schedule).listed
     start, end = schedule.columns.starts[[rank, rank + 1]].tolist()
     uses, users = (
         [listed(kind, action.stage + further, action.microbatch or 0) for kind, further in of]
@@ -442,10 +438,10 @@ def _around(
     return [p for p in uses if start <= p < end], [p for p in users if start <= p < end]
 
 
-def is_misplaced(schedule: Schedule, place: int, listed: Listed) -> bool:
+def is_misplaced(schedule: Schedule, place: int) -> bool:
     """True if the action at a place comes before its inputs on its rank, or after its use."""
     columns = schedule.columns
-    uses, users = _around(schedule, columns.action(place), int(columns.rank[place]), listed)
+    uses, users = _around(schedule, columns.action(place), int(columns.rank[place]))
     return max(uses, default=-1) > place or min(users, default=place) < place
 
 
@@ -461,15 +457,13 @@ def at_gap(schedule: Schedule, action: Action, rank: int, place: int, *, ahead: 
     return beside(schedule, action, "after", place - 1)
 
 
-def taken_to(
-    schedule: Schedule, place: int, rank: int, listed: Listed, *, there: bool
-) -> Edit | Several:
+def taken_to(schedule: Schedule, place: int, rank: int, *, there: bool) -> Edit | Several:
     """The change that moves the action at a place to another rank, or only removes it if that rank
     already has it."""
     out = removal(schedule, place)
     if there:
         return out
-    return several((out, added(schedule, out.action, rank, listed)))
+    return several((out, added(schedule, out.action, rank)))
 
 
 def last_of_stage(columns: Columns, stage: int, rank: int, *kinds: Kind) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from itertools import chain
 
 import numpy as np
@@ -14,6 +13,7 @@ from schedir.checker.changes import (
     AsSent,
     Change,
     Several,
+    Side,
     additions,
     after_stage,
     ahead,
@@ -25,9 +25,8 @@ from schedir.checker.changes import (
     reorder,
     taken_to,
 )
-from schedir.checker.diagnostics import locate
-from schedir.checker.fixes import Faults, Finding
-from schedir.checker.values import Wrong, keys, values, wrong
+from schedir.checker.diagnostics import Diagnostic, Faults, Finding, locate
+from schedir.checker.values import mended, values
 from schedir.graph.compile import Graph, Transfers, graph_of
 from schedir.ir import COMPLETES_GRADIENTS, GROUPS, KINDS, RECEIVES, STEPS, Action, Ints, Schedule
 
@@ -37,63 +36,72 @@ _ROWS_AROUND = 2
 def communication(schedule: Schedule) -> Iterator[Faults]:
     """The faults of sends and receives. Expects a sound structure."""
     graph = graph_of(schedule)
-    yield Faults(
-        rule=rules.NO_PEER,
-        keys=keys(schedule, graph.lone),
-        findings=(_lone(graph, place) for place in graph.lone.tolist()),
+    lone, columns = graph.lone, schedule.columns
+    peers = graph.peers[lone]
+    yield rules.NO_PEER.each(
+        schedule,
+        lone,
+        _removed,
+        reason=np.where(
+            peers < 0, "end", np.where(peers == columns.rank[lone], "local", "elsewhere")
+        ),
     )
-    for told in wrong(schedule, of_transfers=True):
-        receives = told.rule is rules.MISSING_RECEIVE
-        yield _without_receive(graph, told) if receives else values(schedule, told)
-    yield from _unmatched(graph)
+    yield from values(schedule, _in_time, of_transfers=True)
+    yield from _unmatched(schedule, graph.transfers)
     yield from _mis_paired(graph)
     yield from collectives(schedule)
 
 
 def collectives(schedule: Schedule) -> Iterator[Faults]:
     """The faults of collectives: the ranks of a stage list the same ones, in the same order."""
-    unmatched = [*_unmatched_collectives(schedule)]
-    yield from unmatched
-    if not any(faults.many for faults in unmatched):
-        yield from _in_other_orders(graph_of(schedule))
+    more: list[int] = []
+    least: list[int] = []
+    for by_rank in graph_of(schedule).collectives_of.values():
+        fewest = min(by_rank, key=lambda rank: len(by_rank[rank]))
+        for own in by_rank.values():
+            more += own[len(by_rank[fewest]) :]
+            least += [fewest] * (len(more) - len(least))
+    places = np.array(more, np.int64)
+    yield rules.UNMATCHED.each(schedule, places, _without_counterpart, peer=least)
+    if not more:
+        yield _in_other_orders(schedule)
 
 
-def _lone(graph: Graph, place: int) -> Finding:
-    schedule, columns = graph.schedule, graph.columns
-    peer, action = int(graph.peers[place]), columns.action(place)
+def _in_other_orders(schedule: Schedule) -> Faults:
+    """The first turn of each stage at which its ranks list collectives of different kinds."""
+    kind, found = schedule.columns.kind, {}
+    for stage, by_rank in graph_of(schedule).collectives_of.items():
+        for first, *others in zip(*by_rank.values(), strict=True):
+            differ = [place for place in others if kind[place] != kind[first]]
+            if differ:
+                found[stage] = differ[0], first
+                break
+    return rules.GROUP_ORDER.each(
+        schedule, [*found.values()], _beside, keys=np.array([*found], np.int64)
+    )
+
+
+def _removed(schedule: Schedule, found: Diagnostic, place: int) -> Finding:
+    """The change that removes what has no other end, or takes it to the rank that does the work."""
+    graph, action = graph_of(schedule), found.action
     runs = int(graph.runs[action.stage, action.microbatch])
-    reason = "end" if peer < 0 else "local" if peer == columns.rank[place] else "elsewhere"
-    return Finding(
-        rules.NO_PEER.at(schedule, place, reason=reason),
-        otherwise=taken_to(
-            schedule, place, runs, graph.listed, there=reason == "end" or peer == runs
-        ),
-    )
+    there = found.facts["reason"] == "end" or graph.peers[place] == runs
+    return Finding(found, otherwise=taken_to(schedule, place, runs, there=there))
 
 
-def _without_receive(graph: Graph, told: Wrong) -> Faults:
-    """Compute that is listed before its receive, or without one."""
-    numbers = graph.arrivals[told.places]
-    findings = (_used_too_early(graph, number) for number in numbers.tolist())
-    return Faults(rule=told.rule, keys=numbers, findings=findings)
-
-
-def _used_too_early(graph: Graph, number: int) -> Finding:
-    schedule, transfers = graph.schedule, graph.transfers
-    user, receive = int(transfers.user[number]), int(transfers.receive[number])
-    action = _receive(transfers, number)
+def _in_time(schedule: Schedule, found: Diagnostic, place: int, receive: int = -1) -> Finding:
+    """The changes that bring compute after its receive, or add that."""
+    if found.rule is not rules.MISSING_RECEIVE:
+        return mended(schedule, found, place, receive)
     if receive < 0:
-        adds = _other_end(graph, number, action)
+        graph = graph_of(schedule)
+        number = int(graph.arrivals[place])
+        adds = _other_end(graph, number, _receive(graph.transfers, number))
         likely = next(adds)
-        finding = rules.MISSING_RECEIVE.at(schedule, user, receive=action)
-        return Finding(finding, chain((likely,), adds), likely)
-    slides = (ahead(schedule, receive, user), back(schedule, user, receive))
-    return Finding(
-        rules.MISSING_RECEIVE.at(schedule, user, receive, receive=action),
-        in_turn(slides),
-        moved_beside(schedule, receive, "before", user),
-        of_communication=True,
-    )
+        return Finding(found, chain((likely,), adds), likely)
+    slides = (ahead(schedule, receive, place), back(schedule, place, receive))
+    moved = moved_beside(schedule, receive, "before", place)
+    return Finding(found, in_turn(slides), moved, of_communication=True)
 
 
 def _receive(transfers: Transfers, number: int) -> Action:
@@ -114,29 +122,25 @@ def _other_end(graph: Graph, number: int, action: Action) -> Iterator[Add]:
         at = int(np.searchsorted(known[beside], known[number]))
         least = int(lacked[beside[at - 1]]) + 1 if at else 0
         most = int(lacked[beside[at]]) if at < len(beside) else None
-    return additions(graph.schedule, action, int(rank), graph.listed, least, most)
+    return additions(graph.schedule, action, int(rank), least, most)
 
 
-def _unmatched(graph: Graph) -> Iterator[Faults]:
+def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
     """Sends without a receive, and receives without a send."""
-    ends = graph.transfers.send, graph.transfers.receive
-    for side, (listed, lacked) in enumerate((ends, ends[::-1])):
-        numbers = np.flatnonzero((listed >= 0) & (lacked < 0))
-        numbers = numbers[np.argsort(listed[numbers])]
-        yield Faults(
-            rule=rules.UNMATCHED,
-            keys=2 * numbers + side,
-            findings=map(partial(_alone, graph), numbers.tolist(), listed[numbers].tolist()),
-        )
+    ends = transfers.send, transfers.receive
+    for listed, lacked in (ends, ends[::-1]):
+        alone = np.sort(listed[(listed >= 0) & (lacked < 0)])
+        yield rules.UNMATCHED.each(schedule, alone, _met)
 
 
-def _alone(graph: Graph, number: int, place: int) -> Finding:
-    missing = graph.columns.action(place).counterpart
+def _met(schedule: Schedule, found: Diagnostic, place: int) -> Finding:
+    """The changes that add the other end."""
+    graph, missing = graph_of(schedule), found.action.counterpart
     assert missing is not None  # a transfer has two ends
-    adds = _other_end(graph, number, missing)
+    ends = (graph.transfers.send == place) | (graph.transfers.receive == place)
+    adds = _other_end(graph, int(ends.argmax()), missing)
     add = next(adds)
-    finding = rules.UNMATCHED.at(graph.schedule, place, missing=missing, peer=add.rank)
-    return Finding(finding, chain((add,), adds), add)
+    return Finding(found, chain((add,), adds), add)
 
 
 def _mis_paired(graph: Graph) -> Iterator[Faults]:
@@ -222,73 +226,36 @@ def _pairing(
     yield from reorder(schedule, transfers.send[received[wrong]])
 
 
-def _unmatched_collectives(schedule: Schedule) -> Iterator[Faults]:
-    """Replicated stages whose ranks have different numbers of collectives."""
-    for stage, by_rank in graph_of(schedule).collectives_of.items():
-        least = min(by_rank, key=lambda rank: len(by_rank[rank]))
-        for rank, places in by_rank.items():
-            more = places[len(by_rank[least]) :]
-            # Numbered below 0, apart from the transfers.
-            key = -1 - schedule.holdings.index((stage, rank))
-            yield Faults(
-                rule=rules.UNMATCHED,
-                keys=np.full(len(more), key),
-                findings=_without_counterpart(schedule, places, more, least),
-            )
+def _beside(schedule: Schedule, found: Diagnostic, place: int, first: int) -> Finding:
+    """The changes that move a collective next to a later one of the kind that it meets."""
+    columns, kind = schedule.columns, schedule.columns.kind
+    by_rank = graph_of(schedule).collectives_of[found.action.stage]
+    own = by_rank[int(columns.rank[place])]
+    others = [other for other in own if other > place and kind[other] == kind[first]]
+    sides: tuple[Side, Side] = "after", "before"
+    moves = (moved_beside(schedule, place, side, other) for other in others for side in sides)
+    return Finding(found, moves)
 
 
-def _in_other_orders(graph: Graph) -> Iterator[Faults]:
-    """The first turn of each stage at which its ranks list collectives of different kinds."""
-    schedule, kind = graph.schedule, graph.columns.kind
-    for stage, by_rank in graph.collectives_of.items():
-        for places in zip(*by_rank.values(), strict=True):
-            differ = [place for place in places if kind[place] != kind[places[0]]]
-            if differ:
-                finding = rules.GROUP_ORDER.at(schedule, differ[0], places[0])
-                (own,) = (own for own in by_rank.values() if differ[0] in own)
-                later = [n for n in own if n > differ[0] and kind[n] == kind[places[0]]]
-                swaps = _beside(schedule, differ[0], later)
-                yield Faults(
-                    rule=rules.GROUP_ORDER,
-                    keys=np.array([stage]),
-                    findings=iter([Finding(finding, swaps)]),
-                )
-                break
-
-
-def _beside(schedule: Schedule, place: int, others: Sequence[int]) -> Iterator[Change]:
-    """The changes that move an action next to one of others."""
-    for other in others:
-        for side in ("after", "before"):
-            yield moved_beside(schedule, place, side, other)
-
-
-def _without_counterpart(
-    schedule: Schedule, places: list[int], more: list[int], least: int
-) -> Iterator[Finding]:
+def _without_counterpart(schedule: Schedule, found: Diagnostic, place: int) -> Finding:
     """The changes that remove this collective, or another one on its rank, or add one on the other
     rank."""
-    columns, turns = schedule.columns, graph_of(schedule).turn
-    is_step = columns.is_kind(*STEPS)
-    for place in more:
-        action, rank = columns.action(place), columns.rank[place]
-        of_round = (columns.stage == action.stage) & (turns == turns[place])
-        own = of_round & (columns.rank == rank)
-        likes = int((own & columns.is_kind(action.kind)).sum())
-        there = np.flatnonzero(of_round & is_step & (columns.rank == least))
-        out = (removal(schedule, each) for each in (place, *places))
-        otherwise: Change
-        if len(there):
-            otherwise = beside(schedule, action, "before", int(there[0]))
-        elif is_step.any() and (likes > 1 or not (own & is_step).any()):
-            otherwise = removal(schedule, place)
-        else:  # all that a step has, which the other rank lacks as well
-            otherwise = _at_the_end(schedule, least, action, (own & is_step).nonzero()[0])
-        yield Finding(
-            rules.UNMATCHED.at(schedule, place, missing=action, peer=least),
-            chain((otherwise,), out),
-            otherwise,
-        )
+    columns, graph, least = schedule.columns, graph_of(schedule), found.facts["peer"]
+    action, rank, is_step = found.action, columns.rank[place], columns.is_kind(*STEPS)
+    of_round = (columns.stage == action.stage) & (graph.turn == graph.turn[place])
+    own = of_round & (columns.rank == rank)
+    likes = int((own & columns.is_kind(action.kind)).sum())
+    there = np.flatnonzero(of_round & is_step & (columns.rank == least))
+    places = graph.collectives_of[action.stage][int(rank)]
+    out = (removal(schedule, each) for each in (place, *places))
+    otherwise: Change
+    if len(there):
+        otherwise = beside(schedule, action, "before", int(there[0]))
+    elif is_step.any() and (likes > 1 or not (own & is_step).any()):
+        otherwise = removal(schedule, place)
+    else:  # all that a step has, which the other rank lacks as well
+        otherwise = _at_the_end(schedule, least, action, (own & is_step).nonzero()[0])
+    return Finding(found, chain((otherwise,), out), otherwise)
 
 
 def _at_the_end(schedule: Schedule, rank: int, action: Action, steps: Ints) -> Change:

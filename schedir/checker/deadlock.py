@@ -10,8 +10,7 @@ from operator import itemgetter
 import numpy as np
 
 from schedir.checker.changes import Change, Slide, Verb, ahead, back, in_turn, reorder
-from schedir.checker.diagnostics import Excerpt, in_short
-from schedir.checker.fixes import Faults, Finding
+from schedir.checker.diagnostics import Excerpt, Faults, Finding, in_short
 from schedir.checker.rules import MEETS, WAIT_CYCLE
 from schedir.graph.compile import graph_of
 from schedir.graph.cycles import Wait, shortest_cycle

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
+import numpy as np
 
 from schedir.checker.changes import Change
 from schedir.display import Displayed, rounded
 from schedir.errors import ScheduleError
-from schedir.ir import Action, Columns, Schedule, Source
+from schedir.ir import Action, Columns, Ints, Schedule, Source
 
 Severity = Literal["error", "warning", "note"]
 
@@ -130,6 +132,60 @@ class Rule:
     def at(self, schedule: Schedule, *places: int, **facts: Any) -> Diagnostic:
         """A finding at places in the schedule's columns, the primary one first."""
         return Diagnostic(self, locations(schedule, places), facts)
+
+    def each(
+        self,
+        schedule: Schedule,
+        rows: Ints | Sequence[Sequence[int] | Ints],
+        help: Callable[..., Finding] = lambda schedule, found, *places: Finding(found),
+        *,
+        keys: Ints | None = None,
+        extents: Ints | None = None,
+        **facts: Any,
+    ) -> Faults:
+        """A fault at each row of places, the primary one first; -1 stands for no place.
+
+        A fact that is an array or a list has one item for each row. By default the `keys` are the
+        kind, stage, rank and microbatch of the primary place. `help` makes the Finding, with the
+        changes that may fix the fault, from the schedule, the diagnostic and its places.
+        """
+        if isinstance(rows, np.ndarray):
+            rows = np.column_stack([rows])
+            first = rows[:, 0]
+        else:
+            first = np.array([row[0] for row in rows], np.int64)
+        keys = _numbers(schedule, first) if keys is None else keys
+        return Faults(
+            rule=self,
+            keys=keys,
+            extents=np.ones_like(keys) if extents is None else extents,
+            findings=self._findings(schedule, rows, help, facts),
+        )
+
+    def _findings(
+        self,
+        schedule: Schedule,
+        rows: Iterable[Iterable[int]],
+        help: Callable[..., Finding],
+        facts: Mapping[str, Any],
+    ) -> Iterator[Finding]:
+        lists = {
+            name: fact.tolist() if isinstance(fact, np.ndarray) else fact
+            for name, fact in facts.items()
+            if isinstance(fact, np.ndarray | list)
+        }
+        for row, *own in zip(rows, *lists.values(), strict=True):
+            places = [int(place) for place in row if place >= 0]
+            found = self.at(schedule, *places, **{**facts, **dict(zip(lists, own, strict=True))})
+            yield help(schedule, found, *places)
+
+
+def _numbers(schedule: Schedule, places: Ints) -> Ints:
+    """For each place the number of its kind, stage, rank and microbatch."""
+    columns = schedule.columns
+    numbers: Ints = columns.kind[places] * schedule.stages + columns.stage[places]
+    numbers = numbers * schedule.ranks + columns.rank[places]
+    return numbers * schedule.microbatches + columns.microbatch[places]
 
 
 @attrs.frozen
@@ -252,6 +308,71 @@ class Diagnostic:
 
     def _all_said(self, texts: Texts) -> tuple[str, ...]:
         return tuple(texts(self) if callable(texts) else (fill(each, self) for each in texts))
+
+
+@attrs.frozen(eq=False)
+class Finding:
+    """A fault in words, and the changes that may fix it, likely ones first.
+
+    `of_communication` says that leaving the communication out, for schedir to insert, is one more
+    change; `blocks` says the same of joining it into batches. `otherwise` ends the fault whatever
+    else is wrong: it is proposed if no other change is known to be right. `blocks_less` makes the
+    changes again; one of them may end a deadlock that is not the only one.
+    """
+
+    diagnostic: Diagnostic
+    changes: Iterable[Change] = ()
+    otherwise: Change | None = None
+    of_communication: bool = False
+    blocks: bool = False
+    blocks_less: Callable[[], Iterable[Change]] | None = None
+
+
+@attrs.frozen(eq=False, kw_only=True, slots=False)
+class Faults:
+    """Faults against one rule, ordered by place: a list of a million actions can have a million. So
+    they are found and compared as arrays, and put into words only when somebody reads them.
+
+    `keys` identify what each fault is about, by numbers that stay the same when a change is made.
+    `extents` say how much is wrong there. Faults with the same key add up. `findings` are made on
+    demand, and `many` is their number.
+    """
+
+    rule: Rule
+    keys: Ints
+    findings: Iterable[Finding]
+    extents: Ints = attrs.field(
+        default=attrs.Factory(lambda faults: np.ones_like(faults.keys), takes_self=True)
+    )
+    many: int = attrs.field(default=attrs.Factory(lambda faults: len(faults.keys), takes_self=True))
+
+    @cached_property
+    def tally(self) -> Tally:
+        """How much is wrong, by key."""
+        counted: Tally = Counter()
+        for key, extent in zip(self.keys.tolist(), self.extents.tolist(), strict=False):
+            counted[self.rule.code, key] += extent
+        return counted
+
+
+Tally: TypeAlias = Counter[tuple[str, int]]
+
+
+def fault(
+    diagnostic: Diagnostic,
+    changes: Iterable[Change] = (),
+    *,
+    otherwise: Change | None = None,
+    key: int = 0,
+    extent: int = 1,
+) -> Faults:
+    """A single fault."""
+    return Faults(
+        rule=diagnostic.rule,
+        keys=np.array([key]),
+        extents=np.array([extent]),
+        findings=(Finding(diagnostic, changes, otherwise),),
+    )
 
 
 @attrs.frozen(repr=False)

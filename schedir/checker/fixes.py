@@ -1,87 +1,16 @@
-"""Faults of a schedule, and which change fixes each. Every proposed change has been tried.
-
-A list of a million actions can have a million faults. So faults are found and compared as arrays,
-and put into words only when somebody reads them.
-"""
+"""Which change fixes a fault. Every proposed change has been tried."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import TypeAlias
 
 import attrs
-import numpy as np
 
 from schedir.checker.changes import Batch, Change, LeaveOut, changed
-from schedir.checker.diagnostics import Diagnostic, Rule
-from schedir.ir import Ints, Schedule
-
-
-@attrs.frozen(eq=False)
-class Finding:
-    """A fault in words, and the changes that may fix it, likely ones first.
-
-    `of_communication` says that leaving the communication out, for schedir to insert, is one more
-    change; `blocks` says the same of joining it into batches. `otherwise` ends the fault whatever
-    else is wrong: it is proposed if no other change is known to be right. `blocks_less` makes the
-    changes again; one of them may end a deadlock that is not the only one.
-    """
-
-    diagnostic: Diagnostic
-    changes: Iterable[Change] = ()
-    otherwise: Change | None = None
-    of_communication: bool = False
-    blocks: bool = False
-    blocks_less: Callable[[], Iterable[Change]] | None = None
-
-
-@attrs.frozen(eq=False, kw_only=True, slots=False)
-class Faults:
-    """Faults against one rule, ordered by place.
-
-    `keys` identify what each fault is about, by numbers that stay the same when a change is made.
-    `extents` say how much is wrong there. Both are empty if the structure is wrong. Faults with the
-    same key add up. `findings` are made on demand, and `many` is their number.
-    """
-
-    rule: Rule
-    keys: Ints
-    findings: Iterable[Finding]
-    extents: Ints = attrs.field(
-        default=attrs.Factory(lambda faults: np.ones_like(faults.keys), takes_self=True)
-    )
-    many: int = attrs.field(default=attrs.Factory(lambda faults: len(faults.keys), takes_self=True))
-
-    @cached_property
-    def tally(self) -> Tally:
-        """How much is wrong, by key."""
-        counted: Tally = Counter()
-        for key, extent in zip(self.keys.tolist(), self.extents.tolist(), strict=False):
-            counted[self.rule.code, key] += extent
-        return counted
-
-
-Tally: TypeAlias = Counter[tuple[str, int]]
-
-
-def fault(
-    diagnostic: Diagnostic,
-    changes: Iterable[Change] = (),
-    *,
-    otherwise: Change | None = None,
-    key: int = 0,
-    extent: int = 1,
-) -> Faults:
-    """A single fault."""
-    return Faults(
-        rule=diagnostic.rule,
-        keys=np.array([key]),
-        extents=np.array([extent]),
-        findings=(Finding(diagnostic, changes, otherwise),),
-    )
-
+from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Tally
+from schedir.ir import Schedule
 
 # Trials judge whole lists. Together they may look at so many actions, where each costs as much as
 # a few thousand more: a hundred trials on a list that a person reads, one on one of half a

@@ -20,7 +20,7 @@ import numpy as np
 from schedir.checker import rules
 from schedir.checker.changes import LeaveOut, Move, Side, changed
 from schedir.checker.deadlock import runs
-from schedir.checker.fixes import Faults, fault
+from schedir.checker.diagnostics import Faults, fault
 from schedir.graph.compile import Graph, graph_of
 from schedir.graph.paths import (
     NEEDS,

@@ -9,9 +9,7 @@ import numpy as np
 
 from schedir.checker import rules
 from schedir.checker.changes import Write, removal, rewriting, several
-from schedir.checker.diagnostics import Diagnostic, Rule
-from schedir.checker.fixes import Faults, Finding, fault
-from schedir.checker.values import keys
+from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Rule, fault
 from schedir.graph.alive import HELD_UNTIL, HeldUntil, peak_activations, weight_versions
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import GATHERS, HOMES, NAMES_VERSION, RELEASES, Bools, Ints, Schedule, Ties
@@ -46,55 +44,32 @@ class Limits:
 
 def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faults]:
     """The faults of versions and activations. Expects a sound structure."""
-    graph = graph_of(schedule)
-    yield _versions_exist(graph)
-    yield _named_alike(graph)
+    graph, columns = graph_of(schedule), schedule.columns
+    missing = np.flatnonzero((columns.version > graph.turn) & columns.is_kind(*HOMES))
+    newest = graph.turn[missing]
+    yield rules.VERSION_NOT_AVAILABLE.each(schedule, missing, _at_the_newest, newest=newest)
+    # An action that names the version of its forward names the right one.
+    again = columns.where(*NAMES_VERSION - HOMES)
+    pair = columns.stage[again], columns.microbatch[again]
+    wrong = (columns.version[again] >= 0) & (columns.version[again] != graph.reads[pair])
+    yield rules.RECOMPUTE_AT_ANOTHER_VERSION.each(
+        schedule,
+        np.column_stack((again, graph.home[pair]))[wrong],
+        _unnamed,
+        version=graph.reads[pair][wrong],
+    )
     if graph.sharded.any():
-        yield _named_of_sharded(graph)
+        named = np.flatnonzero((columns.version >= 0) & graph.sharded[columns.stage])
+        yield rules.VERSION_OF_SHARDED.each(schedule, named, _unnamed)
         yield from _sharded_on_several(graph)
     # What tied stages may not do, others may: the note would only echo the error.
     yield from list(_tied_versions_agree(graph, ties)) or _versions_agree(graph)
     if limits.max_delay is not None:
-        yield from _delays(schedule, limits.max_delay)
+        yield _delays(schedule, limits.max_delay)
     if limits.max_versions is not None:
         yield from _versions_alive(schedule, limits.max_versions)
     if limits.max_activations is not None:
         yield from _activations_alive(graph, limits.max_activations, limits.held_until)
-
-
-def _versions_exist(graph: Graph) -> Faults:
-    schedule, columns, rule = graph.schedule, graph.columns, rules.VERSION_NOT_AVAILABLE
-    missing = np.flatnonzero((columns.version > graph.turn) & columns.is_kind(*HOMES))
-    rows = zip(missing.tolist(), graph.turn[missing].tolist(), strict=True)
-    return Faults(
-        rule=rule,
-        keys=keys(schedule, missing),
-        findings=(
-            Finding(rule.at(schedule, at, newest=newest), otherwise=_reading(schedule, at, newest))
-            for at, newest in rows
-        ),
-    )
-
-
-def _named_alike(graph: Graph) -> Faults:
-    """An R that names a version must name its forward's."""
-    schedule, columns, rule = graph.schedule, graph.columns, rules.RECOMPUTE_AT_ANOTHER_VERSION
-    again = columns.where(*NAMES_VERSION - HOMES)
-    pair = columns.stage[again], columns.microbatch[again]
-    named, home, reads = columns.version[again], graph.home[pair], graph.reads[pair]
-    wrong = (named >= 0) & (named != reads)
-    rows = zip(again[wrong].tolist(), home[wrong].tolist(), reads[wrong].tolist(), strict=True)
-    return Faults(
-        rule=rule,
-        keys=keys(schedule, again[wrong]),
-        findings=(
-            Finding(
-                rule.at(schedule, at, other, version=version),
-                otherwise=_reading(schedule, at, None),
-            )
-            for at, other, version in rows
-        ),
-    )
 
 
 def _sharded_on_several(graph: Graph) -> Iterator[Faults]:
@@ -112,25 +87,18 @@ def _sharded_on_several(graph: Graph) -> Iterator[Faults]:
             )
 
 
-def _named_of_sharded(graph: Graph) -> Faults:
-    """No action names a version of a stage whose weights are sharded."""
-    schedule, columns, rule = graph.schedule, graph.columns, rules.VERSION_OF_SHARDED
-    named = np.flatnonzero(columns.version >= 0)
-    named = named[graph.sharded[columns.stage[named]]]
-    return Faults(
-        rule=rule,
-        keys=keys(schedule, named),
-        findings=(
-            Finding(rule.at(schedule, at), otherwise=_reading(schedule, at, None))
-            for at in named.tolist()
-        ),
-    )
-
-
 def _reading(schedule: Schedule, place: int, version: int | None) -> Write:
     """The change that names another version, or none, in the action at a place."""
     action = attrs.evolve(schedule.columns.action(place), version=version)
     return rewriting(schedule, place, action)
+
+
+def _at_the_newest(schedule: Schedule, found: Diagnostic, place: int) -> Finding:
+    return Finding(found, otherwise=_reading(schedule, place, found.facts["newest"]))
+
+
+def _unnamed(schedule: Schedule, found: Diagnostic, place: int, *_: int) -> Finding:
+    return Finding(found, otherwise=_reading(schedule, place, None))
 
 
 def _versions_agree(graph: Graph) -> Iterator[Faults]:
@@ -200,21 +168,21 @@ def delays(schedule: Schedule) -> Ints:
     return graph.turn[graph.weight_gradients] - graph.reads
 
 
-def _delays(schedule: Schedule, limit: int) -> Iterator[Faults]:
+def _delays(schedule: Schedule, limit: int) -> Faults:
     """The worst delay of every stage that is above the limit."""
-    graph = graph_of(schedule)
-    for stage, delay in enumerate(delays(schedule)):
-        worst, above = int(delay.argmax()), int((delay > limit).sum())
-        if above:
-            most, places = int(delay[worst]), (graph.home, graph.weight_gradients)
-            finding = rules.DELAY_ABOVE_LIMIT.at(
-                schedule,
-                *(of[stage, worst] for of in places),
-                delay=most,
-                limit=limit,
-                above=above,
-            )
-            yield fault(finding, key=stage, extent=most)
+    graph, delay = graph_of(schedule), delays(schedule)
+    above = (delay > limit).sum(axis=1)
+    stages = np.flatnonzero(above)
+    worst = stages, delay[stages].argmax(axis=1)
+    return rules.DELAY_ABOVE_LIMIT.each(
+        schedule,
+        np.column_stack((graph.home[worst], graph.weight_gradients[worst])),
+        keys=stages,
+        extents=delay[worst],
+        delay=delay[worst],
+        limit=limit,
+        above=above[stages],
+    )
 
 
 def _versions_alive(schedule: Schedule, limit: int) -> Iterator[Faults]:

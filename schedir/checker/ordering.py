@@ -6,8 +6,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ from schedir.checker.changes import (
     removal,
     several,
 )
-from schedir.checker.fixes import Faults, Finding, fault
-from schedir.checker.values import values, wrong
+from schedir.checker.diagnostics import Diagnostic, Faults, Finding, fault
+from schedir.checker.values import mended, values
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import COMPLETES_GRADIENTS, KIND_INDEX, STEPS, SUMS, Action, Ints, Schedule, Ties
 
@@ -42,12 +41,11 @@ _ENDS_WITH_A_STEP = (*COMPLETES_GRADIENTS, _SUM, _STEP)
 
 def ordering(schedule: Schedule, ties: Ties = ()) -> Iterator[Faults]:
     """The faults in the order of compute on each rank. Expects a sound structure."""
-    yield from (values(schedule, told) for told in wrong(schedule))
+    yield from values(schedule, mended)
     graph = graph_of(schedule)
-    if schedule.columns.is_kind(_SUM).any() or graph.summed.any():
-        yield from _summed_once(graph)
-    if len(graph.steps):
-        yield from _applied_once(graph, ties)
+    if len(graph.steps) or graph.summed.any():
+        yield from _rounds(schedule, graph)
+        yield from _tied_groups(graph, ties) if ties else ()
 
 
 def without_steps(schedule: Schedule) -> Iterator[Faults]:
@@ -57,86 +55,75 @@ def without_steps(schedule: Schedule) -> Iterator[Faults]:
         yield fault(rules.NO_STEP.at(schedule, int(graph.weight_gradients.max())))
 
 
-# Sums of gradients: once, of all that a round of steps applies.
+# A round lasts from one step of a stage on its rank to the next: its gradients come first, then
+# their sum, which all replicas make, and then the step that applies them.
 
 
 def _round(graph: Graph, places: Ints) -> Ints:
-    """The number of each place's round, which lasts from one step of its stage on its rank to the
-    next."""
+    """The number of each place's round."""
     rounds: Ints = graph.first_round[graph.holding[places]] + graph.turn[places]
     return rounds
 
 
-def _summed_once(graph: Graph) -> Iterator[Faults]:
-    """Between two steps the gradients come first, then their sum, which all replicas make."""
-    columns, size = graph.columns, len(graph.columns)
-    # By round, then place.
+def _rounds(schedule: Schedule, graph: Graph) -> Iterator[Faults]:
+    """Every gradient is summed and applied once, and every sum and step has gradients."""
+    size = len(graph.columns)
+    # Each as one number, ascending by round, then place.
     gradients, sums = (
         np.sort(_round(graph, places) * size + places)
-        for places in (graph.weight_gradients.ravel(), columns.where(_SUM))
+        for places in (graph.weight_gradients.ravel(), graph.columns.where(_SUM))
     )
-    places, rounds = sums % size, sums // size
-    here, end = (np.searchsorted(gradients, bound) for bound in (sums, (rounds + 1) * size))
-    many = np.bincount(rounds, minlength=int(graph.first_round[-1]))
-    yield _without_sum(graph, gradients, many)
+    if graph.summed.any():
+        yield from _summed_once(schedule, graph, gradients, sums)
+    if len(graph.steps):
+        yield from _applied_once(schedule, graph, gradients, sums)
+        yield _more_often(schedule, graph)
+
+
+def _summed_once(schedule: Schedule, graph: Graph, gradients: Ints, sums: Ints) -> Iterator[Faults]:
+    """The sum of each round follows all its gradients, of which the replicas have some."""
+    columns, size = schedule.columns, len(schedule.columns)
+    rounds, places = np.divmod(sums, size)
+    # A step needs the sum of its round. In a list without steps, the last gradient is left over.
+    last = gradients[np.append(np.diff(gradients // size) > 0, True)] % size
+    where = graph.steps if len(graph.steps) else np.sort(last)
+    where = where[graph.summed[columns.stage[where]] & ~np.isin(_round(graph, where), rounds)]
+    stages = columns.stage[where]
+    yield rules.STEP_WITHOUT_REDUCE.each(
+        schedule,
+        where,
+        _unsummed,
+        held=[schedule.placement[stage] for stage in stages.tolist()],
+        sharded=graph.sharded[stages],
+    )
+    begin, here, end = np.searchsorted(gradients, [rounds * size, sums, rounds * size + size])
     late = end - here
-    early = np.flatnonzero(late)
-    whole = np.isin(rounds[early], rounds[late == 0])
-    facts = places[early], gradients[end[early] - 1] % size, late[early], whole
-    yield Faults(
-        rule=rules.REDUCE_BEFORE_GRADIENTS,
-        keys=graph.holding[places[early]],
-        extents=late[early],
-        findings=map(partial(_summed_early, graph), *(fact.tolist() for fact in facts)),
+    yield rules.REDUCE_BEFORE_GRADIENTS.each(
+        schedule,
+        np.column_stack((places, gradients[end - 1] % size))[late > 0],
+        _summed_early,
+        extents=late[late > 0],
+        late=late[late > 0],
     )
-    # Of each gradient the sum after it.
-    after = np.searchsorted(sums, gradients)
-    summed = np.append(rounds, -1)[after] == gradients // size
-    new = {*places[after[summed]].tolist()}
+    # A sum adds up what comes after the one before it.
+    new = {*places[here > np.maximum(begin, np.append(0, here)[:-1])].tolist()}
     meetings = [p for p in graph.collectives if columns.kind[p[0]] == KIND_INDEX[_SUM]]
-    turns = {p: len({*graph.turn[[*p]].tolist()}) for p in meetings}
-    across = [p for p in meetings if turns[p] > 1]
-    empty = [p for p in meetings if turns[p] == 1 and new.isdisjoint(p)]
-    for rule, found, finding in (
-        (rules.REDUCE_ACROSS_STEPS, across, partial(_across, graph, many)),
-        (rules.EMPTY_REDUCE, empty, partial(_empty_sum, graph)),
-    ):
-        firsts = np.array([meeting[0] for meeting in found], np.int64)
-        yield Faults(rule=rule, keys=columns.stage[firsts], findings=map(finding, found))
-
-
-def _without_sum(graph: Graph, gradients: Ints, many: Ints) -> Faults:
-    """The rounds without a sum, of a stage whose gradients are summed. `many` is the number of
-    `gradients` in each round."""
-    stage, size = graph.columns.stage, len(graph.columns)
-    needed = graph.summed
-    where = graph.steps
-    side: Side = "before" if len(where) else "after"
-    if not len(where):
-        # Gradients after the last step are never applied, which is another finding.
-        last = np.append(np.diff(gradients // size) > 0, True)
-        where = np.sort(gradients[last] % size)
-    where = where[needed[stage[where]] & (many[_round(graph, where)] == 0)]
-    return Faults(
-        rule=rules.STEP_WITHOUT_REDUCE,
-        keys=graph.holding[where],
-        findings=(_unsummed(graph.schedule, place, side) for place in where.tolist()),
+    turns = [tuple(graph.turn[[*p]].tolist()) for p in meetings]
+    across = [len({*own}) > 1 for own in turns]
+    empty = [new.isdisjoint(p) and not apart for p, apart in zip(meetings, across, strict=True)]
+    yield rules.REDUCE_ACROSS_STEPS.each(
+        schedule,
+        [*compress(meetings, across)],
+        _across,
+        steps=[*compress(turns, across)],
     )
+    yield rules.EMPTY_REDUCE.each(schedule, [*compress(meetings, empty)], _empty_sum)
 
 
-def _unsummed(schedule: Schedule, place: int, side: Side) -> Finding:
-    stage = int(schedule.columns.stage[place])
-    add = beside(schedule, Action(_SUM, stage), side, place)
-    return Finding(
-        rules.STEP_WITHOUT_REDUCE.at(
-            schedule,
-            place,
-            held=schedule.placement[stage],
-            sharded=graph_of(schedule).sharded[stage],
-        ),
-        chain(_summing(schedule, place), (add,)),
-        add,
-    )
+def _unsummed(schedule: Schedule, found: Diagnostic, place: int) -> Finding:
+    side: Side = "before" if len(graph_of(schedule).steps) else "after"
+    add = beside(schedule, Action(_SUM, found.action.stage), side, place)
+    return Finding(found, chain(_summing(schedule, place), (add,)), add)
 
 
 def _summing(schedule: Schedule, place: int) -> Iterator[Move]:
@@ -149,18 +136,19 @@ def _summing(schedule: Schedule, place: int) -> Iterator[Move]:
         yield from anywhere(schedule, (place, *sums[max(0, next_to - 1) : next_to + 1]))
 
 
-def _summed_early(graph: Graph, place: int, last: int, late: int, whole: bool) -> Finding:
-    """The finding for a sum with `late` gradients after it, up to the `last` one; another sum may
-    cover the `whole` round."""
-    schedule = graph.schedule
-    finding = rules.REDUCE_BEFORE_GRADIENTS.at(schedule, place, last, late=late)
-    if whole:  # the early one is one too many
+def _summed_early(schedule: Schedule, found: Diagnostic, place: int, last: int) -> Finding:
+    """The finding for a sum with gradients after it, up to the `last` one. A later sum of the round
+    may cover them all."""
+    columns, graph = schedule.columns, graph_of(schedule)
+    later = np.arange(last, columns.starts[columns.rank[place] + 1])
+    later = later[columns.is_kind(_SUM)[later] & (columns.stage[later] == columns.stage[place])]
+    if (graph.turn[later] == graph.turn[place]).any():  # the early one is one too many
         alone = removal(schedule, place)
-        return Finding(finding, (alone, several(_everywhere(graph, place))), alone)
+        return Finding(found, (alone, several(_everywhere(graph, place))), alone)
     slides = [back(schedule, place, last)]
-    if late == 1:
+    if found.facts["late"] == 1:
         slides.append(ahead(schedule, last, place))
-    return Finding(finding, in_turn(slides), moved_beside(schedule, place, "after", last))
+    return Finding(found, in_turn(slides), moved_beside(schedule, place, "after", last))
 
 
 def _everywhere(graph: Graph, place: int) -> Iterator[Edit]:
@@ -169,30 +157,28 @@ def _everywhere(graph: Graph, place: int) -> Iterator[Edit]:
     yield from (removal(graph.schedule, each) for each in met)
 
 
-def _empty_sum(graph: Graph, places: tuple[int, ...]) -> Finding:
-    out, moves = _removals(graph.schedule, places), anywhere(graph.schedule, places)
-    return Finding(rules.EMPTY_REDUCE.at(graph.schedule, *places), chain((out,), moves), out)
+def _empty_sum(schedule: Schedule, found: Diagnostic, *places: int) -> Finding:
+    out, moves = _removals(schedule, places), anywhere(schedule, places)
+    return Finding(found, chain((out,), moves), out)
 
 
 def _removals(schedule: Schedule, places: Iterable[int]) -> Change:
     return several(removal(schedule, place) for place in places)
 
 
-def _across(graph: Graph, many: Ints, places: tuple[int, ...]) -> Finding:
+def _across(schedule: Schedule, found: Diagnostic, *places: int) -> Finding:
     """The changes that remove a sum that some ranks have in excess in an earlier round, or add one
     on the other ranks."""
-    schedule, turns = graph.schedule, graph.turn[[*places]]
+    graph = graph_of(schedule)
+    turns = graph.turn[[*places]]
     behind = np.array(places)[turns == turns.min()]
     further = np.array(places)[turns > turns.min()].tolist()
+    many = np.bincount(_round(graph, graph.columns.where(_SUM)))
     changes: list[Change] = []
     if (many[_round(graph, behind)] > 1).all():
         changes.append(_removals(schedule, behind.tolist()))
     changes.append(several(_one_more_sum(graph, place, int(turns.min())) for place in further))
-    return Finding(
-        rules.REDUCE_ACROSS_STEPS.at(schedule, *places, steps=tuple(turns.tolist())),
-        chain(changes, anywhere(schedule, places)),
-        changes[0],
-    )
+    return Finding(found, chain(changes, anywhere(schedule, places)), changes[0])
 
 
 def _one_more_sum(graph: Graph, place: int, turn: int) -> Edit:
@@ -201,19 +187,36 @@ def _one_more_sum(graph: Graph, place: int, turn: int) -> Edit:
     return beside(graph.schedule, graph.columns.action(place), "before", step)
 
 
-# Steps: each gradient has one, and each has gradients.
-
-
-def _applied_once(graph: Graph, ties: Ties) -> Iterator[Faults]:
-    """Every gradient has a step after it, and every step has gradients."""
-    gradients = graph.weight_gradients.ravel()
-    late = np.sort(gradients[graph.turn[gradients] >= graph.steps_of[graph.holding[gradients]]])
-    if len(late):
-        yield from _never_applied(graph, late)
-    yield _empty_steps(graph, gradients)
-    yield from _equally_often(graph)
-    if not len(late):  # which this would only echo
-        yield from _tied_groups(graph, ties)
+def _applied_once(
+    schedule: Schedule, graph: Graph, gradients: Ints, sums: Ints
+) -> Iterator[Faults]:
+    """Each gradient has a step after it, and each step has gradients."""
+    steps, size = graph.steps, len(schedule.columns)
+    unapplied = gradients[np.isin(gradients // size, graph.first_round[1:] - 1)] % size
+    numbers, firsts, many = np.unique(
+        graph.holding[unapplied], return_index=True, return_counts=True
+    )
+    rows = np.split(unapplied, firsts[1:])
+    last = np.full(len(graph.steps_of), -1)
+    last[graph.holding[steps]] = steps  # of several the last assignment counts
+    for rule, which in (
+        (rules.STEP_BEFORE_GRADIENTS, last[numbers] >= 0),
+        (rules.GRADIENT_NEVER_APPLIED, last[numbers] < 0),
+    ):
+        yield rule.each(
+            schedule,
+            [*map(np.append, last[numbers[which]], compress(rows, which))],
+            _unapplied,
+            keys=numbers[which],
+            extents=many[which],
+            late=many[which],
+        )
+    # A replica may have run none of a step's microbatches; a collective gives it the sum.
+    replicated = np.array([len(held) > 1 for held in schedule.placement])
+    shared = sums[replicated[graph.columns.stage[sums % size]]]
+    filled = np.append(gradients, shared) // size
+    empty = steps[~np.isin(_round(graph, steps), filled)]
+    yield rules.EMPTY_STEP.each(schedule, empty, _empty)
 
 
 def _steps_of(graph: Graph, holding: int) -> list[int]:
@@ -228,40 +231,22 @@ def _usual(graph: Graph, holding: int) -> int:
     return len(others) - 1 - int(others[::-1].argmax())
 
 
-def _never_applied(graph: Graph, late: Ints) -> Iterator[Faults]:
-    """The stages, on each of their ranks, with gradients after their last step."""
-    holding = graph.holding[late]
-    numbers, extents = np.unique(holding, return_counts=True)
-    stepping = graph.steps_of[numbers] > 0
-    for rule, which in (
-        (rules.STEP_BEFORE_GRADIENTS, stepping),
-        (rules.GRADIENT_NEVER_APPLIED, ~stepping),
-    ):
-        yield Faults(
-            rule=rule,
-            keys=numbers[which],
-            extents=extents[which],
-            findings=(
-                _unapplied(graph, number, late[holding == number].tolist())
-                for number in numbers[which].tolist()
-            ),
-        )
-
-
-def _unapplied(graph: Graph, number: int, gradients: list[int]) -> Finding:
-    """The finding for a stage on a rank."""
-    schedule, steps = graph.schedule, _steps_of(graph, number)
+def _unapplied(schedule: Schedule, found: Diagnostic, *places: int) -> Finding:
+    """The finding for a stage on a rank: its last step, if there is one, and the gradients after
+    that."""
+    graph = graph_of(schedule)
+    number = int(graph.holding[places[0]])
     add = _one_more_step(schedule, *schedule.holdings[number])
-    if not steps:
-        return Finding(rules.GRADIENT_NEVER_APPLIED.at(schedule, *gradients), otherwise=add)
-    last = steps[-1]
+    if not graph.steps_of[number]:
+        return Finding(found, otherwise=add)
+    last, *gradients = places
     slides = [back(schedule, last, gradients[-1])]
     if len(gradients) == 1:
         slides.append(ahead(schedule, gradients[0], last))
     moves: Iterable[Change] = in_turn(slides)
-    lacks = len(steps) < _usual(graph, number)
+    lacks = graph.steps_of[number] < _usual(graph, number)
     return Finding(
-        rules.STEP_BEFORE_GRADIENTS.at(schedule, last, *gradients, late=len(gradients)),
+        found,
         chain((add,), moves) if lacks else moves,
         add if lacks else moved_beside(schedule, last, "after", gradients[-1]),
     )
@@ -273,26 +258,12 @@ def _one_more_step(schedule: Schedule, stage: int, rank: int) -> Add:
     return after_stage(schedule, Action(_STEP, stage), rank, *_ENDS_WITH_A_STEP)
 
 
-def _empty_steps(graph: Graph, gradients: Ints) -> Faults:
-    # A replica may have run none of the step's microbatches; a collective gives it the sum.
-    sums = graph.columns.where(_SUM)
-    replicated = np.array([len(held) > 1 for held in graph.schedule.placement])
-    filling = np.concatenate((gradients, sums[replicated[graph.columns.stage[sums]]]))
-    filled = np.bincount(_round(graph, filling), minlength=int(graph.first_round[-1]))
-    empty = graph.steps[filled[_round(graph, graph.steps)] == 0]
-    return Faults(
-        rule=rules.EMPTY_STEP,
-        keys=graph.holding[empty],
-        findings=(_empty(graph, place) for place in empty.tolist()),
-    )
-
-
-def _empty(graph: Graph, place: int) -> Finding:
+def _empty(schedule: Schedule, finding: Diagnostic, place: int) -> Finding:
     """The changes that remove an empty step. If its stage would then have no step, or fewer than
     other stages, the step gets something to apply instead."""
-    schedule, columns, number = graph.schedule, graph.columns, int(graph.holding[place])
+    columns, graph = schedule.columns, graph_of(schedule)
+    number = int(graph.holding[place])
     out, moves = removal(schedule, place), anywhere(schedule, [place])
-    finding = rules.EMPTY_STEP.at(schedule, place)
     if graph.steps_of[number] > (_usual(graph, number) or 1):
         return Finding(finding, chain((out,), moves), out)
     stage, rank = schedule.holdings[number]
@@ -310,37 +281,45 @@ def _empty(graph: Graph, place: int) -> Finding:
     return Finding(finding, chain(moves, (otherwise, out)), otherwise)
 
 
-def _equally_often(graph: Graph) -> Iterator[Faults]:
-    """The replicas of a stage have the same number of steps."""
-    schedule, many = graph.schedule, graph.steps_of.tolist()
-    usual, first = Counter(many), 0
-    for stage, held in enumerate(schedule.placement):
-        counts = many[first : first + len(held)]
-        fewest = min(counts)
-        least = held[counts.index(fewest)]
-        for number, steps in enumerate(counts, first):
-            if steps > fewest:
-                own = _steps_of(graph, number)
-                add = _one_more_step(schedule, stage, least)
-                out = _removals(schedule, own[fewest:])
-                adds = usual[fewest] <= usual[steps] and steps - fewest == 1
-                likely, other = (add, out) if adds else (out, add)
-                finding = rules.UNEVEN_REPLICAS.at(
-                    schedule, own[fewest], steps=steps, least=least, fewest=fewest
-                )
-                yield fault(
-                    finding,
-                    chain((likely, other), map(removal, [schedule] * steps, own)),
-                    otherwise=likely,
-                    key=number,
-                    extent=steps - fewest,
-                )
-        first += len(held)
+def _more_often(schedule: Schedule, graph: Graph) -> Faults:
+    """The replicas with more steps than another one of their stage."""
+    many = graph.steps_of
+    stage, rank = np.array(schedule.holdings).T
+    fewest = np.minimum.reduceat(many, np.searchsorted(stage, np.arange(schedule.stages)))[stage]
+    more, least = np.flatnonzero(many > fewest), np.flatnonzero(many == fewest)
+    least = least[np.searchsorted(stage[least], stage[more])]
+    return rules.UNEVEN_REPLICAS.each(
+        schedule,
+        [[_steps_of(graph, number)[fewest[number]]] for number in more.tolist()],
+        _spare_step,
+        extents=(many - fewest)[more],
+        steps=many[more],
+        least=rank[least],
+        fewest=fewest[more],
+    )
+
+
+def _spare_step(schedule: Schedule, found: Diagnostic, place: int) -> Finding:
+    """The changes that remove what is spare, or add a step on the other replica."""
+    graph = graph_of(schedule)
+    number = int(graph.holding[place])
+    fewest, steps = found.facts["fewest"], found.facts["steps"]
+    usual, own = Counter(graph.steps_of.tolist()), _steps_of(graph, number)
+    add = _one_more_step(schedule, found.action.stage, found.facts["least"])
+    out = _removals(schedule, own[fewest:])
+    adds = usual[fewest] <= usual[steps] and steps - fewest == 1
+    likely, other = (add, out) if adds else (out, add)
+    return Finding(
+        found, chain((likely, other), map(removal, [schedule] * steps, own)), otherwise=likely
+    )
 
 
 def _tied_groups(graph: Graph, ties: Ties) -> Iterator[Faults]:
     """The stages of a tie apply the same microbatches in their k-th steps."""
     turns = _turns(graph)
+    last = graph.steps_of[graph.holding[graph.weight_gradients]]
+    if (turns >= last).any():  # an echo of gradients that are never applied
+        return
     for number, tie in enumerate(ties):
         for stage in tie[1:]:
             if (turns[stage] != turns[tie[0]]).any():

@@ -12,7 +12,17 @@ from collections.abc import Iterator
 import attrs
 
 from schedir.checker.diagnostics import Diagnostic, Location, Rule, fill, joined, ranges
-from schedir.ir import BACKWARDS, CHANNELS_IN_WORDS, COPIES, DEFAULT_CHANNEL, SENDS, Action, Kind
+from schedir.ir import (
+    BACKWARDS,
+    CHANNELS_IN_WORDS,
+    CONSUMES,
+    COPIES,
+    DEFAULT_CHANNEL,
+    GROUPS,
+    SENDS,
+    Action,
+    Kind,
+)
 
 
 def _example(microbatches: int, placement: str, *lists: str) -> str:
@@ -475,10 +485,6 @@ def _no_move(finding: Diagnostic) -> str:
     return "none of the moves tried fixes it"
 
 
-def _as_given(finding: Diagnostic) -> str:
-    return ", in the list as it was given" if finding.facts["inserted"] else ""
-
-
 WAIT_CYCLE = Rule(
     code="S301",
     name="wait-cycle",
@@ -502,7 +508,7 @@ WAIT_CYCLE = Rule(
     message=_deadlock,
     notes=_clean_under,
     advice=_no_move,
-    after_change=_as_given,
+    after_change="{inserted:, in the list as it was given|}",
     listed=1,
     trace=_cycle,
 )
@@ -510,7 +516,7 @@ WAIT_CYCLE = Rule(
 
 def _unmatched(finding: Diagnostic) -> str:
     action = finding.action
-    if action.kind is Kind.REDUCE_GRAD:
+    if action.kind in GROUPS:
         return f"{action} has no counterpart on rank {finding.facts['peer']}"
     return f"{action} is never {'received' if action.kind in SENDS else 'sent'}"
 
@@ -582,8 +588,9 @@ MIS_PAIRED = Rule(
 
 
 def _unreceived(finding: Diagnostic) -> str:
-    relation = "before" if len(finding.locations) > 1 else "without"
-    return f"{finding.action} runs {relation} {finding.facts['receive']}, the receive of its input"
+    action, relation = finding.action, "before" if len(finding.locations) > 1 else "without"
+    receive = attrs.evolve(action, kind=CONSUMES[action.kind], version=None)
+    return f"{action} runs {relation} {receive}, the receive of its input"
 
 
 MISSING_RECEIVE = Rule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain, islice, repeat
 
 import attrs
@@ -11,8 +12,8 @@ import numpy as np
 
 from schedir.checker.communication import collectives, communication
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
-from schedir.checker.diagnostics import Diagnostic, Location, Report
-from schedir.checker.fixes import Faults, Finding, Trials
+from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Location, Report
+from schedir.checker.fixes import Trials
 from schedir.checker.lints import Pricing, lints
 from schedir.checker.memory import Limits, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
@@ -48,6 +49,8 @@ _WEAKEST = CHANNELS[-1]
 _OWN_LIST = (BACKWARD_BEFORE_FORWARD, WEIGHT_BEFORE_INPUT, INPUT_NOT_READY)
 # Steps that are wrong have tied stages wait for each other's wrong ones: as good as untied.
 _WRONG_STEPS = (STEP_BEFORE_GRADIENTS, GRADIENT_NEVER_APPLIED, EMPTY_STEP, UNEVEN_STEPS)
+# The key under which a right schedule remembers its complete form, by ties; None for itself.
+_COMPLETE = "complete form"
 # So many findings of one code say enough.
 _MOST_OF_A_CODE = 4000
 
@@ -59,18 +62,6 @@ class _Terms:
     limits: Limits
     ties: Ties
     costs: Pricing | None = None
-
-
-@attrs.frozen
-class _Judgement:
-    """The faults of a schedule, deadlock excepted, and the complete form in which to look for
-    deadlocks.
-
-    `complete` is None if some wait has no meaning yet.
-    """
-
-    found: list[Faults]
-    complete: Schedule | None = None
 
 
 def check(
@@ -138,23 +129,23 @@ def sound(schedule: Schedule) -> Schedule | None:
 
     This is for callers that run the schedule to its end anyway, and so see whether it blocks.
     """
-    known = schedule.memo.get((_Judgement, ()))
-    if isinstance(known, _Judgement):
-        return known.complete or schedule
-    judged = _judged(schedule, _Terms(Limits(), ()))
-    return None if _has_errors(judged.found) else judged.complete
+    if (_COMPLETE, ()) in schedule.memo:
+        return schedule.memo[_COMPLETE, ()] or schedule
+    found, complete = _judged(schedule, _Terms(Limits(), ()))
+    return None if _has_errors(found) else complete
 
 
 def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Report:
     """The errors; if there are none and `advise` is set, the warnings and notes."""
     channel = channel_model(channel)
-    judged = _judged(schedule, terms)
-    found, complete = [*judged.found], judged.complete
+    found, complete = _judged(schedule, terms)
     ties = _ties_that_hold(terms.ties, found)
-    clean = () if complete is None else _clean(complete, ties)
-    if complete is not None and channel not in clean:
-        given = None if complete is schedule else schedule
-        found += deadlock(complete, channel, clean, ties, given=given)
+    clean: tuple[str, ...] = ()
+    if complete is not None:
+        clean = complete.once(("clean channels", ties), partial(clean_channels, complete, ties))
+        if channel not in clean:
+            given = None if complete is schedule else schedule
+            found += deadlock(complete, channel, clean, ties, given=given)
     proved = None if _has_errors(found) else complete
     if proved is not None and advise:
         found += without_steps(schedule)
@@ -164,26 +155,25 @@ def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Re
     return Report(channel, diagnostics, clean, proved)
 
 
-def _judged(schedule: Schedule, terms: _Terms) -> _Judgement:
-    """The judgement of a schedule. A judgement without errors is stored with the schedule."""
-    key = _Judgement, terms.ties
-    known = schedule.memo.get(key)
-    if isinstance(known, _Judgement):
+def _judged(schedule: Schedule, terms: _Terms) -> tuple[list[Faults], Schedule | None]:
+    """The faults of a schedule, deadlock excepted, and its complete form, in which to look for
+    deadlocks. That is None if some wait has no meaning yet. It is stored with the schedule if there
+    is no error."""
+    key = _COMPLETE, terms.ties
+    if key in schedule.memo:
         # Limits may be others now, and notes name places in this very list.
-        found = _present(memory(schedule, terms.limits, terms.ties))
-        return _Judgement(found, known.complete or schedule)
-    found, complete = _present(structure(schedule)), None
-    for each in () if found else _proof(schedule, terms):
-        if isinstance(each, Schedule):
-            complete = each
-        else:
-            found.append(each)
+        return _present(memory(schedule, terms.limits, terms.ties)), schedule.memo[key] or schedule
+    found = _present(structure(schedule))
+    if found:
+        return found, None
+    found = [*_of_compute(schedule, terms)]
+    blocking, complete = _completed(schedule, terms.ties, found)
+    found += blocking
     if complete is not None and not _has_errors(found):
         # Both have the same compute, and the communication is the complete one's; that does not
         # remember itself, so that memory is freed as soon as nobody has it.
-        schedule.memo[key] = _Judgement([], complete)
-        complete.memo[key] = _Judgement([])
-    return _Judgement(found, complete)
+        schedule.memo[key], complete.memo[key] = complete, None
+    return found, complete
 
 
 def _ties_that_hold(ties: Ties, found: Iterable[Faults]) -> Ties:
@@ -192,63 +182,57 @@ def _ties_that_hold(ties: Ties, found: Iterable[Faults]) -> Ties:
     return () if any(faults.rule in _WRONG_STEPS for faults in found) else ties
 
 
-def _clean(complete: Schedule, ties: Ties) -> tuple[str, ...]:
-    """The channel models that a complete schedule runs under, stored with the schedule."""
-    key = clean_channels, ties
-    known = complete.memo.get(key)
-    if not isinstance(known, tuple):
-        known = complete.memo[key] = clean_channels(complete, ties)
-    return known
-
-
 def _present(found: Iterable[Faults]) -> list[Faults]:
     return [faults for faults in found if faults.many]
 
 
-def _proof(schedule: Schedule, terms: _Terms) -> Iterator[Faults | Schedule]:
-    """The faults of a schedule of sound structure, deadlock excepted, and last its complete form.
-
-    There is no complete form if some wait has no meaning yet, or would only echo an error.
-    """
-    wrong = _present(ordering(schedule, terms.ties))
-    yield from wrong
+def _of_compute(schedule: Schedule, terms: _Terms) -> Iterator[Faults]:
+    """The faults of a schedule of sound structure that do not depend on its communication."""
+    yield from _present(ordering(schedule, terms.ties))
     yield from _present(memory(schedule, terms.limits, terms.ties))
-    if any(faults.rule in _OWN_LIST for faults in wrong):
-        return
-    complete: Schedule | None = schedule
-    blocking = []
+
+
+def _completed(
+    schedule: Schedule, ties: Ties, found: list[Faults]
+) -> tuple[list[Faults], Schedule | None]:
+    """The faults of a schedule's communication, and its complete form, given the faults found in
+    its compute. There is no complete form if some wait has no meaning yet, or would only echo an
+    error."""
+    if any(faults.rule in _OWN_LIST for faults in found):
+        return [], None
+    complete = schedule
     if not schedule.is_complete:
         blocking = _present(collectives(schedule))
-        ties = _ties_that_hold(terms.ties, wrong)
-        if not blocking:
-            try:
+        ties = _ties_that_hold(ties, found)
+        try:
+            if not blocking:
                 complete = insert_communication(schedule)
-            except UnsoundError:
-                complete = None
-            # The collectives that the author has placed, and ties, are all that can block still.
-            if complete is None or ties or any(len(p) > 1 for p in graph_of(schedule).collectives):
-                blocking = [*deadlock(schedule, _WEAKEST, (), ties)]
-    if complete is not None and not blocking:
-        blocking = _present(communication(complete))
-    yield from blocking
-    if complete is not None and not blocking:
-        yield complete
+        except UnsoundError:
+            return [*deadlock(schedule, _WEAKEST, (), ties)], None
+        # The collectives that the author has placed, and ties, are all that can block still.
+        if ties or any(len(places) > 1 for places in graph_of(schedule).collectives):
+            blocking = blocking or [*deadlock(schedule, _WEAKEST, (), ties)]
+        if blocking:
+            return blocking, None
+    blocking = _present(communication(complete))
+    return blocking, None if blocking else complete
 
 
 def _judge(schedule: Schedule, channel: str, terms: _Terms, errors_only: bool) -> Iterator[Faults]:
     """The faults of a changed schedule whose structure is sound."""
-    right, ties = True, terms.ties
-    for each in _proof(schedule, terms):
-        if not isinstance(each, Schedule):
-            is_error = each.rule.severity == "error"
-            right = right and not is_error
-            ties = _ties_that_hold(ties, [each])
-            if is_error or not errors_only:
-                yield each
-        elif not runs(each, channel, ties):
-            yield Faults(rule=WAIT_CYCLE, keys=np.zeros(1, np.int64), findings=())
-        elif right and not errors_only:
-            yield from _lints(schedule, each, channel, terms)
+    found = []
+    for faults in _of_compute(schedule, terms):
+        found.append(faults)
+        if not errors_only or _has_errors([faults]):
+            yield faults
+    blocking, complete = _completed(schedule, terms.ties, found)
+    yield from blocking
+    if complete is None:
+        return
+    if not runs(complete, channel, _ties_that_hold(terms.ties, found)):
+        yield Faults(rule=WAIT_CYCLE, keys=np.zeros(1, np.int64), findings=())
+    elif not errors_only and not _has_errors(found):
+        yield from _lints(schedule, complete, channel, terms)
 
 
 def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 import attrs
@@ -23,9 +23,8 @@ from schedir.checker.changes import (
     moved_beside,
     removal,
 )
-from schedir.checker.diagnostics import Rule
-from schedir.checker.fixes import Faults, Finding
-from schedir.graph.compile import graph_of
+from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Rule
+from schedir.graph.compile import graph_of, pairs_of
 from schedir.graph.faults import HELD, LINKED, OTHERS, Fault, faults
 from schedir.ir import (
     COMMUNICATION,
@@ -71,22 +70,12 @@ _RULES = tuple(dict.fromkeys((*_CLAIMS.values(), *_GENERAL.values())))
 _ROLES = np.array(["home" if kind in HOMES else kind.meaning.on for kind in KINDS])
 
 
-@attrs.frozen(eq=False)
-class Wrong:
-    """The places that break a rule, ascending, and for each the other place that makes its value
-    too late, ended it or made it before, -1 for none. `of` is the index of the fault in the graph.
-    Shape [places]."""
-
-    rule: Rule
-    places: Ints
-    others: Ints
-    of: Ints
-    faults: list[Fault]
-
-
-def wrong(schedule: Schedule, *, of_transfers: bool = False) -> list[Wrong]:
-    """The faults of the values, rule by rule, except for rules that judge only complete lists. Of
-    several faults at one place the first is reported. Expects a sound structure."""
+def values(
+    schedule: Schedule, help: Callable[..., Finding], *, of_transfers: bool = False
+) -> Iterator[Faults]:
+    """The faults of the values, rule by rule: against the rules that judge only complete lists, or
+    against all others. Of several faults at one place the first is reported. Expects a sound
+    structure."""
     kind = schedule.columns.kind
     found = [*_found(schedule, LINKED)]
     if not of_transfers:
@@ -103,70 +92,55 @@ def wrong(schedule: Schedule, *, of_transfers: bool = False) -> list[Wrong]:
             own = np.flatnonzero(roles == role)
             columns = fault.places[own], fault.others[own], np.full(len(own), number)
             rows.setdefault(_CLAIMS.get(row, _GENERAL[fault.label]), []).append(columns)
-    told = []
+    labels, names = (np.array([getattr(f, of) for f in found]) for of in ("label", "value"))
+    words = np.array([VALUES[fault.value].word for fault in found])
     for rule in _RULES:
         if rule in rows and (rule in _OF_TRANSFERS) is of_transfers:
             places, others, of = map(np.concatenate, zip(*rows[rule], strict=True))
             places, first = np.unique(places, return_index=True)
-            told.append(Wrong(rule, places, others[first], of[first], found))
-    return told
+            others, of = others[first], of[first]
+            yield rule.each(
+                schedule,
+                np.column_stack((places, others)),
+                help,
+                value=names[of],
+                word=words[of],
+                label=np.where((labels[of] == "gone") & (others < 0), "missing", labels[of]),
+            )
 
 
 def _found(schedule: Schedule, names: frozenset[str]) -> list[Fault]:
     """The faults of the graph, computed once for each Schedule object."""
-    known = schedule.memo.get((faults, names))
-    if not isinstance(known, list):
-        known = schedule.memo[faults, names] = [*faults(graph_of(schedule), names)]
-    return known
+    return schedule.once(("faults", names), lambda: [*faults(graph_of(schedule), names)])
 
 
-def values(schedule: Schedule, told: Wrong) -> Faults:
-    """The faults against a rule, and the changes that may fix them."""
-    return Faults(
-        rule=told.rule, keys=keys(schedule, told.places), findings=_findings(schedule, told)
-    )
-
-
-def keys(schedule: Schedule, places: Ints) -> Ints:
-    """For each place the number of its kind, stage and microbatch."""
-    columns = schedule.columns
-    stage = columns.kind[places] * schedule.stages + columns.stage[places]
-    numbers: Ints = stage * schedule.microbatches + columns.microbatch[places]
-    return numbers
-
-
-def _findings(schedule: Schedule, told: Wrong) -> Iterator[Finding]:
+def mended(schedule: Schedule, found: Diagnostic, place: int, other: int = -1) -> Finding:
+    """The changes that may fix a fault of a value; `other` is the place that makes the value too
+    late, ended it or made it before."""
+    label, value = found.facts["label"], found.facts["value"]
+    if label == "late":
+        slides = back(schedule, place, other), ahead(schedule, other, place)
+        moved = moved_beside(schedule, place, "after", other)
+        communicates = found.action.kind in COMMUNICATION
+        return Finding(found, in_turn(slides), moved, of_communication=communicates)
+    # What makes or ends it and nobody lists is added; or what is one too many goes, but for
+    # compute, of which nothing is.
+    adds = [*_unlisted(schedule, place, "end" if label == "unended" else "make", value)]
+    places = (place,) if other < 0 else (place, other)
     computes = schedule.columns.is_kind(*COMPUTE)
-    rows = zip(told.places.tolist(), told.others.tolist(), told.of.tolist(), strict=True)
-    for place, other, number in rows:
-        fault = told.faults[number]
-        label = "missing" if fault.label == "gone" and other < 0 else fault.label
-        places = (place,) if other < 0 else (place, other)
-        word = VALUES[fault.value].word
-        found = told.rule.at(schedule, *places, word=word, label=label)
-        if label == "late":
-            slides = back(schedule, place, other), ahead(schedule, other, place)
-            moved = moved_beside(schedule, place, "after", other)
-            communicates = fault.kind in COMMUNICATION
-            yield Finding(found, in_turn(slides), moved, of_communication=communicates)
-        else:
-            # What makes or ends it and nobody lists is added; or what is one too many goes, but
-            # for compute, of which nothing is.
-            does = "end" if label == "unended" else "make"
-            adds = [*_unlisted(schedule, place, does, fault.value)]
-            spare = [p for p in (other, place)[label != "gone" :] if not computes[p]][:1]
-            out = [removal(schedule, each) for each in spare]
-            changes: Iterator[Change] = chain(adds, anywhere(schedule, places), out)
-            # Weights that are not gathered, or not given up, are so once there is an action more.
-            lacks = fault.value in HELD and (label == "unended" or computes[place])
-            rest = adds if lacks and label != "gone" else out
-            yield Finding(found, changes, rest[0] if rest else None)
+    spare = places[::-1] if label == "gone" else (place,)
+    out = [removal(schedule, each) for each in spare if not computes[each]][:1]
+    changes: Iterator[Change] = chain(adds, anywhere(schedule, places), out)
+    # Weights that are not gathered, or not given up, are so once there is an action more.
+    lacks = value in HELD and (label == "unended" or computes[place])
+    rest = adds if lacks and label != "gone" else out
+    return Finding(found, changes, rest[0] if rest else None)
 
 
 def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:
     """The actions that would make or end a value of a place's stage and microbatch, and that nobody
     lists; those of a whole stage, before or after what uses the value."""
-    action, listed = schedule.columns.action(place), graph_of(schedule).listed
+    action, listed = schedule.columns.action(place), pairs_of(schedule).listed
     rank = int(schedule.columns.rank[place])
     for kind in (kind for kind in Kind if uses_of(kind, does, value)):
         if kind in STAGE_WIDE:
@@ -175,4 +149,4 @@ def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator
             target = place if does == "make" else max(place, last)
             yield beside(schedule, Action(kind, action.stage), side, target)
         elif listed(kind, action.stage, action.microbatch or 0) < 0:
-            yield added(schedule, attrs.evolve(action, kind=kind, version=None), rank, listed)
+            yield added(schedule, attrs.evolve(action, kind=kind, version=None), rank)

@@ -8,7 +8,7 @@ that microbatch, and that is the rank whose list has its forward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import attrs
 import numpy as np
@@ -44,6 +44,45 @@ _FURTHER = np.array([COUNTERPARTS.get(kind, (kind, 0))[1] for kind in KINDS])
 
 _BESIDE = COPIES | GATHERS
 """The kinds that run beside compute, and whose result compute waits for."""
+
+
+@attrs.frozen(eq=False)
+class Pairs:
+    """The places of the actions of each (stage, microbatch), in any list, however wrong.
+
+    `numbers` are those of the pairs, ascending, each stage × microbatches + microbatch: of all
+    pairs, or only of those that occur if the list can't have an action for each.
+    `places[kind, row]` is the first place of each kind of action of the pair in that row, -1 if it
+    is not listed; shape [kinds, pairs]. `shape` is (stages, microbatches).
+    """
+
+    shape: tuple[int, int]
+    numbers: Ints
+    places: Ints
+
+    def of(self, kind: Kind) -> Ints:
+        """The first places of a kind, by row."""
+        places: Ints = self.places[KIND_INDEX[kind]]
+        return places
+
+    def rows(self, columns: Columns, places: Ints) -> Ints:
+        """The rows of the pairs of these places, each of which occurs."""
+        numbers = columns.stage[places] * self.shape[1] + columns.microbatch[places]
+        return numbers if self.every else np.searchsorted(self.numbers, numbers)
+
+    @property
+    def every(self) -> bool:
+        """Whether there is a row for each pair."""
+        return len(self.numbers) == self.shape[0] * self.shape[1]
+
+    def listed(self, kind: Kind, stage: int, microbatch: int) -> int:
+        """The place of an action, -1 if it is not listed."""
+        if not (0 <= stage < self.shape[0] and 0 <= microbatch < self.shape[1]):
+            return -1
+        number = stage * self.shape[1] + microbatch
+        row = int(np.searchsorted(self.numbers, number))
+        known = row < len(self.numbers) and self.numbers[row] == number
+        return int(self.of(kind)[row]) if known else -1
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -164,13 +203,6 @@ class Graph:
         """The places of one kind, shape [stages, microbatches]."""
         places: Ints = self.places[KIND_INDEX[kind]]
         return places
-
-    def listed(self, kind: Kind, stage: int, microbatch: int) -> int:
-        """The place of an action, -1 if it is not listed."""
-        _, stages, microbatches = self.places.shape
-        if not (0 <= stage < stages and 0 <= microbatch < microbatches):
-            return -1
-        return int(self.places[KIND_INDEX[kind], stage, microbatch])
 
     def where(self, does: str, value: str, *, on: Iterable[Kind] = COMPUTE) -> Ints:
         """The places that make, read or end a value by (stage, microbatch), -1 for none; of several
@@ -571,33 +603,42 @@ def graph_of(schedule: Schedule) -> Graph:
     Raises UnsoundError if actions name unknown stages or microbatches, or are fewer than the stages
     and microbatches.
     """
-    known = schedule.memo.get(Graph)
-    if not isinstance(known, Graph):
-        known = schedule.memo[Graph] = _compiled(schedule)
-    return known
+    return schedule.once("graph", partial(_compiled, schedule))
 
 
 def _compiled(schedule: Schedule) -> Graph:
-    columns, stages, microbatches = schedule.columns, schedule.stages, schedule.microbatches
-    # A file may claim a billion microbatches: no table is made that the lists can't fill.
-    if stages * microbatches > len(columns):
+    columns, pairs = schedule.columns, pairs_of(schedule)
+    stages, microbatches = pairs.shape
+    if not pairs.every:
         raise UnsoundError(
             f"{len(columns)} actions are too few for {stages} stages and {microbatches} "
             "microbatches"
         )
     if columns.stage.max(initial=0) >= stages or columns.microbatch.max(initial=0) >= microbatches:
         raise UnsoundError("an action names an unknown stage or microbatch")
-    named = np.flatnonzero(columns.microbatch >= 0)
-    pair = columns.stage[named] * microbatches + columns.microbatch[named]
-    places = first_places(columns.kind[named], pair, named, stages * microbatches)
     # Of a copy: the schedule itself remembers the graph, and each would keep the other in memory.
-    return Graph(attrs.evolve(schedule), places.reshape(-1, stages, microbatches))
+    own = attrs.evolve(schedule)
+    own.memo["pairs"] = pairs
+    return Graph(own, pairs.places.reshape(-1, stages, microbatches))
 
 
-def first_places(kind: Ints, pair: Ints, places: Ints, pairs: int) -> Ints:
-    """For each kind and (stage, microbatch), numbered by `pair`, the first of its places, which
-    ascend, or -1. Shape [kinds, pairs]."""
-    table = np.full(len(KIND_INDEX) * pairs, -1)
+def pairs_of(schedule: Schedule) -> Pairs:
+    """The (stage, microbatch) pairs of a schedule, found once for each Schedule object. Actions
+    that name unknown stages or microbatches are left out."""
+    return schedule.once("pairs", partial(_paired, schedule))
+
+
+def _paired(schedule: Schedule) -> Pairs:
+    columns, stages, microbatches = schedule.columns, schedule.stages, schedule.microbatches
+    named = (columns.microbatch >= 0) & (columns.microbatch < microbatches)
+    places = np.flatnonzero(named & (columns.stage < stages))
+    row = columns.stage[places] * microbatches + columns.microbatch[places]
+    # A file may claim a billion microbatches: no table is made that the lists can't fill.
+    if stages * microbatches <= len(columns):
+        numbers = np.arange(stages * microbatches)
+    else:
+        numbers, row = np.unique(row, return_inverse=True)
+    table = np.full(len(KINDS) * len(numbers), -1)
     # Of several that are written to one cell the last stays.
-    table[(kind * pairs + pair)[::-1]] = places[::-1]
-    return table.reshape(len(KIND_INDEX), pairs)
+    table[(columns.kind[places] * len(numbers) + row)[::-1]] = places[::-1]
+    return Pairs((stages, microbatches), numbers, table.reshape(len(KINDS), -1))

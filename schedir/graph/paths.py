@@ -45,6 +45,7 @@ AFTER, NEEDS, QUEUED, PART, POSTED = range(5)
 """The last two lead from a batch that is over to its parts, and from the parts to the node at which
 the batch is posted. These steps are within an entry, and only a PART is a reason for them."""
 
+TEXTBOOK_BEGINS = "begins at the textbook costs"
 HAPPENS = "happens"
 """The key under which a schedule remembers one order of all its nodes, as a number for each place:
 the order of the pass that inserted its communication, or the first one found."""
@@ -245,9 +246,9 @@ def textbook_prices(columns: Columns) -> Prices:
 def textbook(schedule: Schedule, channel: str = "edge", *, ahead: bool = False) -> Ints:
     """When each node of `waits` begins at the textbook costs, with free transfers; stored with the
     schedule."""
-    key = textbook, channel, ahead
-    known = schedule.memo.get(key)
-    if isinstance(known, np.ndarray):
+    key = TEXTBOOK_BEGINS, channel, ahead
+    if key in schedule.memo:
+        known: Ints = schedule.memo[key]
         return known
     if channel in ("rank", "pair") and not ahead:
         begins = textbook(schedule)
@@ -277,7 +278,7 @@ def remember(schedule: Schedule, happens: Ints, begins: Ints | None) -> None:
     schedule.memo[HAPPENS] = happens
     if begins is not None:
         for ahead in (False, True):
-            schedule.memo[textbook, "edge", ahead] = begins
+            schedule.memo[TEXTBOOK_BEGINS, "edge", ahead] = begins
 
 
 def waits(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import numpy as np
@@ -15,6 +15,8 @@ from schedir.ir.action import MAX_NUMBER, Action, Entry, is_number
 from schedir.ir.columns import Columns, Ints, columns_of
 from schedir.ir.kinds import COMMUNICATION, COMPUTE, STEPS, Kind
 from schedir.ir.tokens import clip, parse_entry, printable
+
+T = TypeVar("T")
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 """`placement[stage]`: the ranks that hold the stage, ascending; several for replicas."""
@@ -170,9 +172,17 @@ class Schedule(Displayed):
         return tuple(tuple(self.columns.of_rank(rank)) for rank in range(self.ranks))
 
     @cached_property
-    def memo(self) -> dict[Hashable, object]:
-        """Results that were worked out for this object, so that nobody computes them again."""
+    def memo(self) -> dict[Hashable, Any]:
+        """Results that were worked out for this object, by name, so that nobody computes them
+        again."""
         return {}
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What is remembered in `memo` under a name, made the first time."""
+        if name not in self.memo:
+            self.memo[name] = make()
+        found: T = self.memo[name]
+        return found
 
     @property
     def ranks(self) -> int:

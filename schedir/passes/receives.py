@@ -80,7 +80,7 @@ def posted_after(schedule: Schedule, channel: str, room: int) -> Ints:
     """For every place of a complete schedule, the compute after which it is posted, -1 for none, if
     receives are moved ahead as `advance_receives` does it. Shape [actions]; stored with the
     schedule."""
-    key = posted_after, channel, room
+    key = "posted after", channel, room
     known = schedule.memo.get(key)
     if isinstance(known, np.ndarray):
         return known

@@ -66,11 +66,11 @@ def as_run(schedule: Schedule) -> Schedule:
     columns = schedule.columns
     if not (columns.joined & columns.is_kind(*COMMUNICATION)).any():
         return schedule
-    known = schedule.memo.get(as_run)
-    if not isinstance(known, Schedule):
-        blocks = waits(schedule, CHANNEL).stuck.any()
-        known = schedule.memo[as_run] = split_batches(schedule) if blocks else schedule
-    return known
+
+    def split() -> Schedule:
+        return split_batches(schedule) if waits(schedule, CHANNEL).stuck.any() else schedule
+
+    return schedule.once("as run", split)
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
