@@ -19,10 +19,9 @@ from schedir.graph.compile import graph_of
 from schedir.ir import parse_action
 from schedir.simulator import Measured, Sizes
 from schedir.simulator.fit import usual
-from schedir.simulator.samples import durations_of
 from tests.built_in import NAMES
 from tests.literals import CROSSING, listed
-from tests.measured import even, jitter, measured_run
+from tests.measured import durations_of, even, jitter, measured_run
 
 
 def by_stage(value: object) -> list[float]:

@@ -35,7 +35,9 @@ from schedir.ir import COMPUTE, COPIES, HOMES, Bools, Ints, Schedule
 from schedir.simulator.costs import CostModel
 from schedir.simulator.fit import usual_links
 from schedir.simulator.samples import (
-    COST_OF_KIND,
+    _COST_OF_KIND as COST_OF_KIND,
+)
+from schedir.simulator.samples import (
     COSTS,
     DELAYED,
     ENTRY,

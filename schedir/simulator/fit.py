@@ -23,7 +23,6 @@ from schedir.simulator.samples import (
     WITHIN,
     Samples,
     agreed,
-    median,
     observe,
 )
 from schedir.simulator.values import MOST, Numbers, PerStage, field_of
@@ -97,7 +96,7 @@ def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
 
 def _medians(samples: Samples, name: str) -> _Costs:
     return {
-        stage: median(samples.duration[rows])
+        stage: float(np.median(samples.duration[rows]))
         for (cost, stage), rows in samples.groups.items()
         if cost == name
     }
@@ -117,7 +116,7 @@ def _some(found: Mapping[int, float], stages: int) -> float | tuple[float, ...]:
     """One cost for each stage: the usual one for a stage that has none; 0 if no stage has any."""
     if not found:
         return 0
-    usual = median(np.array(list(found.values())))
+    usual = float(np.median([*found.values()]))
     return tuple(found.get(stage, usual) for stage in range(stages))
 
 
@@ -196,14 +195,16 @@ def usual(durations: Numbers, within: Bools) -> float:
     allows (the Kaplan-Meier estimate, time reversed).
     """
     known = durations[~within]
-    if not len(known) or not within.any():
-        return median(known) if len(known) else 0
+    if not len(known):
+        return 0
+    if not within.any():
+        return float(np.median(known))
     values, here = np.unique(known, return_counts=True)
     up_to = np.searchsorted(np.sort(durations), values, side="right")
     below = np.cumprod((1 - here / up_to)[::-1])[::-1]  # the share that took less than each value
     least = int(np.argmax(np.append(below[1:], 1) > 0.5 - 1e-9))
     if least == 0 and below[0] >= 0.5:  # most took less than any that was waited for
-        return median(np.minimum(durations[within & (durations <= values[0])], values[0]))
+        return float(np.median(np.minimum(durations[within & (durations <= values[0])], values[0])))
     upper = least + (least + 1 < len(values) and bool(np.isclose(below[least + 1], 0.5)))
     return float(values[least] + values[upper]) / 2
 
