@@ -51,13 +51,9 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
     if sizes is not None:
         boundaries, held = sizes.boundary, attrs.asdict(sizes, recurse=False)
         fields |= {field_of(name): size for name, size in held.items()}
-    links = usual_links(samples, boundaries)
-    fields |= {"latency": links.latency, "bandwidth": links.bandwidth}
+    fields |= usual_links(samples, boundaries, _neighbours(1 + int(samples.rank.max())))
     if sizes is not None:
         fields["host_bandwidth"] = _host_bandwidth(samples, sizes.activation)
-    if links.by_link:
-        ranks = 1 + int(samples.rank.max())
-        fields["latency"] = links.latencies(_neighbours(ranks)) | dict(links.by_link)
     return fields
 
 
@@ -133,27 +129,12 @@ def _backwards(found: Mapping[str, _Costs], stages: int) -> dict[str, tuple[floa
     return fields
 
 
-@attrs.frozen
-class Links:
-    """The usual duration of transfers: the latency of a link, separate latencies of links that
-    differ, and the time per byte."""
-
-    latency: float
-    by_link: Mapping[tuple[int, int], float]
-    per_byte: float
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per unit of time."""
-        return 1 / self.per_byte if self.per_byte else math.inf
-
-    def latencies(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], float]:
-        """The latency of each of these links."""
-        return {link: self.by_link.get(link, self.latency) for link in links}
-
-
-def usual_links(samples: Samples, boundary_bytes: Any) -> Links:
-    """The usual duration of the transfers in the samples, given the bytes that cross each boundary.
+def usual_links(
+    samples: Samples, boundary_bytes: Any, links: Iterable[tuple[int, int]]
+) -> dict[str, Any]:
+    """The usual `latency` and `bandwidth` of the transfers in the samples, given the bytes that
+    cross each boundary. If links differ, the latency is by link: of those observed, and of all
+    these `links`.
 
     Latency and bandwidth can be told apart if boundaries differ in size; otherwise all is latency.
     """
@@ -174,7 +155,11 @@ def usual_links(samples: Samples, boundary_bytes: Any) -> Links:
     low, high = min(by_link.values(), default=0), max(by_link.values(), default=0)
     shortest = min(_medians(samples, "forward").values(), default=0)
     unlike = high > _UNLIKE * low and high - low > _MATTERS * shortest
-    return Links(usual(rest[rows], late[rows]), by_link if unlike else {}, per_byte)
+    latency = usual(rest[rows], late[rows])
+    return {
+        "latency": dict.fromkeys(links, latency) | by_link if unlike else latency,
+        "bandwidth": 1 / per_byte if per_byte else math.inf,
+    }
 
 
 def _host_bandwidth(samples: Samples, sizes: PerStage) -> float:

@@ -135,7 +135,7 @@ class Samples:
     @cached_property
     def groups(self) -> Mapping[tuple[str, int], Ints]:
         """The rows of each (cost, stage) that was observed, in the order of the steps."""
-        found = _grouped(np.arange(len(self)), self.cost, self.stage)
+        found = grouped(np.arange(len(self)), self.cost, self.stage)
         return {(COSTS[cost], stage): rows for (cost, stage), rows in found.items()}
 
     @cached_property
@@ -153,7 +153,7 @@ class Samples:
         """The rows of the transfers from one rank to another, the delayed ones last."""
         rows = np.flatnonzero(np.isin(self.cost, _TRANSFERS))
         rows = rows[np.argsort(self.cost[rows] == DELAYED, kind="stable")]
-        return _grouped(rows, self.rank[rows], self.peer[rows])
+        return grouped(rows, self.rank[rows], self.peer[rows])
 
     def plain(self) -> dict[str, Any]:
         """The samples as JSON can hold them, exactly; `of_plain` is the inverse."""
@@ -189,7 +189,7 @@ def turns(key: Ints) -> Ints:
     return found
 
 
-def _grouped(rows: Ints, one: Ints, other: Ints) -> dict[tuple[int, int], Ints]:
+def grouped(rows: Ints, one: Ints, other: Ints) -> dict[tuple[int, int], Ints]:
     """The rows by two keys, which have one value for each of them, in the order given."""
     many = 1 + int(other.max(initial=0))
     key = one * many + other
