@@ -24,6 +24,7 @@ when the receiver was free, and that is the most that it can have taken.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -80,6 +81,9 @@ def _integers(values: Any) -> Ints:
     return column
 
 
+_INTEGERS: dict[str, Any] = {"converter": _integers, **_COLUMN}
+
+
 # Not slotted, so that what is derived can be cached beside the fields.
 @attrs.frozen(slots=False)
 class Samples:
@@ -89,48 +93,19 @@ class Samples:
     their steps. `turn` counts, within a step, the entries of one cost and stage, or the transfers
     of one link, including those of unknown duration. `duration` is in the unit of the timelines;
     for a `transfer_within` it is a limit.
-
-    Raises ValueError if the columns do not fit each other, or a duration is not a number >= 0.
     """
 
     steps: tuple[int, ...] = attrs.field(repr=False)
-    cost: Ints = attrs.field(converter=_integers, **_COLUMN)
-    stage: Ints = attrs.field(converter=_integers, **_COLUMN)
-    step: Ints = attrs.field(converter=_integers, **_COLUMN)
-    rank: Ints = attrs.field(converter=_integers, **_COLUMN)
-    peer: Ints = attrs.field(converter=_integers, **_COLUMN)
-    turn: Ints = attrs.field(converter=_integers, **_COLUMN)
+    cost: Ints = attrs.field(**_INTEGERS)
+    stage: Ints = attrs.field(**_INTEGERS)
+    step: Ints = attrs.field(**_INTEGERS)
+    rank: Ints = attrs.field(**_INTEGERS)
+    peer: Ints = attrs.field(**_INTEGERS)
+    turn: Ints = attrs.field(**_INTEGERS)
     duration: Numbers = attrs.field(converter=numbers, **_COLUMN)
-
-    def __attrs_post_init__(self) -> None:
-        rows = len(self.duration)
-        for name, column in self._columns().items():
-            if column.shape != (rows,):
-                raise ValueError(f"samples: {name} must have {rows} rows, not {column.shape}")
-        limits = dict.fromkeys(("stage", "rank", "turn"), _MOST)
-        limits |= {"cost": len(COSTS), "step": len(self.steps)}
-        for name, limit in limits.items():
-            column = getattr(self, name)
-            wrong = (column < 0) | (column >= limit)
-            self._refuse(name, wrong, f"must be from 0 to {limit - 1}")
-        wrong = ~(np.isfinite(self.duration) & (self.duration >= 0))
-        self._refuse("duration", wrong, "must be finite and >= 0")
-
-    def _refuse(self, name: str, wrong: Bools, must: str) -> None:
-        if wrong.any():
-            row = int(wrong.argmax())
-            value = getattr(self, name)[row]
-            raise ValueError(f"samples: {name} of row {row} {must}, not {value}")
 
     def __len__(self) -> int:
         return len(self.duration)
-
-    def _columns(self) -> dict[str, Any]:
-        return {
-            field.name: getattr(self, field.name)
-            for field in attrs.fields(type(self))
-            if field.name != "steps"
-        }
 
     @cached_property
     def groups(self) -> Mapping[tuple[str, int], Ints]:
@@ -157,27 +132,40 @@ class Samples:
 
     def plain(self) -> dict[str, Any]:
         """The samples as JSON can hold them, exactly; `of_plain` is the inverse."""
-        columns = {name: column.tolist() for name, column in self._columns().items()}
+        columns = {name: getattr(self, name).tolist() for name in _COLUMNS}
         return {"costs": list(COSTS), "steps": list(self.steps), **columns}
+
+
+_COLUMNS = tuple(field.name for field in attrs.fields(Samples) if field.name != "steps")
 
 
 def of_plain(content: object) -> Samples:
     """The samples that JSON holds. Raises ValueError or TypeError, naming what is wrong."""
-    names = [field.name for field in attrs.fields(Samples)]
-    if not isinstance(content, dict) or set(content) != {"costs", *names}:
-        raise ValueError(f"samples must have exactly the keys costs, {', '.join(names)}")
-    costs, steps = content["costs"], content["steps"]
+    keys = ("costs", "steps", *_COLUMNS)
+    if not isinstance(content, dict) or set(content) != {*keys}:
+        raise ValueError(f"samples must have exactly the keys {', '.join(keys)}")
+    costs, *columns = (content[name] for name in keys)
     if not isinstance(costs, list) or not set(costs) <= set(COSTS):
         raise ValueError(f"samples: costs must be some of {', '.join(COSTS)}, not {costs!r}")
-    held = {name: content[name] for name in names}
-    for name, column in held.items():
+    for name, column in zip(keys[1:], columns, strict=True):
         kinds = (int, float) if name == "duration" else (int,)
         if not isinstance(column, list) or not all(type(value) in kinds for value in column):
             raise ValueError(f"samples: {name} must be a list of numbers")
+    steps, *columns = columns
+    ends = {"cost": len(costs), "step": len(steps), "duration": math.inf}
+    for name, column in zip(_COLUMNS, columns, strict=True):
+        if len(column) != len(columns[-1]):
+            raise ValueError(
+                f"samples: {name} must have {len(columns[-1])} rows, not {len(column)}"
+            )
+        least, end = -(name == "peer"), ends.get(name, _MOST)
+        for row, value in enumerate(column):
+            if not least <= value < end:
+                must = "finite and >= 0" if end == math.inf else f"from {least} to {end - 1}"
+                raise ValueError(f"samples: {name} of row {row} must be {must}, not {value}")
     # Tables grow: a file knows the costs of its own time.
-    renumber = {number: COSTS.index(name) for number, name in enumerate(costs)}
-    held["cost"] = [renumber.get(number, -1) for number in held["cost"]]
-    return Samples(**held | {"steps": tuple(steps)})
+    columns[0] = [COSTS.index(costs[number]) for number in columns[0]]
+    return Samples(tuple(steps), *columns)
 
 
 def turns(key: Ints) -> Ints:
