@@ -25,7 +25,7 @@ from schedir.simulator.samples import (
     agreed,
     observe,
 )
-from schedir.simulator.values import MOST, Numbers, PerStage, field_of
+from schedir.simulator.values import MOST, Numbers, PerStage, Sizes, field_of
 
 _PARTS = {
     kind: kind.meaning.cost / Kind.BACKWARD.meaning.cost
@@ -46,15 +46,11 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
     stages, unit = agreed(timelines)
     samples = observe(timelines)
     fields = fitted_times(samples, stages) | {"unit": unit, "samples": samples}
-    sizes = next((line.sizes for line in reversed(timelines) if line.sizes is not None), None)
-    boundaries: Any = 0
-    if sizes is not None:
-        boundaries, held = sizes.boundary, attrs.asdict(sizes, recurse=False)
-        fields |= {field_of(name): size for name, size in held.items()}
-    fields |= usual_links(samples, boundaries, _neighbours(1 + int(samples.rank.max())))
-    if sizes is not None:
-        fields["host_bandwidth"] = _host_bandwidth(samples, sizes.activation)
-    return fields
+    sizes = next((line.sizes for line in reversed(timelines) if line.sizes is not None), Sizes())
+    held = attrs.asdict(sizes, recurse=False)
+    fields |= {field_of(name): size for name, size in held.items()}
+    fields |= usual_links(samples, sizes.boundary, _neighbours(1 + int(samples.rank.max())))
+    return fields | {"host_bandwidth": _host_bandwidth(samples, sizes.activation)}
 
 
 def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:

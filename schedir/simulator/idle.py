@@ -33,7 +33,7 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from schedir.graph.paths import QUEUED
+from schedir.graph.paths import QUEUED, last_before
 from schedir.ir import (
     BACKWARDS,
     COMMUNICATION,
@@ -46,7 +46,7 @@ from schedir.ir import (
     Ints,
     Schedule,
 )
-from schedir.simulator.moments import Moments, last_before
+from schedir.simulator.moments import Moments
 from schedir.simulator.values import Numbers
 
 
@@ -207,9 +207,8 @@ def _at_the_end(work: Work, moments: Moments, makespan: float) -> list[Ints]:
     over = moments.ends[reduce]
     over = np.clip(np.where(np.isnan(over), last, over), last, makespan)
     reached = _last_of_ranks(columns, work.place, -1)
-    unknown = work.lost_between(
-        np.where(reached < 0, columns.starts[:-1], reached), columns.starts[1:]
-    )
+    since = np.where(reached < 0, columns.starts[:-1], reached)
+    unknown = work.lost[columns.starts[1:]] > work.lost[since]
     none = np.full(len(last), -1)
     return _intervals(
         np.stack((last, over, np.full(len(last), makespan))),
@@ -325,8 +324,9 @@ def _gaps_of(work: Work, moments: Moments) -> _Gaps:
     begins = np.where(group | compute, posted, moments.begins[via])
     arrives = np.where(compute, np.nan, ends[via])
     is_busy = (behind >= 0) & (ends[behind] >= begins) & (begins > posted)
+    # The rank may have computed meanwhile, in compute of unknown times.
     since = np.where(work.first, columns.starts[work.rank], np.roll(work.place, 1))
-    unknown = work.lost_between(since[number], work.place[number])
+    unknown = work.lost[work.place[number]] > work.lost[since[number]]
     unknown |= np.isnan(posted) & np.isnan(begins)
     points = (
         np.where(np.isnan(posted), begins, posted),
@@ -462,12 +462,6 @@ class Work:
         busy = np.zeros(self.columns.ranks, self.until.dtype)
         np.add.at(busy, self.rank[opens], self.until[closes] - self.start[opens])
         return busy
-
-    def lost_between(self, since: Ints, until: Ints) -> Bools:
-        """Where a rank may have computed between two places: the times of compute listed between
-        are not known."""
-        lost: Bools = self.lost[until] > self.lost[since]
-        return lost
 
 
 def work_of(columns: Columns, starts: Numbers, ends: Numbers) -> Work:

@@ -19,7 +19,7 @@ queued at either end; what only was on its way as an action began comes after al
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 
 import attrs
@@ -44,7 +44,6 @@ from schedir.ir import (
     RECEIVES,
     Columns,
     Ints,
-    Kind,
     Schedule,
     channel_model,
     is_number,
@@ -129,7 +128,7 @@ class Moments:
     @cached_property
     def compute_before(self) -> Ints:
         """For every place, that of the last compute before its entry on its rank, -1 for none."""
-        return last_before(self.columns, COMPUTE)
+        return compute_before(self.columns)
 
     @cached_property
     def waits(self) -> Waits:
@@ -147,15 +146,6 @@ class Moments:
         """The numbers of the `waits` in the order of the nodes that wait, and these nodes."""
         order = np.argsort(self.waits.waiter, kind="stable")
         return order, self.waits.waiter[order]
-
-
-def last_before(columns: Columns, kinds: Iterable[Kind]) -> Ints:
-    """For every place, the last place of these kinds before its entry on its rank, -1 for none."""
-    places = np.where(columns.is_kind(*kinds), np.arange(len(columns)), -1)
-    before = np.maximum.accumulate(np.append(-1, places))[:-1]
-    if columns.together:
-        before = before[columns.heads][columns.entry]
-    return np.where(before < columns.starts[columns.rank], -1, before)
 
 
 def moments_of(
