@@ -9,8 +9,10 @@ import numpy as np
 
 import schedir
 from schedir import CostModel, Kind, Schedule, Timeline
+from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE
 from schedir.simulator import Measured
+from schedir.simulator.samples import COSTS, DELAYED, ENTRY, TRANSFER, WITHIN, observed
 
 Factor = Callable[[int, int, int], float]
 """(step, rank, stage) → by how much longer an entry takes; asked once for each entry."""
@@ -59,3 +61,30 @@ def jitter(seed: int, entry: float = 0.0, step: float = 0.0, rank: float = 0.0) 
 def even(step: int, rank: int, stage: int) -> float:
     """Nothing jitters."""
     return 1.0
+
+
+def durations_of(timeline: Timeline) -> dict[tuple[int, int], float]:
+    """How long each entry of a timeline took, if known: the `durations` for `simulate`, by (rank,
+    index), that replay it.
+
+    A transfer has the duration of its send. If nobody waited for it, it arrived at once; a transfer
+    that had to queue has none.
+    """
+    columns, transfers = timeline.schedule.columns, graph_of(timeline.schedule).transfers
+    sends, receives = transfers.send, transfers.receive
+    behind, ahead = transfers.in_turn
+    queued = sends[behind[timeline.ends[receives[ahead]] > timeline.starts[sends[behind]]]]
+    places, costs, durations = observed(timeline)
+    used = ~np.isnan(durations) & (costs != WITHIN)
+    if timeline.measured is not None:
+        used &= ~np.isin(places, queued)
+    found: dict[tuple[int, int], float] = {}
+    for kinds in (ENTRY,), range(TRANSFER), (TRANSFER,), (DELAYED,), range(ENTRY + 1, len(COSTS)):
+        for at in np.flatnonzero(used & np.isin(costs, kinds)).tolist():
+            position = columns.position(int(places[at]))
+            before = found.get(position, 0.0) if costs[at] < TRANSFER else 0.0
+            found[position] = float(durations[at]) + before
+    unseen = ~np.isnan(timeline.starts[sends]) & np.isnan(timeline.ends[sends])
+    for place in sends[unseen].tolist():
+        found.setdefault(columns.position(place), 0.0)
+    return found

@@ -37,13 +37,15 @@ from pathlib import Path
 
 import attrs
 import numpy as np
+from at_commit import ROOT
 from in_processes import run_in_processes
 from predicted_run import Run
 
+sys.path.insert(0, str(ROOT))
 import schedir
 from schedir import CostModel, SchedirError, Timeline
 from schedir.simulator import load_timelines
-from schedir.simulator.samples import durations_of
+from tests.measured import durations_of
 
 LIMIT = 300  # seconds, of one run
 WORKER = Path(__file__).with_name("predicted_run.py")

@@ -14,7 +14,7 @@ as one:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,7 @@ from schedir.ir import (
     Bools,
     Columns,
     Ints,
+    Kind,
     Schedule,
     Ties,
     channel_model,
@@ -398,22 +399,21 @@ def _order(
     yield _edges(places, before[places], QUEUED)
     if channel == "rank" and tied:
         steps = np.array(shared_steps(graph.schedule, ties), np.int64)
-        yield _edges(steps, _communication_before(columns)[steps], QUEUED)
+        yield _edges(steps, last_before(columns, COMMUNICATION | GROUPS)[steps], QUEUED)
 
 
-def _communication_before(columns: Columns) -> Ints:
-    """For every place, the last communication or sum before it on its rank; -1 for none."""
-    places = np.arange(len(columns))
-    own = columns.is_kind(*COMMUNICATION, *GROUPS)
-    last = np.maximum.accumulate(np.where(own, places, -1)) if len(places) else places
-    before = np.concatenate(([-1], last))[:-1]
-    return np.where(before >= columns.starts[columns.rank], before, -1)
+def last_before(columns: Columns, kinds: Iterable[Kind]) -> Ints:
+    """For every place, the last place of these kinds before its entry on its rank; -1 for none."""
+    places = np.where(columns.is_kind(*kinds), np.arange(len(columns)), -1)
+    before = np.maximum.accumulate(np.append(-1, places))[:-1]
+    if columns.together:
+        before = before[columns.heads][columns.entry]
+    return np.where(before < columns.starts[columns.rank], -1, before)
 
 
 def compute_before(columns: Columns) -> Ints:
     """For every place, the last compute listed before its entry on its rank; -1 for none."""
-    _, before = _holders(columns, columns.is_kind(*COMPUTE), False)
-    return before
+    return last_before(columns, COMPUTE)
 
 
 def _holders(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:

@@ -23,10 +23,9 @@ from schedir.simulator.samples import (
     WITHIN,
     Samples,
     agreed,
-    median,
     observe,
 )
-from schedir.simulator.values import MOST, Numbers, PerStage, field_of
+from schedir.simulator.values import MOST, Numbers, PerStage, Sizes, field_of
 
 _PARTS = {
     kind: kind.meaning.cost / Kind.BACKWARD.meaning.cost
@@ -47,19 +46,11 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
     stages, unit = agreed(timelines)
     samples = observe(timelines)
     fields = fitted_times(samples, stages) | {"unit": unit, "samples": samples}
-    sizes = next((line.sizes for line in reversed(timelines) if line.sizes is not None), None)
-    boundaries: Any = 0
-    if sizes is not None:
-        boundaries, held = sizes.boundary, attrs.asdict(sizes, recurse=False)
-        fields |= {field_of(name): size for name, size in held.items()}
-    links = usual_links(samples, boundaries)
-    fields |= {"latency": links.latency, "bandwidth": links.bandwidth}
-    if sizes is not None:
-        fields["host_bandwidth"] = _host_bandwidth(samples, sizes.activation)
-    if links.by_link:
-        ranks = 1 + int(samples.rank.max())
-        fields["latency"] = links.latencies(_neighbours(ranks)) | dict(links.by_link)
-    return fields
+    sizes = next((line.sizes for line in reversed(timelines) if line.sizes is not None), Sizes())
+    held = attrs.asdict(sizes, recurse=False)
+    fields |= {field_of(name): size for name, size in held.items()}
+    fields |= usual_links(samples, sizes.boundary, _neighbours(1 + int(samples.rank.max())))
+    return fields | {"host_bandwidth": _host_bandwidth(samples, sizes.activation)}
 
 
 def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
@@ -97,7 +88,7 @@ def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
 
 def _medians(samples: Samples, name: str) -> _Costs:
     return {
-        stage: median(samples.duration[rows])
+        stage: float(np.median(samples.duration[rows]))
         for (cost, stage), rows in samples.groups.items()
         if cost == name
     }
@@ -117,7 +108,7 @@ def _some(found: Mapping[int, float], stages: int) -> float | tuple[float, ...]:
     """One cost for each stage: the usual one for a stage that has none; 0 if no stage has any."""
     if not found:
         return 0
-    usual = median(np.array(list(found.values())))
+    usual = float(np.median([*found.values()]))
     return tuple(found.get(stage, usual) for stage in range(stages))
 
 
@@ -134,27 +125,12 @@ def _backwards(found: Mapping[str, _Costs], stages: int) -> dict[str, tuple[floa
     return fields
 
 
-@attrs.frozen
-class Links:
-    """The usual duration of transfers: the latency of a link, separate latencies of links that
-    differ, and the time per byte."""
-
-    latency: float
-    by_link: Mapping[tuple[int, int], float]
-    per_byte: float
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per unit of time."""
-        return 1 / self.per_byte if self.per_byte else math.inf
-
-    def latencies(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], float]:
-        """The latency of each of these links."""
-        return {link: self.by_link.get(link, self.latency) for link in links}
-
-
-def usual_links(samples: Samples, boundary_bytes: Any) -> Links:
-    """The usual duration of the transfers in the samples, given the bytes that cross each boundary.
+def usual_links(
+    samples: Samples, boundary_bytes: Any, links: Iterable[tuple[int, int]]
+) -> dict[str, Any]:
+    """The usual `latency` and `bandwidth` of the transfers in the samples, given the bytes that
+    cross each boundary. If links differ, the latency is by link: of those observed, and of all
+    these `links`.
 
     Latency and bandwidth can be told apart if boundaries differ in size; otherwise all is latency.
     """
@@ -175,7 +151,11 @@ def usual_links(samples: Samples, boundary_bytes: Any) -> Links:
     low, high = min(by_link.values(), default=0), max(by_link.values(), default=0)
     shortest = min(_medians(samples, "forward").values(), default=0)
     unlike = high > _UNLIKE * low and high - low > _MATTERS * shortest
-    return Links(usual(rest[rows], late[rows]), by_link if unlike else {}, per_byte)
+    latency = usual(rest[rows], late[rows])
+    return {
+        "latency": dict.fromkeys(links, latency) | by_link if unlike else latency,
+        "bandwidth": 1 / per_byte if per_byte else math.inf,
+    }
 
 
 def _host_bandwidth(samples: Samples, sizes: PerStage) -> float:
@@ -196,14 +176,16 @@ def usual(durations: Numbers, within: Bools) -> float:
     allows (the Kaplan-Meier estimate, time reversed).
     """
     known = durations[~within]
-    if not len(known) or not within.any():
-        return median(known) if len(known) else 0
+    if not len(known):
+        return 0
+    if not within.any():
+        return float(np.median(known))
     values, here = np.unique(known, return_counts=True)
     up_to = np.searchsorted(np.sort(durations), values, side="right")
     below = np.cumprod((1 - here / up_to)[::-1])[::-1]  # the share that took less than each value
     least = int(np.argmax(np.append(below[1:], 1) > 0.5 - 1e-9))
     if least == 0 and below[0] >= 0.5:  # most took less than any that was waited for
-        return median(np.minimum(durations[within & (durations <= values[0])], values[0]))
+        return float(np.median(np.minimum(durations[within & (durations <= values[0])], values[0])))
     upper = least + (least + 1 < len(values) and bool(np.isclose(below[least + 1], 0.5)))
     return float(values[least] + values[upper]) / 2
 

@@ -7,8 +7,30 @@ larger than the maximum of their medians:
     measured    rank 0  F----- F---  F--- ...     each microbatch takes the longer one of two; with
                 rank 1  F---   F---- F--- ...     the medians of both it would take a median
 
-So each draw gives every entry of the schedule a duration that was measured (`bootstrap`). The
-forecast of the measured schedule matches the measurement: its median is the median of the steps.
+So each draw gives every entry of the schedule a duration that was measured, and what happened
+together stays together. The forecast of the measured schedule matches the measurement: its median
+is the median of the steps.
+
+A draw takes one measured step. The k-th entry of a kind and stage in that step lends its jitter to
+the k-th such entry of the schedule. So a pause that held up all ranks at once does so again, and
+nothing varies twice. If the schedule has more entries, they come from further steps:
+
+    observed, step 4    1F: 3.0 3.1 3.6 3.0       drawn  1F: 3.0 3.1 3.6 3.0 | 3.0 3.2
+    observed, step 9    1F: 3.9 3.9 4.2 4.0                  of step 4       | of step 9, at the
+                                                                               pace of step 4
+
+If it has fewer, they are consecutive entries of the step. So a step drawn for the schedule that was
+measured equals the measured step.
+
+Compute is scaled by its current cost, because a pause is longer in a longer action. A transfer
+keeps its measured time, plus what its link costs now beyond what it was seen to cost: a delay is
+equally long on a quick link. A transfer that had arrived before anybody looked takes the usual
+time, but no longer than it can have taken.
+
+The pace of a step is that of everything it runs, times that of each rank. Both are shrunk to the
+part of their variance that is not chance. To find this part, the measurements of each kind and
+stage are dealt out to the steps at random: the jitter of many entries in a step averages out, but
+the jitter of few entries does not, and would be mistaken for pace.
 
 A measured run must be steady: its costs must not change while it is measured.
 
@@ -23,7 +45,7 @@ for both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 import numpy as np
@@ -31,11 +53,21 @@ import numpy as np
 from schedir.display import Displayed
 from schedir.errors import SchedirError
 from schedir.graph.compile import graph_of
-from schedir.graph.paths import finish
-from schedir.ir import Ints, Schedule
-from schedir.simulator.bootstrap import drawn_prices, medians_by
+from schedir.graph.paths import Prices, finish
+from schedir.ir import COMPUTE, COPIES, Bools, Ints, Schedule
 from schedir.simulator.costs import CostModel, unmeasured
-from schedir.simulator.samples import TRANSFER, Samples
+from schedir.simulator.fit import usual_links
+from schedir.simulator.samples import (
+    COSTS,
+    DELAYED,
+    ENTRY,
+    TRANSFER,
+    WITHIN,
+    Samples,
+    costs_and_stages,
+    grouped,
+    turns,
+)
 from schedir.simulator.simulation import completed, posting_of, waits_of
 from schedir.simulator.values import Numbers, numbers
 
@@ -117,23 +149,24 @@ def forecast(
         raise ValueError(f"draws must be at least 1, not {draws}")
     complete = completed(schedule, costs, channel)
     priced = costs.prices(complete)
-    if costs.samples is None:
+    samples = costs.samples
+    if samples is None:
         raise SchedirError(
             "these costs have no samples to draw from: fit them with CostModel.fit(timelines), or "
             "use schedir.simulate(schedule, costs).makespan"
         )
-    _expect_enough(costs.samples)
-    _expect_steady(costs.samples)
+    _expect_enough(samples)
+    _expect_steady(samples)
     posting, receives = posting_of(complete, costs, channel), graph_of(complete).transfers.receive
     held = priced if posting is None else priced.by_ends(receives)
     waiting, makespans, steps = waits_of(complete, costs, held, posting), [], []
-    for step, one in drawn_prices(complete, waiting.node, costs, priced, draws, seed):
+    for step, one in _drawn_prices(complete, waiting.node, costs, samples, priced, draws, seed):
         if posting is not None:
             one = one.by_ends(receives)
         starts = finish(waiting, one.takes, one.holds)[: len(one.takes)]
         makespans.append(float((starts + one.takes).max(initial=0)))
         steps.append(step)
-    to_come = _to_come(np.array(makespans), np.array(steps), len(costs.samples.steps), seed)
+    to_come = _to_come(np.array(makespans), np.array(steps), len(samples.steps), seed)
     return Band(to_come, unmeasured(complete, costs))
 
 
@@ -174,6 +207,203 @@ def _to_come(makespans: Numbers, drawn: Ints, steps: int, seed: int) -> Numbers:
     wider = np.sqrt((steps + 1) / max(steps - 3, 1) / (1 + (width / spread) ** 2))
     found: Numbers = np.maximum(middle + wider * (smooth - np.median(smooth)), 0)
     return found
+
+
+# Draws of durations.
+
+_DEALS = 20
+_FASTEST = 0.1  # a step that took no time at all is no measure of another one's pace
+_INSTEAD = {
+    "backward": ("backward_input", "backward_weight"),
+    "backward_input": ("backward", "backward_weight"),
+    "backward_weight": ("backward", "backward_input"),
+    "recompute": ("forward",),
+    "overlapped": ("backward", "backward_input"),
+}
+"""The kinds whose jitter stands in for that of a kind that was not observed: the longest of the
+observed ones, because jitter is large beside an action that takes no time."""
+
+
+def _drawn_prices(
+    schedule: Schedule,
+    node: Ints,
+    costs: CostModel,
+    samples: Samples,
+    priced: Prices,
+    draws: int,
+    seed: int,
+) -> Iterator[tuple[int, Prices]]:
+    """The prices of a complete schedule, drawn several times, and the step of each draw. Every step
+    is equally often the first. `node` gives the node of each place (see `Waits`)."""
+    chance, steps = np.random.default_rng(seed), len(samples.steps)
+    graph, columns = graph_of(schedule), schedule.columns
+    transfers = graph.transfers
+    heads = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
+    entries = np.concatenate((heads, columns.where(*COPIES)))
+    sums = np.array([places[0] for places in graph.collectives], np.int64)
+    exchanges = node[np.concatenate((transfers.send, sums))]
+    ends = list(zip(transfers.source.tolist(), transfers.target.tolist(), strict=True))
+    usual = attrs.evolve(costs, **usual_links(samples, costs.boundary_bytes, ends))
+    cost, busy = priced.takes[exchanges], priced.holds[exchanges]
+    dearer = cost - usual.prices(schedule).takes[exchanges]
+    behind, ahead = transfers.in_turn
+    summed = np.arange(len(exchanges)) >= len(transfers)
+    rank, ratios = columns.rank[entries], samples.ratios
+    pace = _pace(samples, chance, schedule.ranks)
+    own_pace = pace[samples.step, samples.rank]
+    computed = _lenders(_keys(schedule, entries), samples)
+    exchanged = _lenders([*ends, *_keys(schedule, sums)], samples)
+    blocks = max(int((each.turn // each.most).max(initial=0)) for each in (computed, exchanged))
+
+    # The first compute of each rank that waits for nobody, and how long after the first rank it
+    # began in each step.
+    begins, first = np.unique(rank[: len(heads)], return_index=True)
+    alone = ~np.isin(heads[first], transfers.user)
+    begins, first = begins[alone], heads[first[alone]]
+    rows = np.flatnonzero(samples.cost == ENTRY)
+    entered = np.zeros_like(pace)
+    entered[samples.step[rows], samples.rank[rows]] = samples.duration[rows]
+
+    for draw in range(draws):
+        if draw % steps == 0:
+            turns_of_steps = chance.permutation(steps)
+        step = int(turns_of_steps[draw % steps])
+        chosen = np.append(step, chance.integers(steps, size=blocks))
+        sample, known = computed.drawn(chosen, chance)
+        jitter, other = ratios[sample], samples.step[sample] != step
+        jitter[other] *= pace[step, rank[other]] / own_pace[sample[other]]
+        takes = priced.takes.astype(np.float64)
+        takes[entries] *= np.where(sample >= 0, jitter, 1)
+        takes[first] += entered[step, begins]
+        sample, known = exchanged.drawn(chosen, chance)
+        took = np.maximum(samples.duration[sample] + dearer, 0)
+        took = np.select(
+            [~known, summed, samples.cost[sample] == WITHIN],
+            [cost, cost * ratios[sample], np.minimum(took, cost)],
+            took,
+        )
+        held = np.minimum(busy, took)
+        # What one has waited for its channel is part of what it took.
+        delayed = known & (samples.cost[sample] == DELAYED)
+        held[ahead[delayed[behind]]] = 0
+        holds = takes.copy()
+        takes[exchanges], holds[exchanges] = took, held
+        yield step, Prices(takes[node], holds[node])
+
+
+_Key = tuple[str | int, int]
+"""What an entry draws from: the cost and the stage of compute, a copy or a collective; the source
+and the target of a transfer."""
+
+
+def _keys(schedule: Schedule, heads: Ints) -> list[_Key]:
+    """The keys of entries of compute, copies and collectives."""
+    costs, stages = (column.tolist() for column in costs_and_stages(schedule.columns, heads))
+    return [(COSTS[cost], stage) for cost, stage in zip(costs, stages, strict=True)]
+
+
+def _rows_of(samples: Samples, what: str | int, where: int) -> Ints:
+    """The samples of a key, in the order of their steps; of what was not observed, those that stand
+    in for it."""
+    groups, links = samples.groups, samples.links
+    if not isinstance(what, str):
+        found = [links[what, where]] if (what, where) in links else links.values()
+        return np.concatenate([np.zeros(0, np.int64), *found])
+    if (what, where) in groups:
+        return groups[what, where]
+    instead = [groups[each, where] for each in _INSTEAD.get(what, ()) if (each, where) in groups]
+    return max(
+        instead,
+        key=lambda rows: float(np.median(samples.duration[rows])),
+        default=np.zeros(0, np.int64),
+    )
+
+
+@attrs.frozen(eq=False)
+class _Lenders:
+    """What each of several entries draws from: the `turn`-th of `wanted` ones of its `key`.
+
+    `table[key, step, turn]` is the sample of an entry that was observed, -1 where none is known;
+    the steps have up to `most` turns. `pool[key]` holds all samples of a key, of which there are
+    `size`. All but these two tables are by entry.
+    """
+
+    key: Ints
+    turn: Ints
+    wanted: Ints
+    most: Ints
+    size: Ints
+    table: Ints
+    pool: Ints
+
+    def drawn(self, steps: Ints, chance: np.random.Generator) -> tuple[Ints, Bools]:
+        """The sample of each, of these steps one after the other, and where there is one. Where
+        there is none, it is any, -1 if there are none at all."""
+        block, turn = np.divmod(self.turn, self.most)
+        # Some that follow each other, where a block needs fewer than a step has.
+        spare = self.most - np.minimum(self.wanted - block * self.most, self.most)
+        turn = turn + (chance.random() * (spare + 1)).astype(np.int64)
+        found = self.table[self.key, steps[block], turn]
+        anyone = (chance.random(len(self.key)) * self.size).astype(np.int64)
+        return np.where(found >= 0, found, self.pool[self.key, anyone]), found >= 0
+
+
+def _lenders(keys: Sequence[_Key], samples: Samples) -> _Lenders:
+    """The lenders of entries with these keys."""
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    own = np.array([numbers[key] for key in keys], np.int64)
+    found = [_rows_of(samples, *key) for key in numbers]
+    size, most = (
+        np.array([(len(rows), 1 + samples.turn[rows].max(initial=0)) for rows in found], np.int64)
+        .reshape(-1, 2)
+        .T
+    )
+    table = np.full((len(found), len(samples.steps), most.max(initial=1)), -1)
+    pool = np.full((len(found), 1 + size.max(initial=0)), -1)
+    for number, rows in enumerate(found):
+        table[number, samples.step[rows], samples.turn[rows]] = rows
+        pool[number, : len(rows)] = rows
+    wanted = np.bincount(own)[own]
+    return _Lenders(own, turns(own), wanted, most[own], size[own], table, pool)
+
+
+def _pace(samples: Samples, chance: np.random.Generator, ranks: int) -> Numbers:
+    """How much longer everything takes in each step on each rank, shape [steps, ranks]."""
+    groups = [rows for rows in samples.groups.values() if samples.cost[rows[0]] < TRANSFER]
+    rows, steps = np.concatenate(groups), len(samples.steps)
+    bounds = np.cumsum([len(group) for group in groups])[:-1]
+    ranks, step = max(ranks, 1 + int(samples.rank.max())), samples.step[rows]
+    common = _common(samples.ratios[rows], step, steps, bounds, chance)
+    key = step * ranks + samples.rank[rows]
+    own = _common(samples.ratios[rows] / common[step], key, steps * ranks, bounds, chance)
+    found: Numbers = common[:, None] * own.reshape(steps, ranks)
+    return found
+
+
+def _common(
+    ratios: Numbers, key: Ints, keys: int, bounds: Ints, chance: np.random.Generator
+) -> Numbers:
+    """The factor that the entries of each key have in common, 1 for keys that have none. The
+    entries of one kind and stage lie between two `bounds`."""
+    some, medians = _medians_by(ratios, key)
+    by_chance = 0.0
+    for _ in range(_DEALS):
+        dealt = np.concatenate([chance.permutation(own) for own in np.split(ratios, bounds)])
+        by_chance += float(_medians_by(dealt, key)[1].var()) / _DEALS
+    varies = float(medians.var())
+    share = max(0.0, 1 - by_chance / varies) if varies > 0 else 0.0
+    middle, factors = float(np.median(medians)), np.ones(keys)
+    if middle > 0:
+        factors[some] = np.maximum(1 + np.sqrt(share) * (medians / middle - 1), _FASTEST)
+    return factors
+
+
+def _medians_by(values: Numbers, key: Ints) -> tuple[Ints, Numbers]:
+    """The keys that occur, ascending, and the median of the values of each."""
+    order = np.lexsort((values, key))
+    keys, first, sizes = np.unique(key[order], return_index=True, return_counts=True)
+    ranked = values[order]
+    return keys, (ranked[first + (sizes - 1) // 2] + ranked[first + sizes // 2]) / 2
 
 
 # Whether the run was steady.
@@ -224,17 +454,12 @@ def _changes(samples: Samples) -> Iterator[tuple[float, int, int, int]]:
             yield ratio, rank, stage, samples.steps[steps[at]]
 
 
-def _speeds(samples: Samples) -> dict[tuple[int, int], tuple[Numbers, Numbers]]:
+def _speeds(samples: Samples) -> dict[tuple[int, int], tuple[Ints, Numbers]]:
     """For each stage on each rank, the steps in which it ran, and its speed in each."""
-    computes = np.flatnonzero(samples.cost < TRANSFER)
-    rank, stage, step = (c[computes] for c in (samples.rank, samples.stage, samples.step))
-    stages, steps = 1 + int(stage.max()), len(samples.steps)
-    keys, speeds = medians_by(samples.ratios[computes], (rank * stages + stage) * steps + step)
-    lanes, step = np.divmod(keys, steps)
-    first = np.flatnonzero(np.diff(lanes, prepend=-1))
-    parts = zip(np.split(step, first[1:]), np.split(speeds, first[1:]), strict=True)
+    rows = np.flatnonzero(samples.cost < TRANSFER)
     return {
-        divmod(lane, stages): part for lane, part in zip(lanes[first].tolist(), parts, strict=True)
+        lane: _medians_by(samples.ratios[own], samples.step[own])
+        for lane, own in grouped(rows, samples.rank[rows], samples.stage[rows]).items()
     }
 
 

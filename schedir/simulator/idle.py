@@ -33,7 +33,7 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from schedir.graph.paths import QUEUED
+from schedir.graph.paths import QUEUED, last_before
 from schedir.ir import (
     BACKWARDS,
     COMMUNICATION,
@@ -41,13 +41,12 @@ from schedir.ir import (
     COPIES,
     GROUPS,
     HOMES,
-    KINDS,
     Bools,
     Columns,
     Ints,
     Schedule,
 )
-from schedir.simulator.moments import Moments, last_before
+from schedir.simulator.moments import Moments
 from schedir.simulator.values import Numbers
 
 
@@ -86,7 +85,7 @@ class Cause(StrEnum):
 
 
 CAUSES = tuple(Cause)
-_NUMBER = {cause: number for number, cause in enumerate(CAUSES)}
+_SLOWER, _WARMUP, _DRAIN, _DATA, _MOVING, _SUMMED, _OVERHEAD, _UNKNOWN, _DONE = range(len(CAUSES))
 
 
 @attrs.frozen
@@ -167,13 +166,8 @@ def idle_columns(schedule: Schedule, work: Work, moments: Moments, makespan: flo
     The intervals of a rank, together with its compute, are exactly the time from 0 to the makespan.
     Raises UnsoundError where the lists are too wrong to tell what waits for what.
     """
-    forwards = np.bincount(
-        schedule.columns.rank[schedule.columns.where(*HOMES)], minlength=schedule.ranks
-    )
-    gaps = _gaps_of(work, moments)
-    causes = _data_causes(gaps, work, forwards)
-    rows = [*_parts(gaps, causes, work), *_tails(work, moments, makespan)]
-    rank, start, end, *rest = map(np.concatenate, zip(*rows, strict=True))
+    parts = [_before_compute(_gaps_of(work, moments), work), _at_the_end(work, moments, makespan)]
+    rank, start, end, *rest = map(np.concatenate, zip(*parts, strict=True))
     order = np.lexsort((start, rank))
     order = order[end[order] > start[order]]
     bounds = np.searchsorted(rank[order], np.arange(schedule.ranks + 1))
@@ -181,97 +175,101 @@ def idle_columns(schedule: Schedule, work: Work, moments: Moments, makespan: flo
     return IdleColumns(bounds, *times, *(column[order] for column in rest))
 
 
-def _data_causes(gaps: _Gaps, work: Work, forwards: Ints) -> tuple[Ints, Ints]:
+def _intervals(cuts: Numbers, rank: Ints, *rest: Ints) -> list[Ints]:
+    """The columns of the intervals between each row of `cuts` and the next: the rank, start and
+    end, then the `rest`, each for all intervals or for each."""
+    columns = (rank, cuts[:-1], cuts[1:], *rest)
+    return [np.broadcast_to(column, cuts[1:].shape).ravel() for column in columns]
+
+
+def _before_compute(gaps: _Gaps, work: Work) -> list[Ints]:
+    """The gaps, each in its four parts, as `_intervals`."""
+    none = np.full(len(gaps.number), -1)
+    data, root = _data_causes(gaps, work)
+    moving = np.where(gaps.summed, _SUMMED, _MOVING)
+    return _intervals(
+        gaps.cuts,
+        work.rank[gaps.number],
+        np.stack((data, moving, moving, np.where(gaps.unknown, _UNKNOWN, _OVERHEAD))),
+        work.place[gaps.number],
+        np.stack((gaps.post, gaps.busy, gaps.sent, none)),
+        np.stack((gaps.via, gaps.via, gaps.via, none)),
+        np.stack((root, none, none, none)),
+    )
+
+
+def _at_the_end(work: Work, moments: Moments, makespan: float) -> list[Ints]:
+    """What is left to each rank after its last compute, as `_intervals`: a sum that goes on, then
+    nothing."""
+    columns, last = work.columns, np.zeros(work.columns.ranks, work.until.dtype)
+    last[work.rank] = work.until  # ascending: the last one stays
+    reduce = _last_of_ranks(columns, columns.where(*GROUPS), -1)
+    over = moments.ends[reduce]
+    over = np.clip(np.where(np.isnan(over), last, over), last, makespan)
+    reached = _last_of_ranks(columns, work.place, -1)
+    since = np.where(reached < 0, columns.starts[:-1], reached)
+    unknown = work.lost[columns.starts[1:]] > work.lost[since]
+    none = np.full(len(last), -1)
+    return _intervals(
+        np.stack((last, over, np.full(len(last), makespan))),
+        np.arange(len(last)),
+        np.stack((np.full(len(last), _SUMMED), np.where(unknown, _UNKNOWN, _DONE))),
+        none,
+        np.stack((reduce, none)),
+        np.stack((reduce, none)),
+        none,
+    )
+
+
+def _last_of_ranks(columns: Columns, places: Ints, none: int) -> Ints:
+    """The last of the places on each rank, in the order given; `none` where there is none."""
+    found = np.full(columns.ranks, none)
+    found[columns.rank[places]] = places
+    return found
+
+
+def _data_causes(gaps: _Gaps, work: Work) -> tuple[Ints, Ints]:
     """For each gap the cause of its wait for compute, and the place of its root where that is of a
     slower stage."""
-    columns, ranks = work.columns, work.columns.ranks
-    rank = work.rank[gaps.number]
+    columns, rank, entry = work.columns, work.rank[gaps.number], work.place[gaps.number]
+    homes, backwards = columns.where(*HOMES), columns.where(*BACKWARDS)
+    forwards = np.bincount(columns.rank[homes], minlength=columns.ranks)
     root = gaps.post[_roots(gaps, work, forwards)]
     more = np.where(root >= 0, work.busy[columns.rank[root]] - work.busy[rank], 0)
-    slower = (more > 0) & (2 * more >= (gaps.posted - gaps.start) * forwards[rank])
+    slower = (more > 0) & (2 * more >= (gaps.cuts[1] - gaps.cuts[0]) * forwards[rank])
 
-    beyond = len(columns)
-    first, last = np.full(ranks, beyond), np.full(ranks, beyond)
-    backwards = columns.where(*BACKWARDS)
-    np.minimum.at(first, columns.rank[backwards], columns.heads[columns.entry[backwards]])
-    forward = columns.where(*HOMES)
-    last[columns.rank[forward]] = forward  # ascending: the last one stays
-    first[first == beyond] = -1
-    is_first = gaps.number == work.bounds[rank]
+    last = _last_of_ranks(columns, homes, len(columns))
+    first = _entered(columns)[_last_of_ranks(columns, backwards[::-1], -1)]
     cause = np.select(
-        [is_first, slower, gaps.entry <= first[rank], gaps.entry > last[rank]],
-        [_NUMBER[c] for c in (Cause.WARMUP, Cause.SLOWER, Cause.WARMUP, Cause.DRAIN)],
-        _NUMBER[Cause.DATA],
+        [work.first[gaps.number], slower, entry <= first[rank], entry > last[rank]],
+        [_WARMUP, _SLOWER, _WARMUP, _DRAIN],
+        _DATA,
     )
-    return cause, np.where(cause == _NUMBER[Cause.SLOWER], root, -1)
+    return cause, np.where(cause == _SLOWER, root, -1)
+
+
+def _entered(columns: Columns) -> Ints:
+    """For every place, the first of its entry; one more for -1."""
+    return np.append(columns.heads[columns.entry], -1)
 
 
 def _roots(gaps: _Gaps, work: Work, forwards: Ints) -> Ints:
     """For each gap the one at the root of its wait for compute."""
-    own = np.arange(len(gaps.number))
-    number_of = np.full(len(work.columns), -1)
+    number_of = np.full(len(work.columns) + 1, -1)
     number_of[work.place] = np.arange(len(work.place))
-    gap_of = np.full(len(work.place), -1)
-    gap_of[gaps.number] = own
-    latest = np.maximum.accumulate(gap_of)  # gaps are in the order of the compute
-    columns = work.columns
-    post = np.where(gaps.post >= 0, columns.heads[columns.entry[gaps.post]], -1)
-    maker = np.where(post >= 0, number_of[post], -1)
-    before = np.where(maker >= 0, latest[maker], -1)
+    latest = np.append(np.cumsum(work.waits), 0) - 1  # the gap before each compute, or further back
+    maker = number_of[_entered(work.columns)[gaps.post]]
+    before = latest[maker]
     # That wait has to be of the same rank, for compute, and to end before this one.
-    period = (work.busy / forwards.clip(min=1))[work.rank[maker]] if len(maker) else 0
+    start, posted, *_, end = gaps.cuts
+    period = (work.busy / forwards.clip(min=1))[work.rank[maker]]
     leads = (before >= 0) & (work.rank[gaps.number[before]] == work.rank[maker])
-    leads &= (gaps.posted[before] > gaps.start[before]) & (gaps.end[before] < gaps.end)
-    leads &= gaps.posted[before] > gaps.start - period
-    root = np.where(leads, before, own)
+    leads &= (posted[before] > start[before]) & (end[before] < end)
+    leads &= posted[before] > start - period
+    root = np.where(leads, before, np.arange(len(before)))
     while ((further := root[root]) != root).any():
         root = further
     return root
-
-
-_Row = tuple[Ints, Numbers, Numbers, Ints, Ints, Ints, Ints, Ints]
-"""The rank, start, end, cause, entry, blamed, transfer and root of intervals."""
-
-
-def _parts(gaps: _Gaps, data: tuple[Ints, Ints], work: Work) -> list[_Row]:
-    """The gaps, each in its parts."""
-    rank, entry, none = work.rank[gaps.number], gaps.entry, np.full(len(gaps.entry), -1)
-    cause, root = data
-    moving = np.where(gaps.summed, _NUMBER[Cause.COLLECTIVE], _NUMBER[Cause.COMMUNICATION])
-    rest = np.where(gaps.unknown, _NUMBER[Cause.UNKNOWN], _NUMBER[Cause.OVERHEAD])
-    return [
-        (rank, gaps.start, gaps.posted, cause, entry, gaps.post, gaps.via, root),
-        (rank, gaps.posted, gaps.begins, moving, entry, gaps.busy, gaps.via, none),
-        (rank, gaps.begins, gaps.arrives, moving, entry, gaps.sent, gaps.via, none),
-        (rank, gaps.arrives, gaps.end, rest, entry, none, none, none),
-    ]
-
-
-def _tails(work: Work, moments: Moments, makespan: float) -> list[_Row]:
-    """What is left to each rank after its last compute: a sum that goes on, then nothing."""
-    columns, ranks = work.columns, np.arange(work.columns.ranks)
-    none = np.full(len(ranks), -1)
-    reduce = none.copy()
-    places = columns.where(*GROUPS)
-    reduce[columns.rank[places]] = places  # ascending: the last one stays
-    over = np.where(reduce >= 0, moments.ends[reduce], work.last)
-    over = np.clip(np.where(np.isnan(over), work.last, over), work.last, makespan)
-    known, listed = (
-        np.bincount(columns.rank[places], minlength=len(ranks))
-        for places in (work.place, work.heads)
-    )
-    final = np.full(len(ranks), -1)
-    final[columns.rank[work.heads]] = work.heads
-    reached = final.copy()
-    reached[work.rank] = work.place
-    unknown = (listed > known) & (reached != final) | (listed > 0) & (known == 0)
-    rest = np.where(unknown, _NUMBER[Cause.UNKNOWN], _NUMBER[Cause.DONE])
-    summed = np.full(len(ranks), _NUMBER[Cause.COLLECTIVE])
-    end = np.full(len(ranks), makespan)
-    return [
-        (ranks, work.last, over, summed, none, reduce, reduce, none),
-        (ranks, over, end, rest, none, none, none, none),
-    ]
 
 
 # The gaps before compute, each with the points in time at which its cause changes.
@@ -281,20 +279,15 @@ def _tails(work: Work, moments: Moments, makespan: float) -> list[_Row]:
 class _Gaps:
     """Every gap before an entry of compute. Arrays of shape [gaps].
 
-    `number` is that of the compute in the work, `entry` its place. The gap goes from `start` to
-    `end`, its payload is `posted` after the compute at `post`, its transfer `begins` and `arrives`:
-    these three are in order, and within the gap. `via` is the receive, REDUCE_GRAD or copy, `busy`
-    the send or copy that its channel is busy with first, `sent` the one that it waits for itself;
-    `summed` says where that is a sum, and `unknown` where the times that would tell are not known.
+    `number` is that of the compute in the work. `cuts`, of shape [5, gaps], ascend: the start of
+    the gap; when its payload is posted, after the compute at `post`; when its transfer begins, and
+    arrives; and the end. `via` is the receive, REDUCE_GRAD or copy, `busy` the send or copy that
+    its channel is busy with first, `sent` the one that it waits for itself; `summed` says where
+    that is a sum, and `unknown` where the times that would tell are not known.
     """
 
     number: Ints
-    entry: Ints
-    start: Numbers
-    end: Numbers
-    posted: Numbers
-    begins: Numbers
-    arrives: Numbers
+    cuts: Numbers
     post: Ints
     via: Ints
     busy: Ints
@@ -306,48 +299,44 @@ class _Gaps:
 def _gaps_of(work: Work, moments: Moments) -> _Gaps:
     """All gaps. Raises UnsoundError where the lists are too wrong to tell what waits for what."""
     number = np.flatnonzero(work.waits)
-    entry, start, end = work.place[number], work.before[number], work.start[number]
+    start, end = work.before[number], work.start[number]
     columns, graph, ends = moments.columns, moments.graph, moments.ends
-    via = _waited_for(moments, entry, end)
-    moved, group, compute, copy = (
-        (via >= 0) & columns.is_kind(*kinds)[via] for kinds in (KINDS, GROUPS, COMPUTE, COPIES)
-    )
-    sent, behind, post = np.full((3, len(columns) + 1), -1)
+    via = _waited_for(moments, work.place[number], end)
+    group, compute = ((via >= 0) & columns.is_kind(*kinds)[via] for kinds in (GROUPS, COMPUTE))
+    # By place: what is sent, after which compute, and behind what. A copy is all three itself.
     send, receive = graph.transfers.send, graph.transfers.receive
+    sent = np.arange(len(columns) + 1)
+    post, behind = (
+        np.append(b, -1) for b in (moments.compute_before, last_before(columns, COPIES))
+    )
     sent[receive], post[receive] = send, _posted_after(moments)
     behind[receive] = _queued_behind(moments)
-    sent, behind, post = (
-        np.where(copy, copies, places[via])
-        for places, copies in (
-            (sent, via),
-            (behind, last_before(columns, COPIES)[via]),
-            (post, moments.compute_before[via]),
-        )
-    )
+    sent[-1] = post[-1] = behind[-1] = -1
+    sent, post, behind = sent[via], post[via], behind[via]
     met = {place: turn for turn in graph.collectives for place in turn} if group.any() else {}
     for gap in np.flatnonzero(group).tolist():
         place = int(via[gap])
-        sent[gap], post[gap] = place, _held_up_by(moments, met.get(place, (place,)))
-    post = np.where(compute, via, post)  # in lists without communication
+        post[gap] = _held_up_by(moments, met.get(place, (place,)))
+    # In lists without communication, compute waits for compute itself.
+    post, sent = np.where(compute, via, post), np.where(compute, -1, sent)
 
-    posted = np.where(moved, np.where(post >= 0, ends[post], 0), start)
-    begins = np.where(moved, np.where(group | compute, posted, moments.begins[via]), start)
-    arrives = np.where(moved, np.where(compute, np.nan, ends[via]), start)
+    posted = np.where(post >= 0, ends[post], 0)
+    begins = np.where(group | compute, posted, moments.begins[via])
+    arrives = np.where(compute, np.nan, ends[via])
     is_busy = (behind >= 0) & (ends[behind] >= begins) & (begins > posted)
-    unknown = _unknown_before(work, number) | np.isnan(posted) & np.isnan(begins)
-    posted = np.where(np.isnan(posted), begins, posted)
-    begins = np.where(np.isnan(begins), posted, begins)
-    arrives = np.where(np.isnan(arrives), end, arrives)
-    posted = np.where(unknown, start, np.clip(posted, start, end))
-    begins = np.where(unknown, start, np.clip(begins, posted, end))
+    # The rank may have computed meanwhile, in compute of unknown times.
+    since = np.where(work.first, columns.starts[work.rank], np.roll(work.place, 1))
+    unknown = work.lost[work.place[number]] > work.lost[since[number]]
+    unknown |= np.isnan(posted) & np.isnan(begins)
+    points = (
+        np.where(np.isnan(posted), begins, posted),
+        np.where(np.isnan(begins), posted, begins),
+        np.where(np.isnan(arrives), end, arrives),
+    )
+    cuts = np.stack((start, *np.where(unknown | (via < 0), start, points), end))
     return _Gaps(
         number=number,
-        entry=entry,
-        start=start,
-        end=end,
-        posted=posted,
-        begins=begins,
-        arrives=np.where(unknown, start, np.clip(arrives, begins, end)),
+        cuts=np.maximum.accumulate(np.clip(cuts, start, end)),
         post=post,
         via=np.where(compute, -1, via),
         busy=np.where(is_busy, behind, sent),
@@ -426,17 +415,6 @@ def _held_up_by(moments: Moments, collective: Iterable[int]) -> int:
     return max(known, key=lambda place: float(ends[place]), default=-1)
 
 
-def _unknown_before(work: Work, number: Ints) -> Bools:
-    """Where the rank may have computed in the gap before: the times of compute listed between are
-    not known."""
-    so_far = np.append(0, np.cumsum(~np.isin(work.heads, work.place)))
-    listed = np.searchsorted(work.heads, work.place)
-    first = number == work.bounds[work.rank[number]]
-    begins = np.searchsorted(work.heads, work.columns.starts[work.rank[number]])
-    unknown: Bools = so_far[listed[number]] > so_far[np.where(first, begins, listed[number - 1])]
-    return unknown
-
-
 # The compute itself.
 
 
@@ -452,16 +430,22 @@ class Work:
 
     Arrays of shape [compute]: `place` is that of the first action of an entry; `start` is when it
     starts, `before` when all of its rank before it has ended (0 for the first), `until` when it and
-    all before it has. `heads` are the places of all compute, known or not, in list order.
+    all before it has. `lost[place]` is how much compute of unknown times is listed before a place;
+    shape [actions + 1].
     """
 
     columns: Columns
-    heads: Ints
+    lost: Ints
     place: Ints
     rank: Ints
     start: Numbers
     before: Numbers
     until: Numbers
+
+    @cached_property
+    def first(self) -> Bools:
+        """The first of each rank."""
+        return _first_of_ranks(self.rank)
 
     @cached_property
     def waits(self) -> Bools:
@@ -470,24 +454,10 @@ class Work:
         return waits
 
     @cached_property
-    def bounds(self) -> Ints:
-        """`bounds[rank]` is the number of the rank's first compute; shape [ranks + 1]."""
-        return np.searchsorted(self.rank, np.arange(self.columns.ranks + 1))
-
-    @cached_property
-    def last(self) -> Numbers:
-        """When each rank's last compute ends, 0 where it has none."""
-        last = np.zeros(self.columns.ranks, self.until.dtype)
-        some = np.diff(self.bounds) > 0
-        last[some] = self.until[self.bounds[1:][some] - 1]
-        return last
-
-    @cached_property
     def busy(self) -> Numbers:
         """How long each rank computes."""
         # What follows without a gap counts as one: a rank that never waits is idle for exactly 0.
-        opens = self.waits.copy()
-        opens[self.bounds[:-1][np.diff(self.bounds) > 0]] = True
+        opens = self.waits | self.first
         closes = np.append(opens[1:], True)[: len(opens)]
         busy = np.zeros(self.columns.ranks, self.until.dtype)
         np.add.at(busy, self.rank[opens], self.until[closes] - self.start[opens])
@@ -497,18 +467,21 @@ class Work:
 def work_of(columns: Columns, starts: Numbers, ends: Numbers) -> Work:
     """The compute of all ranks, given the times of every place."""
     # The parts of a pair take the same time.
-    heads = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
-    place = heads[~np.isnan(ends[heads] - starts[heads])]
+    heads = columns.is_kind(*COMPUTE) & ~columns.joined
+    known = ~np.isnan(ends - starts)
+    place = np.flatnonzero(heads & known)
     rank, start = columns.rank[place], starts[place]
-    follows = np.zeros(len(place), np.bool_)
-    follows[1:] = rank[1:] == rank[:-1]
-    if (follows[1:] & (start[1:] < start[:-1])).any():
+    first = _first_of_ranks(rank)
+    if (~first[1:] & (start[1:] < start[:-1])).any():
         order = np.lexsort((start, rank))
         place, start = place[order], start[order]
     until = ends[place]
-    if (follows[1:] & (until[1:] < until[:-1])).any():
-        for own in np.split(until, np.flatnonzero(~follows)[1:]):
+    if (~first[1:] & (until[1:] < until[:-1])).any():
+        for own in np.split(until, np.flatnonzero(first)[1:]):
             np.maximum.accumulate(own, out=own)
-    before = np.zeros_like(until)
-    before[1:] = np.where(follows[1:], until[:-1], 0)
-    return Work(columns, heads, place, rank, start, before, until)
+    before = np.where(first, 0, np.roll(until, 1))
+    return Work(columns, np.append(0, np.cumsum(heads & ~known)), place, rank, start, before, until)
+
+
+def _first_of_ranks(rank: Ints) -> Bools:
+    return np.diff(rank, prepend=-1) > 0

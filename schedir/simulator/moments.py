@@ -1,21 +1,49 @@
-"""When every entry of a schedule happens, and what it had waited for."""
+"""When every entry of a schedule happens, and what it had waited for.
+
+The critical path is the chain of compute, transfers and collectives that adds up to the makespan.
+It is walked backwards, from the action that ends last to the action that it had waited for, and so
+on:
+
+    time     0    1    2    3    4    5    6    7    8    9
+    rank 0   0F0                 0B0------ 0B1 ------
+    rank 1        1F0  1B0------ 1F1  1B1------
+
+    0B1 < 1SEND_GRAD1 < 1B1 < 1F1 < 1B0 < 1F0 < 0SEND_ACT0 < 0F0
+
+Each action begins when the one before it ends, except behind a transfer on the same channel: the
+channel is free one latency before that transfer's payload arrives. So the path of a simulated
+timeline goes from 0 to the makespan without a gap. Under a channel model it goes behind what is
+queued at either end; what only was on its way as an action began comes after all that ended then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterator
 from functools import cached_property
 
 import attrs
 import numpy as np
 
 from schedir.graph.compile import Graph, graph_of
-from schedir.graph.paths import Waits, compute_before, waits
+from schedir.graph.paths import (
+    AFTER,
+    NEEDS,
+    PART,
+    POSTED,
+    QUEUED,
+    Waits,
+    compute_before,
+    waits,
+)
 from schedir.ir import (
     COMMUNICATION,
     COMPUTE,
+    COPIES,
+    KINDS,
+    RECEIVES,
     Columns,
     Ints,
-    Kind,
     Schedule,
     channel_model,
     is_number,
@@ -100,7 +128,7 @@ class Moments:
     @cached_property
     def compute_before(self) -> Ints:
         """For every place, that of the last compute before its entry on its rank, -1 for none."""
-        return last_before(self.columns, COMPUTE)
+        return compute_before(self.columns)
 
     @cached_property
     def waits(self) -> Waits:
@@ -113,14 +141,11 @@ class Moments:
         ahead = bool((self.begins[receive] < self.ends[before]).any())
         return waits(as_run(self.schedule), CHANNEL, ahead=ahead)
 
-
-def last_before(columns: Columns, kinds: Iterable[Kind]) -> Ints:
-    """For every place, the last place of these kinds before its entry on its rank, -1 for none."""
-    places = np.where(columns.is_kind(*kinds), np.arange(len(columns)), -1)
-    before = np.maximum.accumulate(np.append(-1, places))[:-1]
-    if columns.together:
-        before = before[columns.heads][columns.entry]
-    return np.where(before < columns.starts[columns.rank], -1, before)
+    @cached_property
+    def by_waiter(self) -> tuple[Ints, Ints]:
+        """The numbers of the `waits` in the order of the nodes that wait, and these nodes."""
+        order = np.argsort(self.waits.waiter, kind="stable")
+        return order, self.waits.waiter[order]
 
 
 def moments_of(
@@ -141,3 +166,88 @@ def moments_of(
     begins, over = found
     at_once = np.isnan(over) & ~np.append(computes, True)
     return Moments(schedule, begins, np.where(at_once, begins, over), posting)
+
+
+# The critical path.
+
+
+def critical_path(moments: Moments, clock_error: float) -> tuple[int, ...]:
+    """The places on the critical path, in the order of time: a transfer is at its receive, an entry
+    of several actions at its first action.
+
+    If the clocks of ranks differ by up to `clock_error`, an action that seems to end that much too
+    late may still have been waited for. Raises UnsoundError if the lists are too wrong to tell.
+    """
+    columns, ends = moments.columns, moments.ends
+    if np.isnan(ends).all():
+        return ()
+    receive, send = moments.graph.transfers.receive, moments.graph.transfers.send
+    shown = np.append(columns.heads[columns.entry], -1)
+    shown[receive] = shown[send] = np.where(receive >= 0, receive, send)
+    # Of several that end last the one that is listed last, which waits for the others if any.
+    place = int(np.flatnonzero(ends == np.fmax.reduce(ends))[-1])
+    path: dict[int, None] = {}
+    while place >= 0 and (place := int(shown[place])) not in path:
+        path[place] = None
+        place = _waited_for(moments, place, clock_error)
+    return tuple(path)[::-1]
+
+
+def _waited_for(moments: Moments, place: int, clock_error: float) -> int:
+    """The place that a place had waited for until it began, -1 if none is known."""
+    columns, begins, ends, waiting = moments.columns, moments.begins, moments.ends, moments.waits
+    begin, found = float(begins[place]), []
+    waits = [*_waits_of(moments, int(waiting.node[place]))]
+    if KINDS[columns.kind[place]] in COPIES:
+        # Ranks may share an engine: it may have waited for a copy that ends as it begins.
+        copies = columns.where(*COPIES)
+        before = copies[(begins[copies] < begin) & (ends[copies] == begin)]
+        waits += [(QUEUED, place, copy) for copy in before.tolist()]
+    for why, waiter, awaited in waits:
+        computes = KINDS[columns.kind[awaited]] in COMPUTE
+        if why == AFTER and computes:
+            # The last compute that is known to have ended.
+            latest = begin + clock_error
+            while awaited >= 0 and (np.isnan(ends[awaited]) or ends[awaited] > latest):
+                awaited = int(moments.compute_before[awaited])
+        receives = KINDS[columns.kind[waiter]] in RECEIVES
+        since, end = float(begins[awaited]), float(ends[awaited])
+        # With ends of their own also a batch of its sends, and under `host` what computes next.
+        let_go = why != NEEDS and not computes if waiting.by_ends else why == QUEUED
+        let_go = let_go and since <= begin <= end
+        ended = why in (AFTER, NEEDS) or end <= begin
+        if why == AFTER and receives:
+            ended = end == begin
+        if awaited >= 0 and (let_go or ended):
+            # What seems late, or is not known, explains all of a gap.
+            until = begin if let_go or (why == NEEDS and not end < begin) else min(end, begin)
+            on_its_way = waiting.by_ends and end > begin
+            # Of those that end at once the compute before it, at its send, comes first.
+            order = why == QUEUED, why, receives, waiter
+            found.append(
+                (
+                    math.inf if math.isnan(until) else -until,
+                    -since if on_its_way else -math.inf,
+                    *order,
+                    awaited,
+                )
+            )
+    return min(found)[-1] if found else -1
+
+
+def _waits_of(moments: Moments, node: int) -> Iterator[tuple[int, int, int]]:
+    """Why a node waits, at which place, and for which; of a whole batch, for each PART."""
+    waiting, (order, waiters) = moments.waits, moments.by_waiter
+    begin, end = np.searchsorted(waiters, [node, node + 1])
+    for wait in order[begin:end].tolist():
+        why, later, earlier, awaited = (
+            int(column[wait])
+            for column in (waiting.why, waiting.later, waiting.earlier, waiting.awaited)
+        )
+        if why == POSTED:
+            yield from _waits_of(moments, awaited)
+        elif awaited < len(waiting.node):
+            yield why, later, earlier
+        else:
+            for _, part, _ in _waits_of(moments, awaited):
+                yield why if (why, part) == (NEEDS, earlier) else PART, later, part

@@ -25,7 +25,7 @@ when the receiver was free, and that is the most that it can have taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,7 @@ from schedir.ir import (
     RECEIVES,
     SENDS,
     Bools,
+    Columns,
     Ints,
     Schedule,
 )
@@ -68,6 +69,7 @@ another one was ahead of it, from the compute before it to its arrival. `entry` 
 waits for nobody began the step, after the first one did."""
 TRANSFER = COSTS.index("transfer")
 WITHIN, DELAYED, ENTRY = range(TRANSFER + 1, TRANSFER + 4)
+_TRANSFERS = (TRANSFER, WITHIN, DELAYED)
 _MOST = 10**6  # of stages, of ranks, and of entries of one kind and stage in a step
 _EQUAL = attrs.cmp_using(eq=np.array_equal, class_name="Column")
 _COLUMN: dict[str, Any] = {"eq": _EQUAL, "hash": False, "repr": False}
@@ -79,6 +81,9 @@ def _integers(values: Any) -> Ints:
     return column
 
 
+_INTEGERS: dict[str, Any] = {"converter": _integers, **_COLUMN}
+
+
 # Not slotted, so that what is derived can be cached beside the fields.
 @attrs.frozen(slots=False)
 class Samples:
@@ -88,53 +93,24 @@ class Samples:
     their steps. `turn` counts, within a step, the entries of one cost and stage, or the transfers
     of one link, including those of unknown duration. `duration` is in the unit of the timelines;
     for a `transfer_within` it is a limit.
-
-    Raises ValueError if the columns do not fit each other, or a duration is not a number >= 0.
     """
 
     steps: tuple[int, ...] = attrs.field(repr=False)
-    cost: Ints = attrs.field(converter=_integers, **_COLUMN)
-    stage: Ints = attrs.field(converter=_integers, **_COLUMN)
-    step: Ints = attrs.field(converter=_integers, **_COLUMN)
-    rank: Ints = attrs.field(converter=_integers, **_COLUMN)
-    peer: Ints = attrs.field(converter=_integers, **_COLUMN)
-    turn: Ints = attrs.field(converter=_integers, **_COLUMN)
+    cost: Ints = attrs.field(**_INTEGERS)
+    stage: Ints = attrs.field(**_INTEGERS)
+    step: Ints = attrs.field(**_INTEGERS)
+    rank: Ints = attrs.field(**_INTEGERS)
+    peer: Ints = attrs.field(**_INTEGERS)
+    turn: Ints = attrs.field(**_INTEGERS)
     duration: Numbers = attrs.field(converter=numbers, **_COLUMN)
-
-    def __attrs_post_init__(self) -> None:
-        rows = len(self.duration)
-        for name, column in self._columns().items():
-            if column.shape != (rows,):
-                raise ValueError(f"samples: {name} must have {rows} rows, not {column.shape}")
-        limits = dict.fromkeys(("stage", "rank", "turn"), _MOST)
-        limits |= {"cost": len(COSTS), "step": len(self.steps)}
-        for name, limit in limits.items():
-            column = getattr(self, name)
-            wrong = (column < 0) | (column >= limit)
-            self._refuse(name, wrong, f"must be from 0 to {limit - 1}")
-        wrong = ~(np.isfinite(self.duration) & (self.duration >= 0))
-        self._refuse("duration", wrong, "must be finite and >= 0")
-
-    def _refuse(self, name: str, wrong: Bools, must: str) -> None:
-        if wrong.any():
-            row = int(wrong.argmax())
-            value = getattr(self, name)[row]
-            raise ValueError(f"samples: {name} of row {row} {must}, not {value}")
 
     def __len__(self) -> int:
         return len(self.duration)
 
-    def _columns(self) -> dict[str, Any]:
-        return {
-            field.name: getattr(self, field.name)
-            for field in attrs.fields(type(self))
-            if field.name != "steps"
-        }
-
     @cached_property
     def groups(self) -> Mapping[tuple[str, int], Ints]:
         """The rows of each (cost, stage) that was observed, in the order of the steps."""
-        found = _grouped(np.arange(len(self)), self.cost, self.stage)
+        found = grouped(np.arange(len(self)), self.cost, self.stage)
         return {(COSTS[cost], stage): rows for (cost, stage), rows in found.items()}
 
     @cached_property
@@ -150,107 +126,81 @@ class Samples:
     @cached_property
     def links(self) -> Mapping[tuple[int, int], Ints]:
         """The rows of the transfers from one rank to another, the delayed ones last."""
-        rows = np.flatnonzero(np.isin(self.cost, (TRANSFER, WITHIN, DELAYED)))
+        rows = np.flatnonzero(np.isin(self.cost, _TRANSFERS))
         rows = rows[np.argsort(self.cost[rows] == DELAYED, kind="stable")]
-        return _grouped(rows, self.rank[rows], self.peer[rows])
+        return grouped(rows, self.rank[rows], self.peer[rows])
 
     def plain(self) -> dict[str, Any]:
         """The samples as JSON can hold them, exactly; `of_plain` is the inverse."""
-        columns = {name: column.tolist() for name, column in self._columns().items()}
+        columns = {name: getattr(self, name).tolist() for name in _COLUMNS}
         return {"costs": list(COSTS), "steps": list(self.steps), **columns}
+
+
+_COLUMNS = tuple(field.name for field in attrs.fields(Samples) if field.name != "steps")
 
 
 def of_plain(content: object) -> Samples:
     """The samples that JSON holds. Raises ValueError or TypeError, naming what is wrong."""
-    names = [field.name for field in attrs.fields(Samples)]
-    if not isinstance(content, dict) or set(content) != {"costs", *names}:
-        raise ValueError(f"samples must have exactly the keys costs, {', '.join(names)}")
-    costs, steps = content["costs"], content["steps"]
+    keys = ("costs", "steps", *_COLUMNS)
+    if not isinstance(content, dict) or set(content) != {*keys}:
+        raise ValueError(f"samples must have exactly the keys {', '.join(keys)}")
+    costs, *columns = (content[name] for name in keys)
     if not isinstance(costs, list) or not set(costs) <= set(COSTS):
         raise ValueError(f"samples: costs must be some of {', '.join(COSTS)}, not {costs!r}")
-    held = {name: content[name] for name in names}
-    for name, column in held.items():
+    for name, column in zip(keys[1:], columns, strict=True):
         kinds = (int, float) if name == "duration" else (int,)
         if not isinstance(column, list) or not all(type(value) in kinds for value in column):
             raise ValueError(f"samples: {name} must be a list of numbers")
+    steps, *columns = columns
+    ends = {"cost": len(costs), "step": len(steps), "duration": math.inf}
+    for name, column in zip(_COLUMNS, columns, strict=True):
+        if len(column) != len(columns[-1]):
+            raise ValueError(
+                f"samples: {name} must have {len(columns[-1])} rows, not {len(column)}"
+            )
+        least, end = -(name == "peer"), ends.get(name, _MOST)
+        for row, value in enumerate(column):
+            if not least <= value < end:
+                must = "finite and >= 0" if end == math.inf else f"from {least} to {end - 1}"
+                raise ValueError(f"samples: {name} of row {row} must be {must}, not {value}")
     # Tables grow: a file knows the costs of its own time.
-    renumber = {number: COSTS.index(name) for number, name in enumerate(costs)}
-    held["cost"] = [renumber.get(number, -1) for number in held["cost"]]
-    return Samples(**held | {"steps": tuple(steps)})
+    columns[0] = [COSTS.index(costs[number]) for number in columns[0]]
+    return Samples(tuple(steps), *columns)
 
 
-def turns(*keys: Ints) -> Ints:
-    """For each row, how many rows before it have the same keys."""
-    order = np.lexsort(keys[::-1])  # stable
-    ranked = np.stack(keys)[:, order]
-    begins = np.append(True, (ranked[:, 1:] != ranked[:, :-1]).any(axis=0))[: len(order)]
-    first = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
-    found = np.empty(len(order), np.int64)
-    found[order] = np.arange(len(order)) - first
+def turns(key: Ints) -> Ints:
+    """For each row, how many rows before it have the same key."""
+    order = np.argsort(key, kind="stable")
+    _, first, many = np.unique(key[order], return_index=True, return_counts=True)
+    found = np.empty_like(order)
+    found[order] = np.arange(len(order)) - np.repeat(first, many)
     return found
 
 
-def _grouped(rows: Ints, one: Ints, other: Ints) -> dict[tuple[int, int], Ints]:
+def grouped(rows: Ints, one: Ints, other: Ints) -> dict[tuple[int, int], Ints]:
     """The rows by two keys, which have one value for each of them, in the order given."""
-    order = np.lexsort((other, one))
-    keys = np.stack((one, other))[:, order]
-    first = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
-    parts = np.split(rows[order], first) if len(rows) else []
-    heads = keys[:, np.append(0, first)].T.tolist() if len(rows) else []
-    return {(a, b): part for (a, b), part in zip(heads, parts, strict=True)}
-
-
-def median(values: Numbers) -> float:
-    """The median; an integer where all values are and it is one of them or their mean is whole."""
-    middle = float(np.median(values))
-    whole = values.dtype.kind == "i" and middle == math.floor(middle)
-    return int(middle) if whole else middle
+    many = 1 + int(other.max(initial=0))
+    key = one * many + other
+    order = np.argsort(key, kind="stable")
+    keys, first = np.unique(key[order], return_index=True)
+    parts = np.split(rows[order], first)[1:]
+    return {divmod(key, many): part for key, part in zip(keys.tolist(), parts, strict=True)}
 
 
 # What timelines show.
 
-COST_OF_KIND = np.array(
+_COST_OF_KIND = np.array(
     [COSTS.index(k.name.lower()) if k in COMPUTE | COPIES | GROUPS else -1 for k in KINDS]
 )
 _PAIR = COSTS.index("overlapped")
 
 
-@attrs.frozen
-class _Entries:
-    """Places of entries, what kind of cost each is, and how long it took, NaN where not known."""
-
-    places: Ints
-    cost: Ints
-    durations: Numbers
-
-
-def durations_of(timeline: Any) -> dict[tuple[int, int], float]:
-    """How long each entry of a timeline took, if known: the `durations` for `simulate`, by (rank,
-    index), that replay it.
-
-    A transfer has the duration of its send. If nobody waited for it, it arrived at once; a transfer
-    that had to queue has none.
-    """
-    schedule = timeline.schedule
-    columns, transfers = schedule.columns, graph_of(schedule).transfers
-    queued = transfers.send[_queued(schedule, timeline.starts, timeline.ends)]
-    if timeline.measured is None:
-        queued = queued[:0]
-    found: dict[tuple[int, int], float] = {}
-    for entries in _observed(timeline):
-        used = (entries.cost != WITHIN) & ~np.isin(entries.places, queued)
-        known = np.flatnonzero(~np.isnan(entries.durations) & used)
-        for place, cost, duration in zip(
-            *(each[known].tolist() for each in (entries.places, entries.cost, entries.durations)),
-            strict=True,
-        ):
-            position = columns.position(place)
-            found[position] = duration + (found.get(position, 0) if cost == ENTRY else 0)
-    sends = transfers.send
-    unseen = ~np.isnan(timeline.starts[sends]) & np.isnan(timeline.ends[sends])
-    for place in sends[unseen].tolist():
-        found.setdefault(columns.position(place), 0.0)
-    return found
+def costs_and_stages(columns: Columns, heads: Ints) -> tuple[Ints, Ints]:
+    """What is observed of each entry of compute, copy or collective: the index of its cost, and its
+    stage. `heads` are the first places of the entries."""
+    pair = (columns.shared & columns.is_kind(*COMPUTE))[heads]
+    forward = heads + (pair & ~columns.is_kind(*HOMES)[heads])
+    return np.where(pair, _PAIR, _COST_OF_KIND[columns.kind[heads]]), columns.stage[forward]
 
 
 def observe(timelines: Sequence[Any]) -> Samples:
@@ -260,118 +210,107 @@ def observe(timelines: Sequence[Any]) -> Samples:
     of tensors, and allocates what later steps use again.
     """
     steps: list[int] = []
-    rows: list[tuple[Any, ...]] = []
-    for line in _warm(timelines):
-        for entries in _observed(line):
-            known = np.flatnonzero(~np.isnan(entries.durations))
-            rows.append(_rows(line.schedule, entries, known, len(steps)))
-        steps.append(len(steps) if line.measured is None else line.measured.step)
-    columns = map(np.concatenate, zip(*rows, strict=True))
-    return Samples(tuple(steps), *columns)
+    rows = []
+    for line, before, after in zip(
+        timelines, [None, *timelines], [*timelines[1:], None], strict=False
+    ):
+        if line.measured is None or _follows(before, line) or not _follows(line, after):
+            rows.append(_rows(line, len(steps)))
+            steps.append(len(steps) if line.measured is None else line.measured.step)
+    return Samples(tuple(steps), *map(np.concatenate, zip(*rows, strict=True)))
 
 
-def _rows(schedule: Schedule, entries: _Entries, known: Ints, step: int) -> tuple[Any, ...]:
-    columns, places = schedule.columns, entries.places
-    transfer = np.isin(entries.cost, (TRANSFER, WITHIN, DELAYED))
+def _follows(line: Any, after: Any) -> bool:
+    """Whether a timeline is of the step after that of another one."""
+    if line is None or after is None or line.measured is None or after.measured is None:
+        return False
+    return bool(after.measured.step == line.measured.step + 1)
+
+
+def _rows(line: Any, step: int) -> tuple[Ints, ...]:
+    """What a timeline shows, as columns of `Samples`."""
+    columns, (places, cost, durations) = line.schedule.columns, observed(line)
+    transfer = np.isin(cost, _TRANSFERS)
+    _, stage = costs_and_stages(columns, places)
     # The boundary below a stage, which its gradient is sent over, has the number before.
-    below = columns.is_kind(*(send for send in SENDS if COUNTERPARTS[send][1] < 0))[places]
-    forward = np.where(columns.is_kind(*HOMES)[places], places, columns.last[places])
-    stage = columns.stage[np.where(entries.cost == _PAIR, forward, places)]
-    peer = np.where(transfer, graph_of(schedule).peers[places], -1)
-    rank = columns.rank[places]
-    number = np.where(transfer, turns(rank, peer), turns(entries.cost, stage))
-    found = (
-        entries.cost,
-        stage - below,
-        np.full(len(places), step),
-        rank,
-        peer,
-        number,
-        entries.durations,
-    )
+    stage -= columns.is_kind(*(send for send in SENDS if COUNTERPARTS[send][1] < 0))[places]
+    rank, peer = columns.rank[places], np.where(transfer, graph_of(line.schedule).peers[places], -1)
+    links = rank * columns.ranks + peer + columns.ranks**2 * (cost == DELAYED)
+    turn = turns(np.where(transfer, -1 - links, cost * line.schedule.stages + stage))
+    found = cost, stage, np.full(len(places), step), rank, peer, turn, durations
+    known = ~np.isnan(durations)
     return tuple(column[known] for column in found)
 
 
-def _warm(timelines: Sequence[Any]) -> Iterator[Any]:
-    """The timelines without the first step of each measured run of several."""
-    steps = [None if line.measured is None else line.measured.step for line in timelines]
-    begins = [
-        before is None or step != before + 1
-        for before, step in zip([None, *steps], steps, strict=False)
-    ]
-    for line, first, alone in zip(timelines, begins, [*begins[1:], True], strict=True):
-        if line.measured is None or alone or not first:
-            yield line
-
-
-def _observed(timeline: Any) -> Iterator[_Entries]:
-    """What a timeline shows, compute first; then when ranks began, transfers, and collectives."""
+def observed(timeline: Any) -> tuple[Ints, Ints, Numbers]:
+    """What a timeline shows: compute first; then when ranks began, transfers, copies, and
+    collectives. The first place of each entry, the index of its cost, and its duration, NaN where
+    that is not known."""
     schedule: Schedule = timeline.schedule
-    columns, transfers = schedule.columns, graph_of(schedule).transfers
-    starts = np.asarray(timeline.starts)
-    ends = np.asarray(timeline.ends)
-    heads = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
-    arrived, summed, waits = _arrivals(schedule, ends, heads)
+    columns, graph, transfers = schedule.columns, graph_of(schedule), graph_of(schedule).transfers
+    starts, ends = timeline.starts.astype(np.float64), timeline.ends.astype(np.float64)
+    is_head = columns.is_kind(*COMPUTE) & ~columns.joined
+    heads, number = np.flatnonzero(is_head), np.cumsum(is_head) - 1
+    maker, user = number[transfers.send], number[transfers.user]
+    first = np.diff(columns.rank[heads], prepend=-1) > 0
+    start, end = starts[heads], ends[heads]
+    cost, _ = costs_and_stages(columns, heads)
 
-    follows = columns.rank[heads[1:]] == columns.rank[heads[:-1]]
-    first = np.append(True, ~follows)[: len(heads)]
-    ended = np.full(len(heads), -1, ends.dtype)  # when what is before on the rank was over
-    ended[1:][follows] = ends[heads[:-1]][follows]
-    waited = arrived > ended
-    in_turn = columns.ranks > 1 and _in_turn(starts[heads], ends[heads], ends[transfers.receive])
+    # When what an entry waits for had arrived or was back, what is before it on its rank was over,
+    # and the collectives between them were: -1 for never.
+    arrived, over = np.full((2, len(columns)), -1.0)
+    needs, made = graph.needs
+    there = columns.is_kind(*RECEIVES, *COPIES)[made]
+    np.fmax.at(arrived, needs[there], ends[made[there]])
+    summed = columns.is_kind(*GROUPS)
+    over[summed] = np.fmax(ends[summed], -1)
+    arrived, over, then_sums = (
+        np.maximum.reduceat(each, heads) for each in (arrived, over, summed)
+    )
+    ended, over = (np.where(first, -1, np.roll(each, 1)) for each in (end, over))
+    in_turn = columns.ranks > 1 and _in_turn(start, end, ends[transfers.receive])
 
     # A rank that has waited goes on once it notices.
-    ready = np.maximum(arrived, summed)
+    ready = np.maximum(arrived, over)
     noticed = (ready > ended) & (not in_turn)
-    durations = ends[heads] - np.where(noticed, np.minimum(ready, starts[heads]), starts[heads])
-    between = np.full(len(heads), np.nan)
-    between[:-1][follows] = np.maximum(starts[heads[1:]] - ends[heads[:-1]], 0)[follows]
-    gaps = np.where(np.append(waited[1:] | waits[1:], True)[: len(heads)], np.nan, between)
-    if in_turn:
-        gaps[:] = np.nan  # one process runs all ranks: they wait for each other's turns
-    cost = np.where(columns.shared[heads], _PAIR, COST_OF_KIND[columns.kind[heads]])
-    done = ends[heads]
-    maker = np.searchsorted(heads, transfers.send) - 1
-    user = np.searchsorted(heads, transfers.user, side="right") - 1
+    durations, done = end - np.where(noticed, np.minimum(ready, start), start), end
+    follows = np.append(~first, False)[1:]
+    between = np.where(follows, np.maximum(np.roll(start, -1) - end, 0), np.nan)
+    # One process that runs all ranks has them wait for each other's turns.
+    gaps = np.where(np.roll(arrived > ended, -1) | then_sums | in_turn, np.nan, between)
     if np.nan_to_num(gaps).any():
         # What is there is sent: the rest of the gap comes after, and counts to what follows.
-        there = np.full(len(heads), np.inf)
-        np.fmin.at(there, maker, np.fmin(ends[transfers.receive], starts[heads][user]))
-        most = np.fmin(between, np.maximum(there - done, 0))
-        work = np.nan_to_num(np.fmin(_filled(gaps, cost, np.append(follows, False)), most))
+        until = np.full(len(heads), np.inf)
+        np.fmin.at(until, maker, np.fmin(ends[transfers.receive], start[user]))
+        most = np.fmin(between, np.maximum(until - done, 0))
+        work = np.nan_to_num(np.fmin(_filled(gaps, cost, follows), most))
         durations, done = durations + work, done + work
         durations[1:] += np.nan_to_num(gaps - work)[:-1]
-    yield _Entries(heads, cost, durations)
-
-    if timeline.measured is not None and not in_turn:
-        begins = np.flatnonzero(first & (starts[heads] > 0))
-        begins = begins[~np.isin(begins, user)]
-        yield _Entries(heads[begins], np.full(len(begins), ENTRY), starts[heads[begins]])
+    found = [(heads, cost, durations)]
 
     # Posting a send is work of the entry before it, and no part of the transfer.
-    posted = done[maker]
-    begun = np.fmax(starts[transfers.send], posted)
-    arrives = ends[transfers.receive]
-    found = np.full(len(transfers), TRANSFER)
-    late = np.full(len(transfers), np.nan)
+    posted, arrives = done[maker], ends[transfers.receive]
+    begun, kind = np.fmax(starts[transfers.send], posted), np.full(len(transfers), TRANSFER)
     if timeline.measured is not None:
-        seen = arrives > ended[user]
-        arrives = np.where(seen, arrives, np.where(first, starts[heads], ended)[user])
-        queued = _queued(schedule, starts, ends)
-        found[~seen | queued] = WITHIN
+        alone = first & (start > 0) & (not in_turn)
+        alone[user] = False
+        found.append((heads[alone], np.full(alone.sum(), ENTRY), start[alone]))
+        seen, queued = arrives > ended[user], np.zeros(len(transfers), np.bool_)
+        arrives = np.where(seen, arrives, np.where(first, start, ended)[user])
+        behind, ahead = transfers.in_turn  # one before whose start the one ahead had not arrived
+        queued[behind] = ends[transfers.receive[ahead]] > starts[transfers.send[behind]]
+        kind[~seen | queued] = WITHIN
         delayed = np.where(seen, queued | (begun > posted), first[user])
-        late[delayed] = np.maximum(arrives - posted, 0)[delayed]
-    yield _Entries(transfers.send, found, np.maximum(arrives - begun, 0))
-    yield _Entries(transfers.send, np.full(len(transfers), DELAYED), late)
+        late = np.where(delayed, np.maximum(arrives - posted, 0), np.nan)
+        found.append((transfers.send, np.full(len(transfers), DELAYED), late))
+    found.append((transfers.send, kind, np.maximum(arrives - begun, 0)))
 
-    copies = columns.where(*COPIES)
-    yield _Entries(copies, COST_OF_KIND[columns.kind[copies]], ends[copies] - starts[copies])
-
-    turns = graph_of(schedule).collectives
-    if turns:
-        places = np.array([turn[0] for turn in turns])  # all places of one have the same times
-        cost = COST_OF_KIND[columns.kind[places]]
-        yield _Entries(places, cost, ends[places] - starts[places])
+    # All places of a collective have the same times.
+    sums = np.array([turn[0] for turn in graph.collectives], np.int64)
+    for places in (columns.where(*COPIES), sums):
+        found.append((places, costs_and_stages(columns, places)[0], ends[places] - starts[places]))
+    places, cost, durations = map(np.concatenate, zip(*found, strict=True))
+    return places, cost, durations
 
 
 def _in_turn(starts: Numbers, ends: Numbers, arrived: Numbers) -> bool:
@@ -384,47 +323,13 @@ def _in_turn(starts: Numbers, ends: Numbers, arrived: Numbers) -> bool:
     return bool((starts[order[1:]] >= ends[order[:-1]]).all())
 
 
-def _arrivals(schedule: Schedule, ends: Numbers, heads: Ints) -> tuple[Numbers, Numbers, Bools]:
-    """When what each compute entry waits for had arrived or was back, and the collectives before it
-    were over, -1 where nothing was seen to, and which of them come after a collective, for whose
-    other ranks they may wait."""
-    columns = schedule.columns
-    reduces = columns.is_kind(*GROUPS)
-    arrived, over = np.full((2, len(columns)), -1, ends.dtype)
-    user, made = graph_of(schedule).needs
-    there = np.flatnonzero(columns.is_kind(*RECEIVES, *COPIES)[made])
-    np.fmax.at(arrived, user[there], ends[made[there]])
-    over[reduces] = ends[reduces]
-    if ends.dtype.kind == "f":
-        arrived, over = (np.where(np.isnan(times), -1, times) for times in (arrived, over))
-    before = np.cumsum(reduces)
-    waits = np.zeros(len(heads), np.bool_)
-    waits[1:] = before[heads[1:]] > before[heads[:-1]]
-    if not len(heads):
-        return arrived, over, waits
-    summed = np.full(len(heads), -1, ends.dtype)
-    summed[1:] = np.maximum.reduceat(over, heads)[:-1]
-    summed[columns.rank[heads] != np.append(-1, columns.rank[heads[:-1]])] = -1
-    return np.maximum.reduceat(arrived, heads), summed, waits
-
-
-def _queued(schedule: Schedule, starts: Numbers, ends: Numbers) -> Bools:
-    """The transfers before whose start the one ahead of them on their channel had not arrived."""
-    transfers = graph_of(schedule).transfers
-    behind, ahead = transfers.in_turn
-    queued = np.zeros(len(transfers), np.bool_)
-    queued[behind] = ends[transfers.receive[ahead]] > starts[transfers.send[behind]]
-    return queued
-
-
 def _filled(gaps: Numbers, cost: Ints, followed: Bools) -> Numbers:
     """The gaps, with the usual gap after such an entry in place of unknown ones."""
-    filled = np.where(np.isnan(gaps), 0, gaps)
+    filled = np.nan_to_num(gaps)
     known = ~np.isnan(gaps)
-    for one in np.unique(cost[followed]):
+    for one in np.unique(cost[followed & known]):
         own = cost == one
-        if (own & known).any():
-            filled[own & ~known & followed] = np.median(gaps[own & known])
+        filled[own & ~known & followed] = np.median(gaps[own & known])
     return filled
 
 

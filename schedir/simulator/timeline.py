@@ -17,10 +17,9 @@ from schedir.graph.alive import peak_activations, peak_versions
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, COPIES, HOMES, Action, Bools, Schedule, flat
 from schedir.simulator import files
-from schedir.simulator.critical_path import critical_path
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
 from schedir.simulator.memory import Held, host_bytes, live_activations, live_bytes
-from schedir.simulator.moments import Moments, Posting, moments_of
+from schedir.simulator.moments import Moments, Posting, critical_path, moments_of
 from schedir.simulator.values import (
     Measured,
     Numbers,
@@ -300,7 +299,7 @@ class Timeline(DisplayedTimeline):
     @cached_property
     def critical_path(self) -> tuple[int, ...]:
         """The places of the compute, transfers and collectives that add up to the makespan, in the
-        order of time; see `schedir.simulator.critical_path`. A transfer is at its receive.
+        order of time; see `schedir.simulator.moments`. A transfer is at its receive.
 
         Raises UnsoundError if the lists are too wrong to tell what waits for what.
         """
