@@ -32,6 +32,7 @@ import numpy as np
 from schedir.graph.compile import Transfers, graph_of
 from schedir.graph.paths import Prices
 from schedir.ir import COMPUTE, COPIES, HOMES, Bools, Ints, Schedule
+from schedir.ir.kinds import STAGE_WIDE
 from schedir.simulator.costs import CostModel
 from schedir.simulator.fit import usual_links
 from schedir.simulator.samples import (
@@ -50,10 +51,10 @@ _NOTHING = np.zeros(0, np.int64)
 _DEALS = 20
 _FASTEST = 0.1  # a step that took no time at all is no measure of another one's pace
 _INSTEAD = {
+    **{kind.cost_name: ("forward",) for kind in COMPUTE - HOMES - STAGE_WIDE},
     "backward": ("backward_input", "backward_weight"),
     "backward_input": ("backward", "backward_weight"),
     "backward_weight": ("backward", "backward_input"),
-    "recompute": ("forward",),
     "overlapped": ("backward", "backward_input"),
 }
 """The kinds whose jitter stands in for that of a kind that was not observed: the longest of the
