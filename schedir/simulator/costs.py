@@ -460,15 +460,15 @@ def _prices(schedule: Schedule, costs: CostModel) -> Prices:
             f"{field} has {had} numbers, but {schedule.name} has {needed} {what}: give one for "
             "each, or one number for all"
         )
-    columns, transfers = schedule.columns, graph_of(schedule).transfers
-    rows: list[Sequence[float]] = [(0,) * schedule.stages] * len(KINDS)
+    columns, transfers, stages = schedule.columns, graph_of(schedule).transfers, schedule.stages
+    rows: list[Sequence[float]] = [(0,) * stages] * len(KINDS)
     for code in np.flatnonzero(np.bincount(columns.kind)).tolist():
         kind = KINDS[code]
         if kind in COPIES:
-            sizes = costs.sizes.of(moved(kind.meaning), schedule.stages)
+            sizes = costs.sizes.of(moved(kind.meaning), stages)
             rows[code] = [_quotient(size, costs.host_bandwidth) for size in sizes]
         elif kind.cost_name in _FORWARDS:
-            rows[code] = costs.by_stage(kind.cost_name, schedule.stages)
+            rows[code] = costs.by_stage(kind.cost_name, stages)
     takes = _of_entries(schedule, np.array(rows)[columns.kind, columns.stage], costs)
     arrive, busy = _of_transfers(schedule, transfers, costs)
     takes = takes.astype(np.result_type(takes, arrive), copy=False)

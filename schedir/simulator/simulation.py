@@ -54,6 +54,7 @@ Durations: TypeAlias = Mapping[tuple[int, int], float]
 
 _WEAKEST = CHANNELS[-1]
 _MOST_INT = 2**62
+_SHORT = 10_000  # actions: what waits for what takes a megabyte at most
 
 
 def simulate(
@@ -154,9 +155,14 @@ def waits_of(
 
 
 def _waits(schedule: Schedule, ahead: bool = True) -> Waits:
-    waiting = waits(as_run(schedule), CHANNEL, ahead=ahead)
-    if waiting.stuck.any():
-        prove(schedule, _WEAKEST).proved()  # raises, as what blocks here blocks where posts don't
+    """What waits for what where posts never block, kept for the next costs if the list is short."""
+    waiting = schedule.memo.get((_waits, ahead))
+    if not isinstance(waiting, Waits):
+        waiting = waits(as_run(schedule), CHANNEL, ahead=ahead)
+        if waiting.stuck.any():
+            prove(schedule, _WEAKEST).proved()  # raises: what blocks here blocks where posts don't
+        if waiting.nodes <= _SHORT:
+            schedule.memo[_waits, ahead] = waiting
     return waiting
 
 
