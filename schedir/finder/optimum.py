@@ -59,8 +59,9 @@ def exact(
 
     The arguments are those of `schedir.search`; a `channel` only says what it is proved and timed
     under, and `seconds` is the longest that it may take on each placement, by the clock. It is for
-    small work: 40 actions take seconds. Costs that are not round numbers are rounded to a millionth
-    of the largest, times and bytes alike.
+    small work: 40 actions take seconds. It places the kinds of action that `schedir.search` places.
+    Costs that are not round numbers are rounded to a millionth of the largest, times and bytes
+    alike.
 
     OR-Tools solves the problem (CP-SAT) and must be installed: pip install 'schedir[exact]'.
 

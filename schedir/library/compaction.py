@@ -34,8 +34,8 @@ def repeat_block(
     waits; without them the slots do.
 
     Raises ValueError for a block with missing or other actions, an action before its input is
-    there, two actions in one slot of a rank once the block is repeated, a stage on several ranks,
-    and costs of other stages or links.
+    there, two actions in one slot of a rank once the block is repeated, and a stage on several
+    ranks. Raises SchedirError for costs of other stages or links.
 
     >>> import schedir
     >>> pipe = schedir.Pipeline(ranks=2, microbatches=2, chunks=1, placement=((0,), (1,)))

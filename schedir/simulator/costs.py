@@ -410,17 +410,15 @@ class StageCosts:
     def of(cls, placement: Sequence[int], costs: CostModel) -> StageCosts:
         """Look them up. Raises SchedirError for costs of other stages, or that lack a link."""
         stages = len(placement)
-        links = zip(pairwise(placement), costs.by_stage("boundary_bytes", stages - 1), strict=True)
-        ways = [(costs.way(a, b, size), costs.way(b, a, size)) for (a, b), size in links]
-        down, up = [(0, 0), *(way for way, _ in ways)], [*(way for _, way in ways), (0, 0)]
+        sizes = costs.by_stage("boundary_bytes", stages - 1)
+        links = [(a, b, size) for (a, b), size in zip(pairwise(placement), sizes, strict=True)]
+        down = (0, 0), *(costs.way(a, b, size) for a, b, size in links)
+        up = *(costs.way(b, a, size) for a, b, size in links), (0, 0)
         names = [name for name in _FORWARDS if name in attrs.fields_dict(cls)]
         return cls(
-            placement=tuple(placement),
-            **{name: costs.by_stage(name, stages) for name in names},
-            down=tuple(takes for takes, _ in down),
-            up=tuple(takes for takes, _ in up),
-            down_holds=tuple(holds for _, holds in down),
-            up_holds=tuple(holds for _, holds in up),
+            tuple(placement),
+            *(costs.by_stage(name, stages) for name in names),
+            *(tuple(way[part] for way in ways) for part in (0, 1) for ways in (down, up)),
         )
 
     @property
@@ -498,24 +496,22 @@ def _of_transfers(
 ) -> tuple[Numbers, Numbers]:
     """How long each transfer takes, and occupies its channel."""
     sizes = costs.by_stage("boundary_bytes", schedule.stages - 1)
-    if any(
-        not isinstance(value, (int, float))
-        for value in (costs.boundary_bytes, costs.latency, costs.bandwidth)
+    # An activation goes on to its stage, a gradient back to it.
+    boundary = transfers.stage - ~transfers.is_gradient
+    links = transfers.source * schedule.ranks + transfers.target
+    key = links * schedule.stages + boundary
+    if all(
+        isinstance(one, int | float)
+        for one in (costs.boundary_bytes, costs.latency, costs.bandwidth)
     ):
-        # An activation goes on to its stage, a gradient back to it.
-        boundary = transfers.stage - ~transfers.is_gradient
-        links = transfers.source * schedule.ranks + transfers.target
-        used, which = np.unique(links * schedule.stages + boundary, return_inverse=True)
-        ways = []
-        for link, crossed in zip(
-            *(part.tolist() for part in np.divmod(used, schedule.stages)), strict=True
-        ):
-            a, b = divmod(link, schedule.ranks)
-            where = f", on which {schedule.name} sends from rank {a} to rank {b}"
-            ways.append(costs.way(a, b, sizes[crossed], where))
-    else:
-        which, ways = np.zeros(len(transfers), np.int64), [costs.way(0, 1, max(sizes, default=0))]
-    arrive, busy = (np.array(part) for part in zip(*ways, strict=True)) if ways else (which, which)
+        key[1:] = key[:1]  # one stands for all
+    used, which = np.unique(key, return_inverse=True)
+    ways: list[tuple[float, float]] = [] if len(used) else [(0, 0)]
+    for link, crossed in (divmod(one, schedule.stages) for one in used.tolist()):
+        a, b = divmod(link, schedule.ranks)
+        where = f", on which {schedule.name} sends from rank {a} to rank {b}"
+        ways.append(costs.way(a, b, sizes[crossed], where))
+    arrive, busy = np.array(ways).T
     return arrive[which], busy[which]
 
 
@@ -557,43 +553,30 @@ def _parts(name: str, value: PerStage | None, stages: int, of: int) -> PerStage 
         return None
     if not isinstance(value, tuple):
         return _share(value * of, stages)
-    if len(value) == stages:
-        return value
-    many, rest = divmod(len(value), stages)
-    if not rest:
+    _expect_multiple(name, len(value), stages)
+    if many := len(value) // stages:
         return tuple(sum(value[s * many : (s + 1) * many]) for s in range(stages))
-    many = _multiple(name, len(value), stages)
+    many = stages // len(value)
     return tuple(_share(one, many) for one in value for _ in range(many))
 
 
 def _edges(name: str, value: PerStage, stages: int, every: int) -> PerStage:
-    """The value at the beginning of each stage (`every` 0), or between two stages (`every` 1)."""
-    if not isinstance(value, tuple) or len(value) == stages - every:
+    """The value at the beginning of each stage (`every` 0), or between two stages (`every` 1): of
+    the old edge at the same place, or of the next one, or of the last."""
+    if not isinstance(value, tuple):
         return value
-    had = len(value) + every
-    many, rest = divmod(had, stages)
-    if not rest:
-        return value[every * (many - 1) :: many][: stages - every]
-    many = _multiple(name, had, stages)
-    # Stage s becomes `many`: where the first of them begins and the last ends was known before.
-    return tuple(_edge(value, s, many, every) for s in range(stages - every))
+    had, last = len(value) + every, len(value) - 1
+    _expect_multiple(name, had, stages)
+    after = (-(-(s + every) * had // stages) - every for s in range(stages - every))
+    return tuple(value[min(edge, last)] for edge in after) or 0
 
 
-def _edge(value: Sequence[float], stage: int, many: int, every: int) -> float:
-    old, part = divmod(stage, many)
-    known = part == (many - 1 if every else 0)
-    after = old if known or every else old + 1
-    return value[min(after, len(value) - 1)]
-
-
-def _multiple(name: str, had: int, stages: int) -> int:
-    many, rest = divmod(stages, had)
-    if rest:
+def _expect_multiple(name: str, had: int, stages: int) -> None:
+    if had % stages and stages % had:
         raise SchedirError(
             f"{name} is given for {had} stages, which can't be made {stages}: neither is a "
             "multiple of the other"
         )
-    return many
 
 
 def _share(value: float, many: int) -> float:

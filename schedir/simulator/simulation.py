@@ -139,8 +139,7 @@ def posting_of(
     `ahead` as the executor has; None without a model."""
     if channel is None:
         return None
-    sizes = costs.boundary_bytes
-    largest = max(sizes, default=0) if isinstance(sizes, tuple) else sizes
+    largest = max(costs.by_stage("boundary_bytes", schedule.stages - 1), default=0)
     room = min(int(SPARE_BYTES // max(largest, 1)), len(graph_of(schedule).transfers))
     return Posting(channel, room if ahead else None)
 

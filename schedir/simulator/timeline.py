@@ -40,11 +40,11 @@ from schedir.simulator.memory import Held, host_bytes, live_activations, live_by
 from schedir.simulator.moments import Moments, Posting, moments_of
 from schedir.simulator.values import (
     TIMELINES,
-    UNITS,
     Measured,
     Numbers,
     Sizes,
     Unit,
+    check_field,
     check_unit,
     clip,
     expect_number,
@@ -483,8 +483,6 @@ def _timeline(content: object, where: str, schedules: list[Schedule]) -> Timelin
     if type(number) is not int or not 0 <= number < len(schedules):
         raise ValueError(f"{where}: there is no schedule {clip(number)}")
     schedule = schedules[number]
-    if held["unit"] not in (None, *UNITS):
-        raise ValueError(f"{where}: unit must be null, s, ms or us, not {clip(held['unit'])}")
     times = {name: _times(held[name], f"{where}: {name}", schedule) for name in fields[-2:]}
     try:
         if held["sizes"] is not None:
@@ -526,10 +524,7 @@ def _sizes(value: object, stages: int) -> Sizes:
     sizes = Sizes(**given)
     sizes.expect_stages(stages)
     for field in attrs.fields(Sizes):
-        size = getattr(sizes, field.name)
-        for one in size if isinstance(size, tuple) else [size]:
-            if one is not None or field.name != "deferred":
-                expect_number(f"sizes: {field.name}", one)
+        check_field(sizes, field.evolve(name=f"sizes: {field.name}"), getattr(sizes, field.name))
     return sizes
 
 
