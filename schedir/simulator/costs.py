@@ -278,10 +278,15 @@ class CostModel:
         return cls(**model.costs(), latency=latency, bandwidth=bandwidth, unit="s")
 
     def by_stage(self, name: str, many: int) -> tuple[float, ...]:
-        """A field, as one number for each of so many stages, or boundaries. Where it is None, it is
-        derived: as many forwards as the table of kinds says, or the whole activation.
+        """The field `name`, as one number for each of so many stages, or of `boundary_bytes` for
+        each boundary. A cost that is None is derived: as many forwards as the table of kinds says
+        for that kind; so are `deferred_bytes`, all `activation_bytes`.
 
         Raises SchedirError if there are costs for another number of stages.
+
+        >>> import schedir
+        >>> schedir.CostModel(forward=(1, 2)).by_stage("recompute", 2)
+        (1, 2)
         """
         value = getattr(self, name)
         if value is not None:
@@ -291,8 +296,15 @@ class CostModel:
         return tuple(_FORWARDS[name] * one for one in self.by_stage("forward", many))
 
     def way(self, source: int, target: int, size: float, where: str = "") -> tuple[float, float]:
-        """How long a transfer of `size` bytes takes from rank to rank, and for how long it occupies
-        its channel. Raises SchedirError for a link that has no number, and says `where` it is."""
+        """How long a transfer of `size` bytes takes from rank `source` to rank `target`, and for
+        how long it occupies its channel, in the costs' unit of time; both 0 within a rank.
+
+        Raises SchedirError for a link that has no number; `where` ends the message's sentence.
+
+        >>> import schedir
+        >>> schedir.CostModel(latency=1, bandwidth={(0, 1): 4}).way(0, 1, size=8)
+        (3, 2)
+        """
         if source == target:
             return 0, 0
         latency, bandwidth = (
@@ -621,23 +633,19 @@ def unmeasured(schedule: Schedule, costs: CostModel) -> tuple[str, ...]:
         return ()
     stages = len(costs.forward)
     each, parts = divmod(stages, schedule.stages)
-    used = _used(schedule)
     if parts or not each:
-        fields = {_FIELDS[cost] for cost, _ in used}
-        return tuple(name for name in dict.fromkeys(_FIELDS.values()) if name in fields)
-    derived = {field.name: field.default for field in attrs.fields(CostModel)}
-    derived |= fitted_times(costs.samples, stages)
-    found = {
-        _FIELDS[cost]
-        for cost, stage in used
-        for one in range(stage * each, (stage + 1) * each)
-        if (cost, one) not in costs.samples.groups
-    }
-    return tuple(
-        name
-        for name in dict.fromkeys(_FIELDS.values())
-        if name in found and getattr(costs, name) == derived[name]
-    )
+        found = {_FIELDS[cost] for cost, _ in _used(schedule)}
+    else:
+        derived = {field.name: field.default for field in attrs.fields(CostModel)}
+        derived |= fitted_times(costs.samples, stages)
+        found = {
+            _FIELDS[cost]
+            for cost, stage in _used(schedule)
+            for one in range(stage * each, (stage + 1) * each)
+            if (cost, one) not in costs.samples.groups
+            and getattr(costs, _FIELDS[cost]) == derived[_FIELDS[cost]]
+        }
+    return tuple(name for name in dict.fromkeys(_FIELDS.values()) if name in found)
 
 
 def how_derived(names: Iterable[str]) -> str:
