@@ -189,6 +189,11 @@ SCRIPTS = {
         for form in ("html", "perfetto"):
             text = written["export", form][0]
             assert "CHECK" in text and "LOG" in text and "SYNC" in text, form
+        from schedir.render.packed import data_before
+
+        # On a page, the CHECK of a microbatch is shown after its F, its LOG after that.
+        before = data_before(listed).tolist()
+        assert before == [-1, 0, 1, 0, -1, 4, 5, 4, -1, -1], before
         text, left_out = written["export", "torch-csv"]
         assert text.splitlines()[0] == "0F0,0B0,0F1,0B1", text
         assert any("torch has no CHECK" in each for each in left_out), left_out
