@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from schedir import (
     Action,
@@ -116,7 +116,7 @@ def _lists(
     pipe: Pipeline, costs: CostModel, limit: int, held_until: str | None
 ) -> tuple[tuple[Action, ...], ...]:
     """The lists of all ranks without updates, made once, for the first rank that asks."""
-    shares = tuple(_share(costs, stage, held_until) for stage in range(pipe.stages))
+    shares = _shares(costs, pipe.stages, held_until)
     in_full = (1.0,) * pipe.stages  # holds less, and may be no slower
     drafts = [
         _Draft(pipe, costs, limit, counted, forwards)
@@ -126,14 +126,13 @@ def _lists(
     return tuple(map(tuple, min(drafts, key=lambda draft: draft.worth).lists))
 
 
-def _share(costs: CostModel, stage: int, held_until: str | None) -> float:
-    """The part of an activation that is held between its I and its W."""
+def _shares(costs: CostModel, stages: int, held_until: str | None) -> tuple[float, ...]:
+    """The part of an activation that each stage holds between its I and its W."""
     if held_until is not None:
-        return float(held_until == "W")
-    whole = _of(costs.activation_bytes, stage)
-    if not whole:
-        return 0.5
-    return 1.0 if costs.deferred_bytes is None else _of(costs.deferred_bytes, stage) / whole
+        return (float(held_until == "W"),) * stages
+    names = "deferred_bytes", "activation_bytes"
+    both = zip(*(costs.by_stage(name, stages) for name in names), strict=True)
+    return tuple(part / whole if whole else 0.5 for part, whole in both)
 
 
 def _warm_ups(pipe: Pipeline, costs: CostModel, limit: int) -> Iterator[tuple[int, ...]]:
@@ -145,39 +144,31 @@ def _warm_ups(pipe: Pipeline, costs: CostModel, limit: int) -> Iterator[tuple[in
     ranks, most = range(pipe.ranks), min(limit, pipe.microbatches)
     yield tuple(min(most, pipe.ranks - rank) for rank in ranks)
     yield tuple(min(most, 2 * (pipe.ranks - rank) - 1) for rank in ranks)
-    times = [_of(costs.forward, rank) for rank in ranks]
+    times = costs.by_stage("forward", pipe.ranks)
+    back = costs.by_stage("backward_input", pipe.ranks)
     first = [times[0]]  # when the first forward is done
     for rank in ranks[1:]:
-        first.append(first[-1] + sum(_link(costs, rank - 1, rank)) + times[rank])
+        first.append(first[-1] + sum(_link(pipe, costs, rank - 1, rank)) + times[rank])
     for beyond in (False, True):
         forwards = [1] * pipe.ranks
-        gradient = first[-1] + _of(costs.backward_input, pipe.ranks - 1)
+        gradient = first[-1] + back[-1]
         for rank in reversed(ranks[:-1]):
-            gradient += sum(_link(costs, rank + 1, rank))
+            gradient += sum(_link(pipe, costs, rank + 1, rank))
             clock = first[rank]
             while forwards[rank] < most and clock + (0 if beyond else times[rank]) <= gradient:
                 forwards[rank] += 1
                 clock += times[rank]
-            gradient = max(clock, gradient) + _of(costs.backward_input, rank)
+            gradient = max(clock, gradient) + back[rank]
         for rank in ranks[1:]:  # as many as the rank before has ready by then
             before = forwards[rank - 1]
             forwards[rank] = max(1, min(forwards[rank], before - (before < pipe.microbatches)))
         yield tuple(forwards)
 
 
-def _of(value: Any, key: int | tuple[int, int]) -> float:
-    """The cost of the stage, boundary or link `key`."""
-    try:
-        of_key: float = value if isinstance(value, int | float) else value[key]
-    except LookupError:
-        raise ValueError(f"the costs lack those of {key}: are they for other stages?") from None
-    return of_key
-
-
-def _link(costs: CostModel, rank: int, to: int) -> tuple[float, float]:
+def _link(pipe: Pipeline, costs: CostModel, rank: int, to: int) -> tuple[float, float]:
     """How long a transfer occupies the channel, and how much later it arrives."""
-    occupied = _of(costs.boundary_bytes, min(rank, to)) / _of(costs.bandwidth, (rank, to))
-    return occupied, _of(costs.latency, (rank, to))
+    size = costs.by_stage("boundary_bytes", pipe.ranks - 1)[min(rank, to)]
+    return costs.way(rank, to, size)[1], costs.way(rank, to, 0)[0]
 
 
 FORWARD, INPUT, WEIGHT = range(3)
@@ -197,8 +188,9 @@ class _Draft:
     ) -> None:
         self.limit, self.microbatches = limit, pipe.microbatches
         self.ranks = ranks = range(pipe.ranks)
-        times = costs.forward, costs.backward_input, costs.backward_weight
-        self.times = [[_of(time, rank) for time in times] for rank in ranks]
+        names = "forward", "backward_input", "backward_weight"
+        of_kinds = [costs.by_stage(name, pipe.ranks) for name in names]
+        self.times = [list(of_rank) for of_rank in zip(*of_kinds, strict=True)]
         self.change = [(1.0, share - 1, -share) for share in shares]  # in what a rank holds
         self.lists: list[list[Action]] = [[] for _ in ranks]
         self.done = [[0, 0, 0] for _ in ranks]
@@ -209,7 +201,10 @@ class _Draft:
         # By kind and rank: how long an output occupies its channel, and how much later it arrives;
         # when the channel is free again; when inputs arrive.
         self.links = [
-            [_link(costs, rank, rank + to) if rank + to in ranks else (0.0, 0.0) for rank in ranks]
+            [
+                _link(pipe, costs, rank, rank + to) if rank + to in ranks else (0.0, 0.0)
+                for rank in ranks
+            ]
             for to in (1, -1)
         ]
         self.free = [[0.0] * pipe.ranks for _ in (FORWARD, INPUT)]

@@ -75,7 +75,7 @@ def test_weights_wait_for_a_gap_that_is_long_enough() -> None:
 
 def test_costs_of_other_stages() -> None:
     costs = schedir.CostModel(forward=(1, 2, 3))
-    with pytest.raises(ValueError, match="the costs lack those of 3: are they for other stages"):
+    with pytest.raises(schedir.SchedirError, match="forward has 3 numbers, but 4 are needed"):
         repeat_block(pipeline(4, 2), of_1f1b(4), costs)
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
-import schedir
 from schedir import Kind
 from schedir.ir import kinds
-from schedir.ir.kinds import VALUES, Meaning, Use, incomplete
+from schedir.ir.kinds import VALUES, Meaning, Use, Value, incomplete
 
 
 class Row(str):
@@ -49,6 +44,12 @@ def test_a_kind_may_occupy_compute_and_do_nothing() -> None:
     [
         (Meaning("", "compute", "microbatch", ()), "X has no word"),
         (Meaning("x", "copy", "microbatch", ()), "X is on a copy, and so uses a value"),
+        (
+            Meaning("x", "copy", "microbatch", (use("make", "ran"),)),
+            "X is a copy, and so makes a value that has a size",
+        ),
+        (Meaning("x", "copy", "stage", (), letter="<"), "X has the letter < of RELOAD"),
+        (Meaning("x", "compute", "stage", (), letter="F"), "X has the letter F of FORWARD"),
         (
             Meaning("x", "send", "microbatch", (use("make", "saved"),)),
             "X is a send, and so ends one value",
@@ -87,6 +88,7 @@ def test_an_incomplete_kind(meaning: Meaning, what: str) -> None:
     ("value", "what"),
     [
         ({"word": ""}, "the value 'saved' has no word"),
+        ({"size": "heat"}, "the value 'saved' has the size 'heat', which there is not"),
         ({"link": ("heat", 1)}, "the value 'saved' is linked to 'heat', which is no value"),
     ],
 )
@@ -109,74 +111,15 @@ def test_a_value_without_a_kind(without: Kind, what: str) -> None:
     assert what in incomplete([kind for kind in Kind if kind is not without])
 
 
+def test_a_value_says_its_size() -> None:
+    """So that none takes no bytes because nobody has thought of it."""
+    with pytest.raises(TypeError, match="size"):
+        Value(word="digest")  # type: ignore[call-arg]
+
+
 def test_the_import_refuses_an_incomplete_row() -> None:
     source = Path(kinds.__file__).read_text(encoding="utf-8")
     broken = source.replace('_end("stored"), _make("saved")', '_make("saved"),')
     assert broken != source
     with pytest.raises(ImportError, match="no kind ends the value 'stored', which must be ended"):
         exec(compile(broken, "kinds.py", "exec"), {"__name__": "schedir.ir.broken"})
-
-
-ROWS = """
-    CHECK = (
-        "CHECK",
-        Meaning(
-            "check of the activation",
-            "compute",
-            "microbatch",
-            (_end("saved"), _make("saved"), _make("digest")),
-            cost=2,
-        ),
-    )
-    REMAKE = (
-        "REMAKE",
-        Meaning("other recomputation", "compute", "microbatch", (_end("kept"), _make("saved"))),
-    )
-    SEND_ACT = ("""
-USED = """
-import schedir
-
-found = schedir.search(ranks=2, microbatches=4, max_activations=1)
-assert schedir.check(found).ok
-
-checked = schedir.Schedule.of("checked", [0], ["0F0 0CHECK0 0B0 0OPTIM_STEP"])
-line = schedir.simulate(checked, schedir.CostModel(forward=1.5, backward=2))
-assert line.makespan == 6.5, line.makespan
-
-for refused in (
-    lambda: schedir.CostModel.fit([line]),
-    lambda: schedir.simulate(checked, schedir.CostModel(activation_bytes=1)).memory(0),
-):
-    try:
-        refused()
-    except schedir.SchedirError as error:
-        print(error)
-"""
-
-
-def test_a_new_row_breaks_nothing_and_is_left_out_nowhere(tmp_path: Path) -> None:
-    """As rows of the tables alone: a kind of compute that has a value of its own, and one that
-    takes from a queue of the Board."""
-    kept = Path(schedir.__file__).parents[1]
-    for package in ("schedir", "schedules"):
-        shutil.copytree(
-            kept / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    table = tmp_path / "schedir/ir/kinds.py"
-    source = table.read_text(encoding="utf-8").replace("    SEND_ACT = (", ROWS)
-    source = source.replace(
-        "VALUES = {", "VALUES = {'digest': Value(word='digest', ended='never'),"
-    )
-    table.write_text(source, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", USED],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    fit, size = done.stdout.splitlines()
-    assert "add the field check to CostModel" in fit
-    assert "CHECK uses the value 'digest', whose bytes are not known" in size

@@ -51,6 +51,11 @@ def test_one_number_is_of_as_many_stages_as_it_is_said_to_be_of() -> None:
     assert isinstance(recut(costs, 2, of=4).backward, int)
 
 
+def test_one_stage_has_no_boundary() -> None:
+    one = recut(CostModel(forward=(1, 2, 3), boundary_bytes=(4, 5), input_bytes=(6, 7, 8)), 1, of=1)
+    assert (one.forward, one.boundary_bytes, one.input_bytes) == ((6,), 0, (6,))
+
+
 def test_neither_a_multiple_of_the_other() -> None:
     with pytest.raises(SchedirError, match="forward is given for 4 stages, which can't be made 6"):
         recut(CostModel(forward=(1, 1, 1, 1)), 6, of=3)

@@ -111,10 +111,10 @@ def _types() -> dict[str, str]:
     """
     from schedir.simulator import CostModel
 
-    types = {field.name: str(field.type) for field in attrs.fields(CostModel)}
-    by_stage = {name: of for name, of in types.items() if of.startswith("PerStage")}
-    by_link = {name: of for name, of in types.items() if of in ("PerLink", "float")}
-    return {**by_stage, **by_link, "unit": types["unit"]}
+    fields = attrs.fields(CostModel)
+    of_stages = [f for f in fields if f.metadata.get("by") in ("stage", "start", "boundary")]
+    others = [f for f in fields if f.metadata.get("by") in ("link", "all")]
+    return {f.name: str(f.type) for f in (*of_stages, *others, fields.unit)}
 
 
 def _value(name: str, text: str) -> Any:

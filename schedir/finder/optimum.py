@@ -26,11 +26,12 @@ import attrs
 from schedir.checker import prove
 from schedir.errors import SchedirError
 from schedir.finder.searching import Found
-from schedir.finder.terms import Memory, Objective, StageCosts, Task, Terms
+from schedir.finder.terms import Memory, Objective, Task, Terms
 from schedir.graph.alive import HeldUntil
 from schedir.ir import Action, Kind, Schedule
 from schedir.passes import append_steps
 from schedir.simulator import CostModel, simulate
+from schedir.simulator.costs import StageCosts
 
 EXACT_SECONDS = 60.0
 # Parts of the largest cost: all that is told apart where costs are no round numbers.
@@ -58,8 +59,9 @@ def exact(
 
     The arguments are those of `schedir.search`; a `channel` only says what it is proved and timed
     under, and `seconds` is the longest that it may take on each placement, by the clock. It is for
-    small work: 40 actions take seconds. Costs that are not round numbers are rounded to a millionth
-    of the largest, times and bytes alike.
+    small work: 40 actions take seconds. It places the kinds of action that `schedir.search` places.
+    Costs that are not round numbers are rounded to a millionth of the largest, times and bytes
+    alike.
 
     OR-Tools solves the problem (CP-SAT) and must be installed: pip install 'schedir[exact]'.
 

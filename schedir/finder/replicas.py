@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import attrs
 
-from schedir.finder.terms import by_stage
 from schedir.simulator import CostModel
 
 
@@ -62,13 +61,13 @@ def plan_replicas(costs: CostModel, ranks: int, stages: int | None = None) -> Re
     once = [
         sum(parts)
         for parts in zip(
-            by_stage("forward", costs.forward, stages),
-            by_stage("backward", costs.backward, stages),
-            by_stage("optim_step", costs.optim_step, stages),
+            costs.by_stage("forward", stages),
+            costs.by_stage("backward", stages),
+            costs.by_stage("optim_step", stages),
             strict=True,
         )
     ]
-    sums = by_stage("reduce_grad", costs.reduce_grad, stages)
+    sums = costs.by_stage("reduce_grad", stages)
 
     def period(stage: int, replicas: int) -> float:
         return (once[stage] + (sums[stage] if replicas > 1 else 0)) / replicas
@@ -102,5 +101,5 @@ def _of_boundaries(costs: CostModel, stages: int) -> float:
     slowest = costs.bandwidth
     if isinstance(slowest, Mapping):
         slowest = min(slowest.values(), default=math.inf)
-    sizes = by_stage("boundary_bytes", costs.boundary_bytes, stages - 1)
+    sizes = costs.by_stage("boundary_bytes", stages - 1)
     return max((size / slowest for size in sizes), default=0)

@@ -50,8 +50,10 @@ def search(
     """Find a quick schedule for this work under these limits, and prove it.
 
     The schedule is one synchronous step of `microbatches` on `ranks` × `chunks` stages; `costs` are
-    as in `simulate` (by default the textbook's). `placement` is "wrapped" (stage s on rank s mod
-    ranks) or "wave" (there and back; "v" for two chunks); None tries both. `objective` is what to
+    as in `simulate` (by default the textbook's). It places forwards, backwards in one or two parts,
+    and recomputations, and adds communication and updates; it lists no other kind of action, such
+    as OFFLOAD or UNSHARD, whatever its cost. `placement` is "wrapped" (stage s on rank s mod ranks)
+    or "wave" (there and back; "v" for two chunks); None tries both. `objective` is what to
     minimise: the "makespan", or the "span", the longest time from a rank's first forward to the end
     of its last compute. The span is the cost of a step if steps follow each other.
 

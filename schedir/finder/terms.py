@@ -8,9 +8,8 @@ its k-th backward. So an order is, for each rank, a list of the steps of `graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -22,7 +21,7 @@ from schedir.graph.board import WAYS, Steps, steps_of
 from schedir.ir import DEFAULT_CHANNEL, Kind, Placement, channel_model
 from schedir.library import Pipeline, expect_fewer, wave, wrapped
 from schedir.simulator import CostModel, Timeline
-from schedir.simulator.values import PerLink, PerStage
+from schedir.simulator.costs import StageCosts
 
 FORWARD, LEAN, BACKWARD, INPUT, WEIGHT, RECOMPUTE = (
     WAYS.index(way)
@@ -263,8 +262,7 @@ class Task:
         return steps_of(
             self.placement,
             (self.microbatches,),
-            # No search puts a kind into a list that its costs have no field for.
-            {kind: getattr(costs, kind.name.lower(), costs.forward) for kind, _ in WAYS},
+            {kind: getattr(costs, kind.cost_name) for kind, _ in WAYS},
             {
                 "input": list(zip(costs.down, costs.down_holds, strict=True)),
                 "output gradient": list(zip(costs.up, costs.up_holds, strict=True)),
@@ -302,7 +300,7 @@ def memory_in_bytes(
     backwards, so is what the first I of a stage adds to its gradient."""
 
     def each(name: str) -> tuple[float, ...]:
-        return by_stage(name, getattr(costs, name), len(placement))
+        return costs.by_stage(name, len(placement))
 
     full, gradient = each("activation_bytes"), each("gradient_bytes")
     early = tuple(map(min, each("early_gradient_bytes"), gradient)) if splits else (0,) * len(full)
@@ -312,100 +310,7 @@ def memory_in_bytes(
     return Memory(
         full,
         each("input_bytes"),
-        full if costs.deferred_bytes is None else each("deferred_bytes"),
+        each("deferred_bytes"),
         tuple(whole - part for whole, part in zip(gradient, early, strict=True)),
         tuple(limit - always for always in base),
     )
-
-
-_COSTS = (*("forward", "backward", "backward_input", "backward_weight", "recompute", "optim_step"),)
-
-
-@attrs.frozen
-class StageCosts:
-    """The costs of a pipeline with stage s on rank `placement[s]`, one number per stage.
-
-    `down[s]` is how long the output of stage s - 1 takes to reach stage s, `up[s]` how long the
-    gradient of stage s + 1 takes: 0 on one rank, and if there is no such stage. `down_holds` and
-    `up_holds` are how long the channel is occupied.
-    """
-
-    placement: tuple[int, ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    backward_input: tuple[float, ...]
-    backward_weight: tuple[float, ...]
-    recompute: tuple[float, ...]
-    optim_step: tuple[float, ...]
-    down: tuple[float, ...]
-    up: tuple[float, ...]
-    down_holds: tuple[float, ...]
-    up_holds: tuple[float, ...]
-
-    @classmethod
-    def of(cls, placement: Sequence[int], costs: CostModel) -> StageCosts:
-        """Look them up. Raises SchedirError for costs of other stages, or that lack a link."""
-        stages = len(placement)
-        links = list(pairwise(placement))
-        sizes = by_stage("boundary_bytes", costs.boundary_bytes, stages - 1)
-        down: list[tuple[float, float]] = [(0, 0)]
-        up: list[tuple[float, float]] = []
-        for (a, b), size in zip(links, sizes, strict=True):
-            down.append(_way(costs, a, b, size))
-            up.append(_way(costs, b, a, size))
-        up.append((0, 0))
-        again = costs.forward if costs.recompute is None else costs.recompute
-        whole = {name: getattr(costs, name) for name in _COSTS} | {"recompute": again}
-        return cls(
-            tuple(placement),
-            *(by_stage(name, value, stages) for name, value in whole.items()),
-            *(tuple(way[part] for way in ways) for part in (0, 1) for ways in (down, up)),
-        )
-
-    @property
-    def stages(self) -> range:
-        """The numbers of the stages."""
-        return range(len(self.placement))
-
-    @property
-    def ranks(self) -> range:
-        """The numbers of the ranks."""
-        return range(1 + max(self.placement))
-
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, ascending."""
-        return [s for s in self.stages if self.placement[s] == rank]
-
-
-def by_stage(name: str, value: PerStage, many: int) -> tuple[float, ...]:
-    """One number for each stage. Raises SchedirError for another number of them."""
-    if not isinstance(value, tuple):
-        return (value,) * many
-    if len(value) != many:
-        raise SchedirError(
-            f"{name} has {len(value)} numbers, but {many} are needed: give one for each, or one "
-            "number for all"
-        )
-    return value
-
-
-def _way(costs: CostModel, source: int, target: int, size: float) -> tuple[float, float]:
-    """How long a transfer takes, and how long it occupies its channel."""
-    if source == target:
-        return 0, 0
-    holds = _quotient(size, _of_link("bandwidth", costs.bandwidth, (source, target)))
-    return _of_link("latency", costs.latency, (source, target)) + holds, holds
-
-
-def _of_link(name: str, value: PerLink, link: tuple[int, int]) -> float:
-    if not isinstance(value, Mapping):
-        return value
-    if link not in value:
-        raise SchedirError(f"{name} has no number for the link {link}: add it")
-    return value[link]
-
-
-def _quotient(size: float, bandwidth: float) -> float:
-    if not size or bandwidth == math.inf:
-        return 0
-    return size // bandwidth if size % bandwidth == 0 else size / bandwidth

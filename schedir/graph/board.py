@@ -28,22 +28,30 @@ from typing import TypeAlias
 
 import attrs
 
-from schedir.ir import COMPUTE, VALUES, Kind
-from schedir.ir.kinds import STAGE_WIDE, uses_of
+from schedir.ir import VALUES, Kind
+from schedir.ir.kinds import uses_of
 
 Order: TypeAlias = list[list[int]]
 """`order[rank]`: the steps of a rank."""
 
 QUEUES = ("input", "kept", "output gradient", "deferred")
 """The first value that each way uses up, in the order in which a microbatch comes by them."""
+PLACED = (
+    Kind.FORWARD,
+    Kind.BACKWARD,
+    Kind.BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT,
+    Kind.RECOMPUTE,
+)
+"""The kinds that a Board runs. All others are left out by what asks it: by the searches, that is,
+which add updates and communication to what they have found."""
 WAYS = tuple(
     (kind, beside)
-    for kind in Kind
-    if kind in COMPUTE - STAGE_WIDE and any(use.value in QUEUES for use in uses_of(kind, "end")[:1])
+    for kind in PLACED
     for beside in (False, True)[: 1 + any(u.beside or u.without for u in kind.meaning.uses)]
 )
-"""The kinds of compute that take from a queue, twice where they do other things beside another
-kind: an F that is to be run again keeps less."""
+"""The placed kinds, twice where they do other things beside another kind: an F that is to be run
+again keeps less."""
 DOWN, KEPT, BACK, DEFERRED = range(4)
 
 

@@ -117,7 +117,8 @@ def _check(kind: Kind, stage: int, microbatch: int | None, version: int | None) 
     if microbatch is not None and not is_number(microbatch):
         raise ValueError(f"microbatch must be an int in 0..{MAX_NUMBER}, not {microbatch!r}")
     if version is not None and kind not in NAMES_VERSION:
-        raise ValueError(f"only FORWARD and RECOMPUTE name a weight version, not {kind.name}")
+        named = " and ".join(each.name for each in Kind if each in NAMES_VERSION)
+        raise ValueError(f"only {named} name a weight version, not {kind.name}")
     if version is not None and not is_number(version):
         raise ValueError(f"version must be an int in 0..{MAX_NUMBER}, not {version!r}")
 

@@ -1,8 +1,11 @@
 """What actions mean, as data: the values that exist, and what each kind of action does to them.
 
 These two tables are the specification. Other modules ask the tables what is alive, what is missing,
-what is listed too early, which actions meet and what a step must produce; none of them names a
-kind. A new kind is a new row.
+what is listed too early, which actions meet, what a step must produce, what an action costs if
+nobody says it, how large a value is and which letter stands for a kind. A new kind is a new row
+here, with its constructor in `schedir.ir.action`, its words in the docs, and the function that
+carries it out (`schedir.runtime.program.compiler`). The oracle of the tests is one more place, on
+purpose.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import attrs
 
@@ -31,6 +34,11 @@ Place: TypeAlias = Literal[
     "not sharded",
 ]
 Point: TypeAlias = Literal["start", "end"]
+Size: TypeAlias = Literal[
+    "", "boundary before", "boundary after", "input", "activation", "deferred", "weight"
+]
+"""How many bytes a value has: those of a field of `Sizes`, of the boundary before or after its
+stage; "" for a value that has none, or that is counted by rounds (`schedir.simulator.memory`)."""
 
 
 @attrs.frozen(kw_only=True)
@@ -47,10 +55,13 @@ class Value:
     action may make it `again` after its end. `ended` says when an action must end it: "always"; in
     lists that "step"; in these and if the stage's gradients are "summed"; or "never", because the
     value lives until its last reader (the newest version to the end). A step must make every `goal`
-    for every stage and microbatch. `units` is how much the value counts as an activation.
+    for every stage and microbatch. `units` is how much the value counts as an activation. `size` is
+    how many bytes it has, on its rank's device, or on its `host`.
     """
 
     word: str
+    size: Size
+    host: bool = False
     per: Literal["microbatch", "round", "version"] = "microbatch"
     link: tuple[str, int] | None = None
     given: Literal["", "first", "zero"] = ""
@@ -62,21 +73,23 @@ class Value:
 
 
 VALUES = {
-    "input": Value(word="input", link=("output", -1), given="first"),
-    "output": Value(word="output"),
-    "output gradient": Value(word="gradient of the output", link=("input gradient", 1)),
-    "input gradient": Value(word="gradient of the input"),
+    "input": Value(word="input", size="boundary before", link=("output", -1), given="first"),
+    "output": Value(word="output", size="boundary after"),
+    "output gradient": Value(
+        word="gradient of the output", size="boundary after", link=("input gradient", 1)
+    ),
+    "input gradient": Value(word="gradient of the input", size="boundary before"),
     # That a forward has run at all: what comes back to its stage follows it.
-    "ran": Value(word="forward", ended="never"),
-    "kept": Value(word="kept input"),
-    "saved": Value(word="activation", units=1, again=True),
-    "stored": Value(word="activation on the host", again=True),
-    "deferred": Value(word="what the gradient of the weights needs", units=1),
-    "share": Value(word="share of the gradient", goal=True, ended="never"),
-    "gradient": Value(word="gradient", per="round", many=True, ended="step or summed"),
-    "sum": Value(word="summed gradient", per="round", ended="step"),
-    "weights": Value(word="weights", per="version", given="zero", ended="never"),
-    "gathered": Value(word="gathered weights", per="version", again=True),
+    "ran": Value(word="forward", size="", ended="never"),
+    "kept": Value(word="kept input", size="input"),
+    "saved": Value(word="activation", size="activation", units=1, again=True),
+    "stored": Value(word="activation on the host", size="activation", host=True, again=True),
+    "deferred": Value(word="what the gradient of the weights needs", size="deferred", units=1),
+    "share": Value(word="share of the gradient", size="", goal=True, ended="never"),
+    "gradient": Value(word="gradient", size="", per="round", many=True, ended="step or summed"),
+    "sum": Value(word="summed gradient", size="", per="round", ended="step"),
+    "weights": Value(word="weights", size="", per="version", given="zero", ended="never"),
+    "gathered": Value(word="gathered weights", size="weight", per="version", again=True),
 }
 
 
@@ -129,9 +142,11 @@ class Meaning:
     """What a kind of action is, and what it does.
 
     `word` names the kind for people. `on` is what it occupies, and `cost` is how long, in forwards,
-    in the textbook costs. It runs once `per` microbatch or per stage. `uses` is what it does to
+    in the textbook costs, and wherever nothing else is known. A copy takes as long as the first
+    value that it makes needs. It runs once `per` microbatch or per stage. `uses` is what it does to
     values. A `home` decides which rank runs the stage on the microbatch, and at which version of
-    the weights. A kind that `evaluates` is also part of a step that only evaluates.
+    the weights. A kind that `evaluates` is also part of a step that only evaluates. `letter`
+    stands for it in drawings; by default it is the first of its token.
     """
 
     word: str
@@ -141,6 +156,7 @@ class Meaning:
     cost: int = 0
     home: bool = False
     evaluates: bool = False
+    letter: str = ""
 
 
 _WEIGHTS = _weights("of home")
@@ -168,6 +184,17 @@ class Kind(StrEnum):
         if meaning is not None:
             kind.meaning = meaning
         return kind
+
+    @property
+    def letter(self) -> str:
+        """The letter that stands for the kind in drawings."""
+        return self.meaning.letter or self.value[0]
+
+    @property
+    def cost_name(self) -> str:
+        """What its cost is called: as a field of CostModel and in files, after `--cost`, among the
+        samples of measured runs."""
+        return self.name.lower()
 
     FORWARD = (
         "F",
@@ -268,6 +295,7 @@ class Kind(StrEnum):
             "copy",
             "microbatch",
             (_end("saved"), _make("stored", "end")),
+            letter=">",
         ),
     )
     RELOAD = (
@@ -277,6 +305,7 @@ class Kind(StrEnum):
             "copy",
             "microbatch",
             (_end("stored"), _make("saved")),
+            letter="<",
         ),
     )
     UNSHARD = (
@@ -318,8 +347,15 @@ class Kind(StrEnum):
                 _read("weights", "newest"),
                 Use(does="make", value="weights", at="end", version="next"),
             ),
+            letter="*",
         ),
     )
+
+
+def moved(copy: Meaning) -> Size:
+    """The size of what a copy moves: of the first value that it makes."""
+    made = (use.value for use in copy.uses if use.does == "make")
+    return next((VALUES[value].size for value in made if value in VALUES), "")
 
 
 @cache
@@ -352,6 +388,10 @@ SUMS = _kinds(lambda kind: uses_of(kind, "make", "sum"))
 gradients."""
 COPIES = _on("copy")
 """The kinds that a rank's copy engine runs beside its compute."""
+TIMED = tuple(kind for kind in Kind if kind in COMPUTE | GROUPS)
+"""The kinds that have a cost of their own. Transfers and copies take as long as their bytes."""
+DRAWN = tuple(kind for kind in Kind if kind in COMPUTE | COPIES)
+"""The kinds that have a cell in a timeline."""
 HOMES = _kinds(lambda kind: kind.meaning.home)
 """The kinds that decide which rank runs a stage on a microbatch, and at which weight version."""
 READS_WEIGHTS = _kinds(
@@ -406,6 +446,7 @@ def incomplete(kinds: Iterable[Kind]) -> list[str]:
     meanings = {kind: kind.meaning for kind in kinds}
     does = [(kind, use) for kind, meaning in meanings.items() for use in meaning.uses]
     tokens = {str(kind) for kind in meanings}
+    letters: dict[str, Kind] = {}
     for kind, meaning in meanings.items():
         if not meaning.word:
             wrong.append(f"{kind.name} has no word")
@@ -417,6 +458,11 @@ def incomplete(kinds: Iterable[Kind]) -> list[str]:
                 wrong.append(f"{kind.name} is a {meaning.on}, and so {way}s one value")
             elif kind not in COUNTERPARTS:
                 wrong.append(f"{kind.name} has no kind that it meets: its value has no link")
+        if meaning.on == "copy" and not moved(meaning):
+            wrong.append(f"{kind.name} is a copy, and so makes a value that has a size")
+        letter = meaning.letter or str(kind)[0]
+        if meaning.on in ("compute", "copy") and letters.setdefault(letter, kind) is not kind:
+            wrong.append(f"{kind.name} has the letter {letter} of {letters[letter].name}")
     for kind, use in does:
         if use.value not in VALUES:
             wrong.append(f"{kind.name} uses {use.value!r}, which is no value")
@@ -436,6 +482,8 @@ def incomplete(kinds: Iterable[Kind]) -> list[str]:
             wrong.append(f"no kind makes the value {name!r}")
         if value.ended != "never" and "end" not in done:
             wrong.append(f"no kind ends the value {name!r}, which must be ended")
+        if value.size not in get_args(Size):
+            wrong.append(f"the value {name!r} has the size {value.size!r}, which there is not")
         if value.link and value.link[0] not in VALUES:
             wrong.append(f"the value {name!r} is linked to {value.link[0]!r}, which is no value")
     return wrong

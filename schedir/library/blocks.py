@@ -12,7 +12,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 import numpy as np
@@ -54,8 +54,8 @@ def repeat_block(
     waits; without them the slots do.
 
     Raises ValueError for a block with missing or other actions, an action before its input is
-    there, two actions in one slot of a rank once the block is repeated, a stage on several ranks,
-    and costs of other stages or links.
+    there, two actions in one slot of a rank once the block is repeated, and a stage on several
+    ranks. Raises SchedirError for costs of other stages or links.
 
     >>> import schedir
     >>> pipe = schedir.Pipeline(ranks=2, microbatches=2, chunks=1, placement=((0,), (1,)))
@@ -217,7 +217,7 @@ def _weights_put_off(
     decides, and its BACKWARD_INPUTs run as soon as they can; a BACKWARD, being longer, would be in
     the way of a more urgent one. Without costs each action takes its slots.
 
-    Raises ValueError for costs of other stages or links.
+    Raises SchedirError for costs of other stages or links.
     """
     stages = block.stages
     number = {
@@ -268,17 +268,17 @@ def _steps(block: _Block, microbatches: int, costs: CostModel | None) -> Steps:
     stages = block.stages
     lasts = {kind: [0.0] * stages for kind, _ in WAYS}
     ways: list[tuple[float, float]] = [(0, 0)] * (2 * stages)
-    for n, action in block.actions.items():
-        stage, lasting = action.stage, lasts[action.kind]
-        if costs is None:
-            lasting[stage] = block.length[n]
-            continue
-        lasting[stage] = _of(getattr(costs, action.kind.name.lower()), stage)
-        link = block.rank.get(n - 1), block.rank[n]
-        if 0 < n < 2 * stages and link[0] != link[1]:
-            size = _of(costs.boundary_bytes, min(stage, block.actions[n - 1].stage))
-            time = _of(costs.latency, link) + (size and size / _of(costs.bandwidth, link))
-            ways[n] = time, 0
+    if costs is None:
+        for n, action in block.actions.items():
+            lasts[action.kind][action.stage] = block.length[n]
+    else:
+        lasts = {kind: [*costs.by_stage(kind.cost_name, stages)] for kind in lasts}
+        sizes = costs.by_stage("boundary_bytes", stages - 1)
+        for n in range(1, 2 * stages):
+            source, target = block.rank[n - 1], block.rank[n]
+            if source != target:
+                size = sizes[min(block.actions[each].stage for each in (n - 1, n))]
+                ways[n] = costs.way(source, target, size)[0], 0
     one = [1] * stages
     return steps_of(
         [block.rank[n] for n in range(stages)],
@@ -287,13 +287,3 @@ def _steps(block: _Block, microbatches: int, costs: CostModel | None) -> Steps:
         {"input": ways[:stages], "output gradient": ways[: stages - 1 : -1]},
         {"saved": one, "deferred": one},
     )
-
-
-def _of(value: Any, key: Any) -> float:
-    """The number for a stage or link, of one for all or one for each."""
-    if isinstance(value, (int, float)):
-        return float(value)
-    try:
-        return float(value[key])
-    except (IndexError, KeyError):
-        raise ValueError(f"the costs lack those of {key}: are they for other stages?") from None

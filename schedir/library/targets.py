@@ -74,7 +74,7 @@ def _named(target: str) -> Generator:
         raise LoadError(f"{target} {why}")
     if isfile(target):
         if target.endswith(".json"):
-            from schedir.simulator.files import kind_of, read_json  # for who mistakes it
+            from schedir.simulator.values import kind_of, read_json  # for who mistakes it
 
             raise LoadError(f"{target}: no schedule{kind_of(read_json(target))}")
         raise LoadError(f"{target}: the name of a schedule's file ends in .py, .sched or .csv")

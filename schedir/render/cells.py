@@ -26,7 +26,6 @@ from schedir.render.palette import (
     STEP_STYLE,
     WORDS,
     blended,
-    letter,
     shade,
 )
 from schedir.render.rows import ComputeSpan, Lane
@@ -65,7 +64,7 @@ def _name(action: Action, several: bool) -> str:
     if action.kind is Kind.OPTIM_STEP:
         return STEP
     microbatch = "" if action.microbatch is None else action.microbatch
-    return f"{action.stage if several else ''}{letter(action.kind)}{microbatch}"
+    return f"{action.stage if several else ''}{action.kind.letter}{microbatch}"
 
 
 def label_scale(lanes: Sequence[Lane], several: bool) -> float:
@@ -173,8 +172,7 @@ def _long_enough(lanes: Sequence[Lane]) -> list[ComputeSpan]:
 def _mark(span: ComputeSpan) -> str:
     if span.beside is not None:
         return PAIR
-    kind = span.action.kind
-    return STEP if kind is Kind.OPTIM_STEP else letter(kind)
+    return span.action.kind.letter
 
 
 def _style(lane: Lane, span: ComputeSpan) -> str:
@@ -210,7 +208,7 @@ def letters_legend(lanes: Sequence[Lane], cells: Sequence[Sequence[Cell]]) -> st
     words = [*_kinds_in_words(lanes), f"{PAIR} a forward and a backward as one"]
     words.append(f"{MIX} several kinds in turn")
     if MIX in drawn:
-        drawn |= {letter(kind) for kind in WORDS}
+        drawn |= {kind.letter for kind in WORDS}
     return ", ".join(word for word in words if word[0] in drawn)
 
 
@@ -223,13 +221,13 @@ def _kinds_in_words(lanes: Sequence[Lane]) -> list[str]:
     """The letter and the meaning of each kind that occurs."""
     spans = [span for lane in lanes for span in lane.spans]
     kinds = {action.kind for span in spans for action in (span.action, span.beside) if action}
-    words = [f"{letter(kind)} {word}" for kind, word in WORDS.items() if kind in kinds]
+    words = [f"{kind.letter} {word}" for kind, word in WORDS.items() if kind in kinds]
     return words + [f"{STEP} step of the optimiser"] * (Kind.OPTIM_STEP in kinds)
 
 
 def painted_legend(text: str) -> Iterator[Piece]:
     """A legend, with each letter in the style of the drawing where it first stands alone."""
-    styles = {letter(kind): shade(kind) for kind in WORDS} | {STEP: STEP_STYLE, PAIR: PAIR_STYLE}
+    styles = {kind.letter: shade(kind) for kind in WORDS} | {STEP: STEP_STYLE, PAIR: PAIR_STYLE}
     letters = "|".join(map(re.escape, styles))
     for part in re.split(rf"((?<!\w)(?:{letters})(?!\w))", text):
         yield Piece(part, styles.pop(part, ""))

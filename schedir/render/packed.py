@@ -24,7 +24,7 @@ import attrs
 import numpy as np
 
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, RECEIVES, Bools, Ints, Kind, Schedule
+from schedir.ir import COMPUTE, RECEIVES, VALUES, Bools, Ints, Kind, Schedule
 from schedir.simulator import IdleColumns, Timeline
 from schedir.simulator.values import Numbers
 
@@ -192,12 +192,17 @@ def data_before(schedule: Schedule) -> Ints:
     follows(forward[1:], forward[:-1])
     follows(gradient[-1], forward[-1])
     follows(gradient[:-1], gradient[1:])
-    follows(flow.of(Kind.BACKWARD_WEIGHT), flow.of(Kind.BACKWARD_INPUT))
-    follows(flow.of(Kind.RECOMPUTE), forward)
-    follows(flow.of(Kind.OFFLOAD), forward)
-    follows(flow.of(Kind.RELOAD), flow.of(Kind.OFFLOAD))
     transfers = flow.transfers
     follows(transfers.user, transfers.receive)
     follows(transfers.receive, transfers.send)
     follows(transfers.send, transfers.maker)
+    # What is left takes what it ends, or else what it reads, from the first that makes it.
+    touches = [*flow.touches(*(name for name, v in VALUES.items() if v.per == "microbatch"))]
+    maker = np.full(flow.base[""], -1)
+    for does in ("make", "end", "read"):
+        for touch in touches:
+            of, at = (maker, touch.values) if does == "make" else (before, touch.places)
+            if touch.use.does == does:
+                new = of[at] < 0
+                of[at[new]] = (touch.places if does == "make" else maker[touch.values])[new]
     return before

@@ -12,18 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedir.ir import COMPUTE, COPIES, KINDS, Kind, Schedule
+from schedir.ir import KINDS, Kind, Schedule
+from schedir.ir.kinds import DRAWN
 from schedir.render.rows import most_stages
 from schedir.render.text import Piece
 from schedir.simulator import Cause
 
-WORDS: dict[Kind, str] = {
-    kind: kind.meaning.word for kind in Kind if kind in (COMPUTE | COPIES) - {Kind.OPTIM_STEP}
-}
+WORDS: dict[Kind, str] = {kind: kind.meaning.word for kind in DRAWN if kind is not Kind.OPTIM_STEP}
 """The kinds that have a cell in a timeline, in words."""
-_LETTERS = {Kind.OFFLOAD: ">", Kind.RELOAD: "<"}
 
 # Backgrounds for black text: a hue for each kind, and a shade for each stage of a rank in turn.
+# Without a row here a kind is grey.
 _SHADES = {
     Kind.FORWARD: ("#5fafff", "#87d7ff", "#5f87ff", "#afd7ff"),
     Kind.BACKWARD: ("#87d787", "#afffaf", "#5faf5f", "#d7ffd7"),
@@ -34,7 +33,7 @@ _SHADES = {
 }
 _OTHER_SHADES = ("#bcbcbc", "#dadada", "#9e9e9e", "#eeeeee")
 
-STEP, STEP_STYLE = "*", "bold red"
+STEP, STEP_STYLE = Kind.OPTIM_STEP.letter, "bold red"
 PAIR, PAIR_STYLE = "X", "#000000 on #d7afff"
 """An overlapped pair: the letter that stands for both actions, and their style."""
 MIX = "+"
@@ -45,11 +44,6 @@ LEFT_OUT, FAINT = "…", "dim"
 
 
 _COLOUR = re.compile('"#([0-9a-f]{6})"')
-
-
-def letter(kind: Kind) -> str:
-    """The letter of a kind in its cells."""
-    return _LETTERS.get(kind, kind.value)
 
 
 def shade(kind: Kind, chunk: int = 0) -> str:
@@ -149,7 +143,7 @@ def swatches(schedules: Sequence[Schedule]) -> Iterator[tuple[list[str], str]]:
         if kind in kinds:
             yield (
                 [picture_fill(kind, turn).area for turn in range(shades)],
-                f"{letter(kind)} {word}",
+                f"{kind.letter} {word}",
             )
     if Kind.OPTIM_STEP in kinds:
         yield [STEP_FILL], Kind.OPTIM_STEP.meaning.word

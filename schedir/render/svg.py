@@ -37,7 +37,6 @@ from schedir.render.palette import (
     STEP_FILL,
     WORDS,
     grey,
-    letter,
     swatches,
 )
 from schedir.render.rows import has_copies, lanes_per_rank, most_stages
@@ -255,7 +254,7 @@ def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: flo
         for kind in WORDS:
             own = durations[columns.is_kind(kind) & (durations > least)]
             if len(own):
-                wide = text_width(letter(kind) + digits, LABEL)
+                wide = text_width(kind.letter + digits, LABEL)
                 needs.append(wide / np.quantile(own, 0.1).item())
     return min(_WIDEST, max(_NARROWEST, longest * max(needs)))
 

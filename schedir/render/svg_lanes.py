@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 
 from schedir.ir import COMPUTE, KIND_INDEX, KINDS, Bools, Columns, Ints, Kind, Schedule
-from schedir.render.palette import FAINT_INK, INK, PAPER, STEP_FILL, Fill, letter, picture_fill
+from schedir.render.palette import FAINT_INK, INK, PAPER, STEP_FILL, Fill, picture_fill
 from schedir.render.rows import has_replicas
 from schedir.render.svg_text import LABEL, SMALL_LABEL, Lengths, path, px, text_at, text_width
 from schedir.render.text import Piece
@@ -225,7 +225,7 @@ def _block_labels(columns: Columns, cells: Cells, height: float) -> Iterator[str
             own = np.flatnonzero(kinds == kind)
             apart[own[1:][np.diff(some.colour[own]) != 0] - 1] = True
         y, texts = px((top + part / 2) * height + 0.36 * SMALL_LABEL), ""
-        names = [f"{letter(KINDS[kind])}{m}" for kind, m in zip(kinds, microbatches, strict=True)]
+        names = [f"{KINDS[kind].letter}{m}" for kind, m in zip(kinds, microbatches, strict=True)]
         for run in np.split(np.arange(len(wide)), np.flatnonzero(apart) + 1):
             long = some.right[run[-1]] - some.left[run[0]]
             for block in (
@@ -256,7 +256,7 @@ def _texts(
 ) -> Iterator[str]:
     for colour in np.unique(cells.colour).tolist():
         some = cells.where(cells.colour == colour)
-        name = letter(KINDS[colour // _SHADES])
+        name = KINDS[colour // _SHADES].letter
         # Cells of one kind get one form of label, even if some are a little shorter.
         if np.median(some.right - some.left) + _TIGHT < text_width(name + digits, size):
             name = ""

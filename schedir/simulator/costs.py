@@ -1,44 +1,80 @@
-"""The costs of actions and transfers in time, and the bytes of what is kept."""
+"""The costs of actions and transfers in time, and the bytes of what is kept.
+
+A file of costs is an object with a key for each field, in JSON:
+
+    {
+      "forward": [1.5, 2],
+      "latency": {"0->1": 0.1, "1->0": 0.2},
+      "bandwidth": "inf",
+      ...
+    }
+
+A field is a number, or a list with one for each stage (or boundary). What is by link has one key
+`source->target` for each, `copy_engine` one for each rank. What is left out has its default.
+`samples` are the columns of what the costs were fitted on.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 
 from schedir.errors import LoadError, SchedirError
+from schedir.files import write_text
+from schedir.graph.compile import Transfers, graph_of
 from schedir.graph.paths import Prices
-from schedir.ir import COPIES, HOMES, KINDS, Kind, Schedule
-from schedir.simulator import files
+from schedir.ir import COMPUTE, COPIES, HOMES, KINDS, Kind, Schedule
+from schedir.ir.kinds import STAGE_WIDE, TIMED, moved
 from schedir.simulator.fit import fitted, fitted_times
-from schedir.simulator.prices import prices
-from schedir.simulator.samples import COSTS, Samples
+from schedir.simulator.samples import COSTS, Samples, of_plain
 from schedir.simulator.transformer import Transformer, split
 from schedir.simulator.values import (
-    BY_LINK,
-    BY_STAGE,
-    ENGINES,
+    Numbers,
     PerLink,
     PerStage,
     Sizes,
     Unit,
-    check_bandwidth,
+    by,
     check_unit,
-    check_ways,
+    clip,
     field_of,
+    kind_of,
+    misfit,
+    one_each,
+    read_json,
 )
 
+_FORWARDS = {kind.cost_name: kind.meaning.cost for kind in TIMED}
+"""By the name of its cost, how many forwards a kind takes if nothing else is known."""
+_KEY = re.compile(r"(\d{1,9})(?:->(\d{1,9}))?", re.ASCII)
 
-@attrs.frozen(kw_only=True)
+
+def _with_all_kinds(_: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
+    """The fields, and one like that of recomputations for each kind of action that has none."""
+    names = [field.name for field in fields]
+    like, place = fields[names.index("recompute")], names.index("overlapped")
+    others = [like.evolve(name=name, alias=name) for name in _FORWARDS if name not in names]
+    return fields[:place] + others + fields[place:]
+
+
+@attrs.frozen(kw_only=True, field_transformer=_with_all_kinds)
 class CostModel:
     """The cost of every kind of action and transfer, and the bytes of what is kept.
 
     Times are in any unit, the same for all; `unit` names it if it is known. Each cost is one number
     for all stages, or one per stage. `recompute=None` costs as much as `forward`. `overlapped` is
     the cost of an overlapped pair, by the stage of its FORWARD; None stands for the sum of the two.
+    A kind of action that is not named here has a field of its own name, None by default, which
+    stands for as many forwards as the table of kinds says.
 
     A transfer occupies its channel for `boundary_bytes` / `bandwidth`, and arrives `latency` later.
     `latency` and `bandwidth` are one number, or one per link, {(source rank, target rank): number}.
@@ -73,28 +109,30 @@ class CostModel:
     21.0
     """
 
-    forward: PerStage = attrs.field(default=Kind.FORWARD.meaning.cost, **BY_STAGE)
-    backward: PerStage = attrs.field(default=Kind.BACKWARD.meaning.cost, **BY_STAGE)
-    backward_input: PerStage = attrs.field(default=Kind.BACKWARD_INPUT.meaning.cost, **BY_STAGE)
-    backward_weight: PerStage = attrs.field(default=Kind.BACKWARD_WEIGHT.meaning.cost, **BY_STAGE)
-    recompute: PerStage | None = attrs.field(default=None, **BY_STAGE)
-    reduce_grad: PerStage = attrs.field(default=Kind.REDUCE_GRAD.meaning.cost, **BY_STAGE)
-    unshard: PerStage = attrs.field(default=Kind.UNSHARD.meaning.cost, **BY_STAGE)
-    optim_step: PerStage = attrs.field(default=Kind.OPTIM_STEP.meaning.cost, **BY_STAGE)
-    overlapped: PerStage | None = attrs.field(default=None, **BY_STAGE)
-    latency: PerLink = attrs.field(default=0, **BY_LINK)
-    bandwidth: PerLink = attrs.field(default=math.inf, **BY_LINK)
-    host_bandwidth: float = attrs.field(default=math.inf, validator=check_bandwidth)
-    copy_engine: Mapping[int, int] | None = attrs.field(default=None, **ENGINES)
-    boundary_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
-    input_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
-    activation_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
-    deferred_bytes: PerStage | None = attrs.field(default=None, **BY_STAGE)
-    weight_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
-    gradient_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
-    early_gradient_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
-    optimizer_bytes: PerStage = attrs.field(default=0, **BY_STAGE)
-    shard_ways: float = attrs.field(default=1, validator=check_ways)
+    forward: PerStage = attrs.field(default=Kind.FORWARD.meaning.cost, **by("stage"))
+    backward: PerStage = attrs.field(default=Kind.BACKWARD.meaning.cost, **by("stage"))
+    backward_input: PerStage = attrs.field(default=Kind.BACKWARD_INPUT.meaning.cost, **by("stage"))
+    backward_weight: PerStage = attrs.field(
+        default=Kind.BACKWARD_WEIGHT.meaning.cost, **by("stage")
+    )
+    recompute: PerStage | None = attrs.field(default=None, **by("stage"))
+    reduce_grad: PerStage = attrs.field(default=Kind.REDUCE_GRAD.meaning.cost, **by("stage"))
+    unshard: PerStage = attrs.field(default=Kind.UNSHARD.meaning.cost, **by("stage"))
+    optim_step: PerStage = attrs.field(default=Kind.OPTIM_STEP.meaning.cost, **by("stage"))
+    overlapped: PerStage | None = attrs.field(default=None, **by("stage"))
+    latency: PerLink = attrs.field(default=0, **by("link"))
+    bandwidth: PerLink = attrs.field(default=math.inf, **by("link"))
+    host_bandwidth: float = attrs.field(default=math.inf, **by("all"))
+    copy_engine: Mapping[int, int] | None = attrs.field(default=None, **by("rank"))
+    boundary_bytes: PerStage = attrs.field(default=0, **by("boundary"))
+    input_bytes: PerStage = attrs.field(default=0, **by("start"))
+    activation_bytes: PerStage = attrs.field(default=0, **by("stage"))
+    deferred_bytes: PerStage | None = attrs.field(default=None, **by("stage"))
+    weight_bytes: PerStage = attrs.field(default=0, **by("stage"))
+    gradient_bytes: PerStage = attrs.field(default=0, **by("stage"))
+    early_gradient_bytes: PerStage = attrs.field(default=0, **by("stage"))
+    optimizer_bytes: PerStage = attrs.field(default=0, **by("stage"))
+    shard_ways: float = attrs.field(default=1, **by("all"))
     unit: Unit | None = attrs.field(default=None, validator=check_unit)
     samples: Samples | None = attrs.field(
         default=None,
@@ -105,7 +143,12 @@ class CostModel:
 
     def save(self, path: str | Path) -> None:
         """Write the costs to a JSON file. Raises OSError if it can't be written."""
-        files.write_costs(attrs.asdict(self, recurse=False), path)
+        lines = [
+            f"  {json.dumps(name)}: {json.dumps(_written(value), allow_nan=False)}"
+            for name, value in attrs.asdict(self, recurse=False).items()
+            if name != "samples" or value is not None
+        ]
+        write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
@@ -116,7 +159,7 @@ class CostModel:
         and anything but a finite number >= 0.
         """
         try:
-            return cls(**files.read_costs(path, attrs.fields_dict(cls)))
+            return cls(**_read(read_json(path)))
         except (TypeError, ValueError) as error:
             raise LoadError(f"{path}: {error}") from None
 
@@ -234,20 +277,56 @@ class CostModel:
         )
         return cls(**model.costs(), latency=latency, bandwidth=bandwidth, unit="s")
 
+    def by_stage(self, name: str, many: int) -> tuple[float, ...]:
+        """The field `name`, as one number for each of so many stages, or of `boundary_bytes` for
+        each boundary. A cost that is None is derived: as many forwards as the table of kinds says
+        for that kind; so are `deferred_bytes`, all `activation_bytes`.
+
+        Raises SchedirError if there are costs for another number of stages.
+
+        >>> import schedir
+        >>> schedir.CostModel(forward=(1, 2)).by_stage("recompute", 2)
+        (1, 2)
+        """
+        value = getattr(self, name)
+        if value is not None:
+            return one_each(name, value, many)
+        if name == "deferred_bytes":
+            return self.by_stage("activation_bytes", many)
+        return tuple(_FORWARDS[name] * one for one in self.by_stage("forward", many))
+
+    def way(self, source: int, target: int, size: float, where: str = "") -> tuple[float, float]:
+        """How long a transfer of `size` bytes takes from rank `source` to rank `target`, and for
+        how long it occupies its channel, in the costs' unit of time; both 0 within a rank.
+
+        Raises SchedirError for a link that has no number; `where` ends the message's sentence.
+
+        >>> import schedir
+        >>> schedir.CostModel(latency=1, bandwidth={(0, 1): 4}).way(0, 1, size=8)
+        (3, 2)
+        """
+        if source == target:
+            return 0, 0
+        latency, bandwidth = (
+            _of_link(name, getattr(self, name), (source, target), where)
+            for name in ("latency", "bandwidth")
+        )
+        holds = _quotient(size, bandwidth)
+        return latency + holds, holds
+
     def prices(self, schedule: Schedule) -> Prices:
         """What every action of a complete schedule costs.
 
         Raises SchedirError if there are costs for another number of stages, or none for a link.
         """
-        return prices(schedule, attrs.asdict(self, recurse=False))
+        return _prices(schedule, self)
 
     @property
     def stages(self) -> int | None:
         """The number of stages that there are costs for; None if each cost is one number for
         all."""
-        every = attrs.asdict(self, recurse=False)
-        every.pop("boundary_bytes")
-        return next((len(value) for value in every.values() if isinstance(value, tuple)), None)
+        every = (getattr(self, name) for name in (*OF_A_PART, "input_bytes"))
+        return next((len(value) for value in every if isinstance(value, tuple)), None)
 
     @property
     def ranks(self) -> int | None:
@@ -260,15 +339,195 @@ class CostModel:
         return Sizes(**{name: getattr(self, field_of(name)) for name in attrs.fields_dict(Sizes)})
 
 
-# Another number of stages.
-
 OF_A_PART = tuple(
-    name
-    for name, field in attrs.fields_dict(CostModel).items()
-    if str(field.type).startswith("PerStage") and name not in ("boundary_bytes", "input_bytes")
+    field.name for field in attrs.fields(CostModel) if field.metadata.get("by") == "stage"
 )
 """The costs and bytes that add up if two stages become one. The others belong to a boundary or a
 link."""
+
+
+# In files.
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, Samples):
+        return value.plain()
+    if isinstance(value, Mapping):
+        return {
+            "->".join(map(str, key if isinstance(key, tuple) else (key,))): _written(one)
+            for key, one in value.items()
+        }
+    return "inf" if value == math.inf else value
+
+
+def _read(content: object) -> dict[str, Any]:
+    """The fields in the content of a file. Raises ValueError for keys that are no fields."""
+    known = attrs.fields_dict(CostModel)
+    if not isinstance(content, dict):
+        raise ValueError(f'costs must be an object, as in {{"forward": 1}}, not {clip(content)}')
+    for name in content:
+        if name not in known:
+            if other := kind_of(content):
+                raise ValueError(f"no costs{other}")
+            close = difflib.get_close_matches(name, known, n=1)
+            mend = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+            raise ValueError(f"unknown key {clip(name)}; {mend}")
+    return {name: _field(name, value) for name, value in content.items()}
+
+
+def _field(name: str, value: Any) -> Any:
+    if name == "samples":
+        return None if value is None else of_plain(value)
+    if isinstance(value, dict):
+        return {_key(name, key): _field(name, one) for key, one in value.items()}
+    return math.inf if value == "inf" else value
+
+
+def _key(name: str, key: str) -> int | tuple[int, int]:
+    """A rank, or a link."""
+    found, of_rank = _KEY.fullmatch(key), name == "copy_engine"
+    if found is None or of_rank != (found[2] is None):
+        form = (
+            'rank is given as "0"' if of_rank else 'link is given as "0->1", from rank 0 to rank 1'
+        )
+        raise ValueError(f"{name}: a {form}, not {clip(key)}")
+    return int(found[1]) if of_rank else (int(found[1]), int(found[2]))
+
+
+# Looked up, for a pipeline and for a list.
+
+
+@attrs.frozen
+class StageCosts:
+    """The costs of a pipeline with stage s on rank `placement[s]`, one number per stage.
+
+    `down[s]` is how long the output of stage s - 1 takes to reach stage s, `up[s]` how long the
+    gradient of stage s + 1 takes: 0 on one rank, and if there is no such stage. `down_holds` and
+    `up_holds` are how long the channel is occupied.
+    """
+
+    placement: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    recompute: tuple[float, ...]
+    optim_step: tuple[float, ...]
+    down: tuple[float, ...]
+    up: tuple[float, ...]
+    down_holds: tuple[float, ...]
+    up_holds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, placement: Sequence[int], costs: CostModel) -> StageCosts:
+        """Look them up. Raises SchedirError for costs of other stages, or that lack a link."""
+        stages = len(placement)
+        sizes = costs.by_stage("boundary_bytes", stages - 1)
+        links = [(a, b, size) for (a, b), size in zip(pairwise(placement), sizes, strict=True)]
+        down = (0, 0), *(costs.way(a, b, size) for a, b, size in links)
+        up = *(costs.way(b, a, size) for a, b, size in links), (0, 0)
+        names = [name for name in _FORWARDS if name in attrs.fields_dict(cls)]
+        return cls(
+            tuple(placement),
+            *(costs.by_stage(name, stages) for name in names),
+            *(tuple(way[part] for way in ways) for part in (0, 1) for ways in (down, up)),
+        )
+
+    @property
+    def stages(self) -> range:
+        """The numbers of the stages."""
+        return range(len(self.placement))
+
+    @property
+    def ranks(self) -> range:
+        """The numbers of the ranks."""
+        return range(1 + max(self.placement))
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, ascending."""
+        return [s for s in self.stages if self.placement[s] == rank]
+
+
+def _of_link(name: str, value: PerLink, link: tuple[int, int], where: str) -> float:
+    if not isinstance(value, Mapping):
+        return value
+    if link not in value:
+        raise SchedirError(f"{name} has no number for the link {link}{where}: add it")
+    return value[link]
+
+
+def _quotient(size: float, bandwidth: float) -> float:
+    """How long bytes take: an integer where all are and nothing remains."""
+    if not size or bandwidth == math.inf:
+        return 0
+    return size // bandwidth if size % bandwidth == 0 else size / bandwidth
+
+
+def _prices(schedule: Schedule, costs: CostModel) -> Prices:
+    if wrong := misfit(costs, schedule.stages):
+        field, had, needed, what = wrong
+        raise SchedirError(
+            f"{field} has {had} numbers, but {schedule.name} has {needed} {what}: give one for "
+            "each, or one number for all"
+        )
+    columns, transfers, stages = schedule.columns, graph_of(schedule).transfers, schedule.stages
+    rows: list[Sequence[float]] = [(0,) * stages] * len(KINDS)
+    for code in np.flatnonzero(np.bincount(columns.kind)).tolist():
+        kind = KINDS[code]
+        if kind in COPIES:
+            sizes = costs.sizes.of(moved(kind.meaning), stages)
+            rows[code] = [_quotient(size, costs.host_bandwidth) for size in sizes]
+        elif kind.cost_name in _FORWARDS:
+            rows[code] = costs.by_stage(kind.cost_name, stages)
+    takes = _of_entries(schedule, np.array(rows)[columns.kind, columns.stage], costs)
+    arrive, busy = _of_transfers(schedule, transfers, costs)
+    takes = takes.astype(np.result_type(takes, arrive), copy=False)
+    holds = takes.copy()
+    for ends in (transfers.send, transfers.receive):
+        takes[ends], holds[ends] = arrive, busy
+    return Prices(takes, holds)
+
+
+def _of_entries(schedule: Schedule, alone: Numbers, costs: CostModel) -> Numbers:
+    """What every action takes with those that it overlaps, where it takes so long alone."""
+    columns, stages = schedule.columns, schedule.stages
+    if not columns.together:
+        return alone
+    second = np.flatnonzero(columns.joined & columns.is_kind(*COMPUTE))
+    both = alone[second - 1] + alone[second]
+    if costs.overlapped is not None:
+        forward = second - columns.is_kind(*HOMES)[second - 1]
+        both = np.array(costs.by_stage("overlapped", stages))[columns.stage[forward]]
+    takes = alone.astype(np.result_type(alone, both))
+    takes[second - 1] = takes[second] = both
+    return takes
+
+
+def _of_transfers(
+    schedule: Schedule, transfers: Transfers, costs: CostModel
+) -> tuple[Numbers, Numbers]:
+    """How long each transfer takes, and occupies its channel."""
+    sizes = costs.by_stage("boundary_bytes", schedule.stages - 1)
+    # An activation goes on to its stage, a gradient back to it.
+    boundary = transfers.stage - ~transfers.is_gradient
+    links = transfers.source * schedule.ranks + transfers.target
+    key = links * schedule.stages + boundary
+    if all(
+        isinstance(one, int | float)
+        for one in (costs.boundary_bytes, costs.latency, costs.bandwidth)
+    ):
+        key[1:] = key[:1]  # one stands for all
+    used, which = np.unique(key, return_inverse=True)
+    ways: list[tuple[float, float]] = [] if len(used) else [(0, 0)]
+    for link, crossed in (divmod(one, schedule.stages) for one in used.tolist()):
+        a, b = divmod(link, schedule.ranks)
+        where = f", on which {schedule.name} sends from rank {a} to rank {b}"
+        ways.append(costs.way(a, b, sizes[crossed], where))
+    arrive, busy = np.array(ways).T
+    return arrive[which], busy[which]
+
+
+# Another number of stages.
 
 
 def recut(costs: CostModel, stages: int, of: int) -> CostModel:
@@ -291,10 +550,12 @@ def recut(costs: CostModel, stages: int, of: int) -> CostModel:
     (2, 3)
     """
     changed: dict[str, Any] = {}
-    for name in OF_A_PART:
-        changed[name] = _parts(name, getattr(costs, name), stages, of)
-    for name, every in (("input_bytes", 0), ("boundary_bytes", 1)):
-        changed[name] = _edges(name, getattr(costs, name), stages, every)
+    for field in attrs.fields(CostModel):
+        name, what = field.name, field.metadata.get("by")
+        if what == "stage":
+            changed[name] = _parts(name, getattr(costs, name), stages, of)
+        elif what in ("start", "boundary"):
+            changed[name] = _edges(name, getattr(costs, name), stages, int(what == "boundary"))
     found = attrs.evolve(costs, **changed)
     return costs if found == costs else attrs.evolve(found, samples=None)
 
@@ -304,43 +565,30 @@ def _parts(name: str, value: PerStage | None, stages: int, of: int) -> PerStage 
         return None
     if not isinstance(value, tuple):
         return _share(value * of, stages)
-    if len(value) == stages:
-        return value
-    many, rest = divmod(len(value), stages)
-    if not rest:
+    _expect_multiple(name, len(value), stages)
+    if many := len(value) // stages:
         return tuple(sum(value[s * many : (s + 1) * many]) for s in range(stages))
-    many = _multiple(name, len(value), stages)
+    many = stages // len(value)
     return tuple(_share(one, many) for one in value for _ in range(many))
 
 
 def _edges(name: str, value: PerStage, stages: int, every: int) -> PerStage:
-    """The value at the beginning of each stage (`every` 0), or between two stages (`every` 1)."""
-    if not isinstance(value, tuple) or len(value) == stages - every:
+    """The value at the beginning of each stage (`every` 0), or between two stages (`every` 1): of
+    the old edge at the same place, or of the next one, or of the last."""
+    if not isinstance(value, tuple):
         return value
-    had = len(value) + every
-    many, rest = divmod(had, stages)
-    if not rest:
-        return value[every * (many - 1) :: many][: stages - every]
-    many = _multiple(name, had, stages)
-    # Stage s becomes `many`: where the first of them begins and the last ends was known before.
-    return tuple(_edge(value, s, many, every) for s in range(stages - every))
+    had, last = len(value) + every, len(value) - 1
+    _expect_multiple(name, had, stages)
+    after = (-(-(s + every) * had // stages) - every for s in range(stages - every))
+    return tuple(value[min(edge, last)] for edge in after) or 0
 
 
-def _edge(value: Sequence[float], stage: int, many: int, every: int) -> float:
-    old, part = divmod(stage, many)
-    known = part == (many - 1 if every else 0)
-    after = old if known or every else old + 1
-    return value[min(after, len(value) - 1)]
-
-
-def _multiple(name: str, had: int, stages: int) -> int:
-    many, rest = divmod(stages, had)
-    if rest:
+def _expect_multiple(name: str, had: int, stages: int) -> None:
+    if had % stages and stages % had:
         raise SchedirError(
             f"{name} is given for {had} stages, which can't be made {stages}: neither is a "
             "multiple of the other"
         )
-    return many
 
 
 def _share(value: float, many: int) -> float:
@@ -350,15 +598,20 @@ def _share(value: float, many: int) -> float:
 
 # What no run has shown.
 
+
+def _instead(kind: Kind) -> str:
+    """What a kind costs that no run has shown."""
+    cost = kind.meaning.cost
+    forwards = "as the forward" if cost == 1 else f"{cost} forwards" if cost else "free"
+    return f"{forwards}, or as at other stages" if kind in STAGE_WIDE else forwards
+
+
 _DERIVED = {
+    **{kind.cost_name: _instead(kind) for kind in TIMED if kind not in HOMES},
     "backward": "the sum of its two parts",
     "backward_input": "half of the backward",
     "backward_weight": "half of the backward",
-    "recompute": "as the forward",
     "overlapped": "the sum of the two",
-    "reduce_grad": "free, or as at other stages",
-    "unshard": "free, or as at other stages",
-    "optim_step": "free, or as at other stages",
     "host_bandwidth": "copies are free",
 }
 
@@ -380,22 +633,19 @@ def unmeasured(schedule: Schedule, costs: CostModel) -> tuple[str, ...]:
         return ()
     stages = len(costs.forward)
     each, parts = divmod(stages, schedule.stages)
-    used = _used(schedule)
     if parts or not each:
-        fields = {_FIELDS[cost] for cost, _ in used}
-        return tuple(name for name in dict.fromkeys(_FIELDS.values()) if name in fields)
-    derived = {"host_bandwidth": math.inf, **fitted_times(costs.samples, stages)}
-    found = {
-        _FIELDS[cost]
-        for cost, stage in used
-        for one in range(stage * each, (stage + 1) * each)
-        if (cost, one) not in costs.samples.groups
-    }
-    return tuple(
-        name
-        for name in dict.fromkeys(_FIELDS.values())
-        if name in found and getattr(costs, name) == derived[name]
-    )
+        found = {_FIELDS[cost] for cost, _ in _used(schedule)}
+    else:
+        derived = {field.name: field.default for field in attrs.fields(CostModel)}
+        derived |= fitted_times(costs.samples, stages)
+        found = {
+            _FIELDS[cost]
+            for cost, stage in _used(schedule)
+            for one in range(stage * each, (stage + 1) * each)
+            if (cost, one) not in costs.samples.groups
+            and getattr(costs, _FIELDS[cost]) == derived[_FIELDS[cost]]
+        }
+    return tuple(name for name in dict.fromkeys(_FIELDS.values()) if name in found)
 
 
 def how_derived(names: Iterable[str]) -> str:
@@ -410,7 +660,7 @@ def how_derived(names: Iterable[str]) -> str:
 
 _FIELDS = {
     **{cost: cost for cost in COSTS if hasattr(CostModel, cost)},
-    **{kind.name.lower(): "host_bandwidth" for kind in COPIES},
+    **{kind.cost_name: "host_bandwidth" for kind in COPIES},
 }
 """The field of CostModel that holds the cost of each thing observed."""
 
@@ -421,5 +671,5 @@ def _used(schedule: Schedule) -> set[tuple[str, int]]:
     pairs = columns.shared & columns.is_kind(*HOMES)
     found = {("overlapped", stage) for stage in columns.stage[pairs].tolist()}
     kinds, stages = (column[~columns.shared].tolist() for column in (columns.kind, columns.stage))
-    found |= {(KINDS[k].name.lower(), s) for k, s in {*zip(kinds, stages, strict=True)}}
+    found |= {(KINDS[k].cost_name, s) for k, s in {*zip(kinds, stages, strict=True)}}
     return {(cost, stage) for cost, stage in found if cost in _FIELDS}

@@ -15,7 +15,8 @@ import attrs
 import numpy as np
 
 from schedir.errors import SchedirError
-from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, Bools, Kind
+from schedir.ir import COPIES, Bools, Kind
+from schedir.ir.kinds import STAGE_WIDE, TIMED, moved
 from schedir.simulator.samples import (
     COSTS,
     DELAYED,
@@ -25,7 +26,7 @@ from schedir.simulator.samples import (
     agreed,
     observe,
 )
-from schedir.simulator.values import MOST, Numbers, PerStage, Sizes, field_of
+from schedir.simulator.values import MOST, Numbers, Sizes, field_of
 
 _PARTS = {
     kind: kind.meaning.cost / Kind.BACKWARD.meaning.cost
@@ -50,39 +51,32 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
     held = attrs.asdict(sizes, recurse=False)
     fields |= {field_of(name): size for name, size in held.items()}
     fields |= usual_links(samples, sizes.boundary, _neighbours(1 + int(samples.rank.max())))
-    return fields | {"host_bandwidth": _host_bandwidth(samples, sizes.activation)}
+    return fields | {"host_bandwidth": _host_bandwidth(samples, sizes, stages)}
 
 
 def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
-    """The costs of compute and collectives at each stage, seen or derived, by the CostModel's
-    field.
+    """The costs of compute and collectives at each stage, by the CostModel's field: seen, or
+    derived for some stage. What has the default of its field is left out.
 
-    Raises SchedirError if some stage has no forward or no backward, and for a kind of compute or
-    collective that costs have no field for.
+    Raises SchedirError if some stage has no forward or no backward.
     """
     found = {name: _medians(samples, name) for name in COSTS}
     fields: dict[str, Any] = {
         "forward": _every(found["forward"], stages, "FORWARD"),
         **_backwards(found, stages),
-        "reduce_grad": _some(found["reduce_grad"], stages),
-        "unshard": _some(found["unshard"], stages),
-        "optim_step": _some(found["optim_step"], stages),
     }
-    fields |= {"recompute": None, "overlapped": None}
-    if found["recompute"]:
-        again = dict(enumerate(fields["forward"])) | found["recompute"]
-        fields["recompute"] = tuple(again.values())
+    for kind in TIMED:
+        name = kind.cost_name
+        if name not in fields and found[name]:
+            # The usual one for a stage that has none, or as many forwards as in the textbook.
+            usual = dict.fromkeys(range(stages), float(np.median([*found[name].values()])))
+            forwards = {s: kind.meaning.cost * one for s, one in enumerate(fields["forward"])}
+            others = usual if kind in STAGE_WIDE else forwards
+            fields[name] = tuple((others | found[name]).values())
     if found["overlapped"]:
         both = zip(fields["forward"], fields["backward"], strict=True)
         sums = dict(enumerate(forward + backward for forward, backward in both))
         fields["overlapped"] = tuple((sums | found["overlapped"]).values())
-    for kind in KINDS:
-        name = kind.name.lower()
-        if kind in COMPUTE | GROUPS and found[name] and name not in fields:
-            raise SchedirError(
-                f"the timelines show how long {kind.name} takes, but costs have no field for it: "
-                f"add the field {name} to CostModel, and fit it in schedir/simulator/fit.py"
-            )
     return fields
 
 
@@ -102,14 +96,6 @@ def _every(found: Mapping[int, float], stages: int, what: str) -> tuple[float, .
                 "that ran it and whose times are known"
             )
     return tuple(found[stage] for stage in range(stages))
-
-
-def _some(found: Mapping[int, float], stages: int) -> float | tuple[float, ...]:
-    """One cost for each stage: the usual one for a stage that has none; 0 if no stage has any."""
-    if not found:
-        return 0
-    usual = float(np.median([*found.values()]))
-    return tuple(found.get(stage, usual) for stage in range(stages))
 
 
 def _backwards(found: Mapping[str, _Costs], stages: int) -> dict[str, tuple[float, ...]]:
@@ -158,14 +144,19 @@ def usual_links(
     }
 
 
-def _host_bandwidth(samples: Samples, sizes: PerStage) -> float:
+def _host_bandwidth(samples: Samples, sizes: Sizes, stages: int) -> float:
     """The bytes per unit of time of a copy to the host or back; infinite if no copy was seen to
     take any time."""
-    rows = np.flatnonzero(np.isin(samples.cost, [COSTS.index(k.name.lower()) for k in COPIES]))
-    moved = np.broadcast_to(sizes, 1 + int(samples.stage.max(initial=0)))[samples.stage[rows]]
-    took = samples.duration[rows]
-    slow = (moved > 0) & (took > 0)
-    return float(np.median(moved[slow] / took[slow])) if slow.any() else math.inf
+    speeds = [
+        sizes.of(moved(kind.meaning), stages)[stage] / took
+        for kind in COPIES
+        for (cost, stage), rows in samples.groups.items()
+        if cost == kind.cost_name
+        for took in samples.duration[rows].tolist()
+        if took > 0
+    ]
+    slow = [speed for speed in speeds if speed]
+    return float(np.median(slow)) if slow else math.inf
 
 
 def usual(durations: Numbers, within: Bools) -> float:

@@ -54,7 +54,8 @@ from schedir.display import Displayed
 from schedir.errors import SchedirError
 from schedir.graph.compile import graph_of
 from schedir.graph.paths import Prices, finish
-from schedir.ir import COMPUTE, COPIES, Bools, Ints, Schedule
+from schedir.ir import COMPUTE, COPIES, HOMES, Bools, Ints, Schedule
+from schedir.ir.kinds import STAGE_WIDE
 from schedir.simulator.costs import CostModel, unmeasured
 from schedir.simulator.fit import usual_links
 from schedir.simulator.samples import (
@@ -214,10 +215,10 @@ def _to_come(makespans: Numbers, drawn: Ints, steps: int, seed: int) -> Numbers:
 _DEALS = 20
 _FASTEST = 0.1  # a step that took no time at all is no measure of another one's pace
 _INSTEAD = {
+    **{kind.cost_name: ("forward",) for kind in COMPUTE - HOMES - STAGE_WIDE},
     "backward": ("backward_input", "backward_weight"),
     "backward_input": ("backward", "backward_weight"),
     "backward_weight": ("backward", "backward_input"),
-    "recompute": ("forward",),
     "overlapped": ("backward", "backward_input"),
 }
 """The kinds whose jitter stands in for that of a kind that was not observed: the longest of the

@@ -35,7 +35,6 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import SchedirError
 from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import Graph, Touch, Transfers
 from schedir.ir import (
@@ -49,8 +48,15 @@ from schedir.ir import (
     Ints,
 )
 from schedir.simulator.moments import Moments
-from schedir.simulator.values import Numbers, PerStage, Sizes
+from schedir.simulator.values import Numbers, Sizes
 
+_TRAVEL = {
+    name
+    for other, value in VALUES.items()
+    for name in (other, *(value.link or ())[:1])
+    if value.link
+}
+"""Values that go from stage to stage."""
 Amounts: TypeAlias = NDArray[np.float64]
 
 # When an entry of the list takes and frees, in this order: what changes at one of these does so at
@@ -91,34 +97,15 @@ def live_activations(moments: Moments) -> Held:
 def live_bytes(moments: Moments, sizes: Sizes) -> Held:
     """How many bytes each rank holds.
 
-    Raises ValueError if the sizes belong to another number of stages, SchedirError for a value that
-    has no size.
+    Raises ValueError if the sizes belong to another number of stages.
     """
     stages = moments.schedule.stages
-    boundary = _by_stage("boundary", sizes.boundary, stages - 1)
-    before, after = np.append(0, boundary), np.append(boundary, 0)
-    activation = _by_stage("activation", sizes.activation, stages)
-    whole = sizes.deferred is None
-    values = {
-        "input": before,
-        "output": after,
-        "output gradient": after,
-        "input gradient": before,
-        "saved": activation,
-        "deferred": activation if whole else _by_stage("deferred", sizes.deferred, stages),
-        "kept": _by_stage("input", sizes.input, stages),
-        "gathered": _by_stage("weight", sizes.weight, stages),
-    }
-    unsized = VALUES.keys() - values.keys() - _ELSEWHERE
-    for touch in moments.graph.touches(*unsized) if unsized else ():
-        raise SchedirError(
-            f"{touch.kind.name} uses the value {touch.use.value!r}, whose bytes are not known: "
-            "give it a size in schedir/simulator/memory.py"
-        )
-    if not boundary.any():
+    sizes.expect_stages(stages)
+    values = _sized(sizes, stages, host=False)
+    if not np.any(sizes.boundary):
         values = {name: size for name, size in values.items() if name not in _TRAVEL}
-    gradient = _by_stage("gradient", sizes.gradient, stages)
-    early = np.minimum(_by_stage("early_gradient", sizes.early_gradient, stages), gradient)
+    gradient = np.full(stages, sizes.gradient, np.float64)
+    early = np.minimum(sizes.early_gradient, gradient)
     ways = np.where(moments.graph.sharded, sizes.shard_ways, 1)
     base = _base(moments.graph, sizes, gradient, ways)
     changes = _changes(moments.graph, values)
@@ -127,21 +114,18 @@ def live_bytes(moments: Moments, sizes: Sizes) -> Held:
 
 def host_bytes(moments: Moments, sizes: Sizes) -> Held:
     """How many bytes each rank holds on its host. Raises as `live_bytes` does."""
-    schedule = moments.schedule
-    stored = {"stored": _by_stage("activation", sizes.activation, schedule.stages)}
-    return _held(moments, np.zeros(schedule.ranks), _changes(moments.graph, stored))
+    sizes.expect_stages(moments.schedule.stages)
+    stored = _sized(sizes, moments.schedule.stages, host=True)
+    return _held(moments, np.zeros(moments.schedule.ranks), _changes(moments.graph, stored))
 
 
-_TRAVEL = {"input", "output", "output gradient", "input gradient"}
-"""Values that go from stage to stage."""
-_ELSEWHERE = {"ran", "share", "gradient", "sum", "weights", "stored"}
-"""Values that have no size of their own, or that `_base`, `_gradients` and `host_bytes` count."""
-
-
-def _by_stage(name: str, value: PerStage | None, many: int) -> Amounts:
-    if isinstance(value, tuple) and len(value) != many:
-        raise ValueError(f"sizes: {name} must be one number or {many}, not {len(value)}")
-    return np.full(many, value, np.float64)
+def _sized(sizes: Sizes, stages: int, *, host: bool) -> dict[str, Amounts]:
+    """The bytes, by stage, of each value on the device, or on the host, that has any."""
+    return {
+        name: np.array(sizes.of(value.size, stages), np.float64)
+        for name, value in VALUES.items()
+        if value.size and value.host == host
+    }
 
 
 def _held(moments: Moments, base: Amounts, changes: Iterable[_Change]) -> Held:
@@ -214,11 +198,10 @@ def _base(graph: Graph, sizes: Sizes, gradient: Amounts, ways: Amounts) -> Amoun
     """The bytes of weights, their copies and optimiser state, and of gradients that no OPTIM_STEP
     applies: all of these stay from call to call. A rank has one part in so many `ways` of each."""
     schedule, columns = graph.schedule, graph.columns
-    weight = _by_stage("weight", sizes.weight, schedule.stages)
-    optimizer = _by_stage("optimizer", sizes.optimizer, schedule.stages)
+    weight = np.full(schedule.stages, sizes.weight, np.float64)
     stages, ranks = (np.array(side, np.int64) for side in zip(*schedule.holdings, strict=True))
     base = np.zeros(schedule.ranks)
-    np.add.at(base, ranks, ((weight + optimizer) / ways)[stages])
+    np.add.at(base, ranks, ((weight + sizes.optimizer) / ways)[stages])
     makers = np.bincount(graph.holding[columns.where(*COMPLETES_GRADIENTS)], minlength=len(stages))
     left = (makers > 0) & (graph.steps_of == 0)
     np.add.at(base, ranks[left], (gradient / ways)[stages[left]])

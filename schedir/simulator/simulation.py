@@ -54,6 +54,7 @@ Durations: TypeAlias = Mapping[tuple[int, int], float]
 
 _WEAKEST = CHANNELS[-1]
 _MOST_INT = 2**62
+_SHORT = 10_000  # actions: what waits for what takes a megabyte at most
 
 
 def simulate(
@@ -138,8 +139,7 @@ def posting_of(
     `ahead` as the executor has; None without a model."""
     if channel is None:
         return None
-    sizes = costs.boundary_bytes
-    largest = max(sizes, default=0) if isinstance(sizes, tuple) else sizes
+    largest = max(costs.by_stage("boundary_bytes", schedule.stages - 1), default=0)
     room = min(int(SPARE_BYTES // max(largest, 1)), len(graph_of(schedule).transfers))
     return Posting(channel, room if ahead else None)
 
@@ -154,9 +154,14 @@ def waits_of(
 
 
 def _waits(schedule: Schedule, ahead: bool = True) -> Waits:
-    waiting = waits(as_run(schedule), CHANNEL, ahead=ahead)
-    if waiting.stuck.any():
-        prove(schedule, _WEAKEST).proved()  # raises, as what blocks here blocks where posts don't
+    """What waits for what where posts never block, kept for the next costs if the list is short."""
+    waiting = schedule.memo.get((_waits, ahead))
+    if not isinstance(waiting, Waits):
+        waiting = waits(as_run(schedule), CHANNEL, ahead=ahead)
+        if waiting.stuck.any():
+            prove(schedule, _WEAKEST).proved()  # raises: what blocks here blocks where posts don't
+        if waiting.nodes <= _SHORT:
+            schedule.memo[_waits, ahead] = waiting
     return waiting
 
 

@@ -1,8 +1,25 @@
-"""When every entry of a schedule ran, simulated or measured, and everything derived from that."""
+"""When every entry of a schedule ran, simulated or measured, and everything derived from that.
+
+A file of timelines has the `.sched` text of each schedule, once, and the times, in JSON:
+
+    {"schedir timelines": 1,
+    "schedules": ["schedir 1\\nname 1f1b\\n..."],
+    "timelines": [
+    {"schedule": 0, "unit": "s", "measured": {"step": 3, "clock_error": 2e-05}, "sizes": null,
+    "starts": [0, 1, null],
+    "ends": [1, 2, null]}]}
+
+`schedule` is an index into `schedules`. A timeline simulated under a channel model also has its
+`posting` and `edge_makespan`. `starts` and `ends` have one time per action, rank after rank in list
+order, null for what is not known. What is written is read back exactly: integers stay integers, and
+floats have all their digits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -12,24 +29,32 @@ import attrs
 import numpy as np
 
 from schedir.display import DisplayedTimeline
-from schedir.errors import LoadError
+from schedir.errors import LoadError, ParseError
+from schedir.files import replacing
 from schedir.graph.alive import peak_activations, peak_versions
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, COPIES, HOMES, Action, Bools, Schedule, flat
-from schedir.simulator import files
+from schedir.ir import COMPUTE, COPIES, HOMES, Action, Bools, Schedule, dumps, flat, loads
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
 from schedir.simulator.memory import Held, host_bytes, live_activations, live_bytes
 from schedir.simulator.moments import Moments, Posting, critical_path, moments_of
 from schedir.simulator.values import (
+    TIMELINES,
     Measured,
     Numbers,
     Sizes,
     Unit,
+    check_field,
     check_unit,
+    clip,
     expect_number,
     factor,
+    kind_of,
     numbers,
+    read_json,
 )
+
+_VERSION = 1
+_BEYOND = 2**63  # what no int64 holds
 
 
 @attrs.frozen
@@ -333,7 +358,12 @@ def save_timelines(timelines: Iterable[Timeline], path: str | Path) -> None:
     ...     len(schedir.simulator.load_timelines(path))
     2
     """
-    files.write_timelines(timelines, path)
+    numbers: dict[Schedule, int] = {}
+    written = [_written(line, numbers) for line in timelines]
+    with replacing(path) as file:
+        file.write(f'{{"{TIMELINES}": {_VERSION},\n')
+        file.write(f'"schedules": {_json([dumps(schedule) for schedule in numbers])},\n')
+        file.write('"timelines": [\n' + ",\n".join(written) + "]}\n")
 
 
 def load_timelines(path: str | Path) -> list[Timeline]:
@@ -351,7 +381,11 @@ def load_timelines(path: str | Path) -> list[Timeline]:
     ...     schedir.simulator.load_timelines(path) == [line]
     True
     """
-    return files.read_timelines(path, Timeline)
+    content = read_json(path)
+    try:
+        return _timelines(content)
+    except (ValueError, TypeError, ParseError) as error:
+        raise LoadError(f"{path}: {error}") from None
 
 
 def in_unit(timeline: Timeline, unit: Unit) -> Timeline:
@@ -395,3 +429,126 @@ def median_step(timelines: Sequence[Timeline]) -> Timeline:
     if not timelines:
         raise ValueError("there is no timeline to choose from")
     return sorted(timelines, key=lambda line: line.makespan)[(len(timelines) - 1) // 2]
+
+
+# In files.
+
+
+def _written(line: Timeline, numbers: dict[Schedule, int]) -> str:
+    head: dict[str, Any] = {
+        "schedule": numbers.setdefault(line.schedule, len(numbers)),
+        "unit": line.unit,
+        "measured": line.measured and attrs.asdict(line.measured),
+        "sizes": line.sizes and attrs.asdict(line.sizes),
+    }
+    if line.posting is not None:
+        head |= {"posting": attrs.asdict(line.posting), "edge_makespan": line.edge_makespan}
+    starts, ends = (
+        _json([None if time != time else time for time in times.tolist()])
+        for times in (line.starts, line.ends)
+    )
+    return f'{_json(head)[:-1]},\n"starts": {starts},\n"ends": {ends}}}'
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _timelines(content: object) -> list[Timeline]:
+    """The timelines of the whole content. Raises ValueError, with the place, for any fault."""
+    if not isinstance(content, dict) or TIMELINES not in content:
+        what = kind_of(content) or f': it lacks the key "{TIMELINES}"'
+        raise ValueError(f"no file of timelines{what}")
+    if content[TIMELINES] != _VERSION:
+        raise ValueError(f"format {clip(content[TIMELINES])} is unknown; this is format {_VERSION}")
+    whole = _keys(content, "the file", (TIMELINES, "schedules", "timelines"))
+    schedules = []
+    for number, text in enumerate(_list(whole["schedules"], "schedules")):
+        if not isinstance(text, str):
+            raise ValueError(f"schedule {number} is not text: {clip(text)}")
+        schedules.append(loads(text, f"schedule {number}"))
+    return [
+        _timeline(one, f"timeline {number}", schedules)
+        for number, one in enumerate(_list(whole["timelines"], "timelines"))
+    ]
+
+
+def _timeline(content: object, where: str, schedules: list[Schedule]) -> Timeline:
+    fields = ("schedule", "unit", "measured", "sizes", "posting", "edge_makespan", "starts", "ends")
+    if isinstance(content, dict):  # only what was timed under a channel model has these
+        content = {"posting": None, "edge_makespan": None} | content
+    held = dict(_keys(content, where, fields))
+    number = held["schedule"]
+    if type(number) is not int or not 0 <= number < len(schedules):
+        raise ValueError(f"{where}: there is no schedule {clip(number)}")
+    schedule = schedules[number]
+    times = {name: _times(held[name], f"{where}: {name}", schedule) for name in fields[-2:]}
+    try:
+        if held["sizes"] is not None:
+            held["sizes"] = _sizes(held["sizes"], schedule.stages)
+        if held["measured"] is not None:
+            held["measured"] = _measured(held["measured"])
+        if held["posting"] is not None:
+            held["posting"] = Posting(**_keys(held["posting"], "posting", ("channel", "room")))
+        return Timeline(**held | times | {"schedule": schedule})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _times(value: object, where: str, schedule: Schedule) -> list[float]:
+    times = _list(value, where)
+    columns = schedule.columns
+    if len(times) != len(columns):
+        raise ValueError(
+            f"{where} must hold one time for each of the {len(columns)} actions of {schedule.name}"
+            f", not {len(times)}"
+        )
+    for place, time in enumerate(times):
+        # A bool is an int, but no time.
+        if time is None or (type(time) in (float, int) and -_BEYOND < time < _BEYOND):
+            continue
+        rank, index = columns.position(place)
+        raise ValueError(
+            f"{where}: rank {rank} #{index} {columns.action(place)}: a time is a finite number, "
+            f"or null where it is not known, not {clip(time)}"
+        )
+    return [math.nan if time is None else time for time in times] if None in times else times
+
+
+def _sizes(value: object, stages: int) -> Sizes:
+    if isinstance(value, dict):  # older files don't have these
+        value = {"deferred": None, "early_gradient": 0, "shard_ways": 1} | value
+    held = _keys(value, "sizes", [field.name for field in attrs.fields(Sizes)])
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in held.items()}
+    sizes = Sizes(**given)
+    sizes.expect_stages(stages)
+    for field in attrs.fields(Sizes):
+        check_field(sizes, field.evolve(name=f"sizes: {field.name}"), getattr(sizes, field.name))
+    return sizes
+
+
+def _measured(value: object) -> Measured:
+    held = _keys(value, "measured", [field.name for field in attrs.fields(Measured)])
+    if type(held["step"]) is not int or held["step"] < 0:
+        raise ValueError(f"measured: step must be an int >= 0, not {clip(held['step'])}")
+    expect_number("measured: clock_error", held["clock_error"])
+    return Measured(**held)
+
+
+def _keys(value: object, where: str, keys: Collection[str]) -> Mapping[str, Any]:
+    """The value as an object that has these keys and no others."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be an object, not {clip(value)}")
+    for key in value:
+        if key not in keys:
+            raise ValueError(f"{where}: unknown key {clip(key)}; known: {', '.join(keys)}")
+    for key in keys:
+        if key not in value:
+            raise ValueError(f"{where} lacks {key!r}")
+    return value
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where} must be a list, not {clip(value)}")
+    return value

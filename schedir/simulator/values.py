@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import attrs
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from schedir.ir import is_number
+from schedir.errors import LoadError, ParseError, SchedirError
+from schedir.ir import decode, is_number
+from schedir.ir.kinds import Size
 
 Numbers: TypeAlias = NDArray[Any]
 """Times: all integers, or all floats."""
@@ -61,62 +65,51 @@ def expect_number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be finite and >= 0 (at most {MOST:.0e}), not {clip(value)}")
 
 
-def _check_stages(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+By: TypeAlias = Literal["stage", "start", "boundary", "link", "rank", "all"]
+"""What a field has one number for: each stage, of parts of which it is the sum; the start of each
+stage; the boundary after each stage but the last; a link; a rank; or all at once. The first four
+may be one number for all as well."""
+
+
+def by(what: By) -> dict[str, Any]:
+    """The arguments of a field that has one number for each of these, or one for all."""
+    found = {"validator": check_field, "metadata": {"by": what}}
+    if what == "all":
+        return found
+    return found | {"converter": _plain, "hash": False if what in ("link", "rank") else None}
+
+
+def check_field(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Raise TypeError or ValueError, with the field's name, for anything else than it may have."""
+    name, what = attribute.name, attribute.metadata["by"]
     if value is None and attribute.default is None:
         return
-    if not isinstance(value, tuple):
-        expect_number(attribute.name, value)
-    elif not value:
-        raise ValueError(f"{attribute.name} must have one number for each stage, not none")
-    else:
-        of = "boundary" if attribute.name == "boundary_bytes" else "stage"
-        for number, one in enumerate(value):
-            expect_number(f"{attribute.name} of {of} {number}", one)
-
-
-def _check_links(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    name = attribute.name
-    for link, one in (value if isinstance(value, dict) else {None: value}).items():
-        if link is None:
-            check_bandwidth(instance, attribute, one)
-        elif isinstance(link, tuple) and len(link) == 2 and all(map(is_number, link)):
-            check_bandwidth(instance, attribute, one, f"{name} of link {link}")
-        else:
-            raise ValueError(f"{name} must be by (source rank, target rank), not by {link!r}")
-
-
-def check_bandwidth(
-    instance: object, attribute: attrs.Attribute[Any], value: Any, called: str = ""
-) -> None:
-    """The validator of a field that is one number, above 0 or infinite if it is a bandwidth."""
-    called, limited = called or attribute.name, attribute.name.endswith("bandwidth")
-    if limited and value == math.inf:
-        return
-    expect_number(called, value)
-    if limited and value == 0:
-        raise ValueError(f"{called} must be above 0")
-
-
-def check_ways(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """The validator of the number of ranks that share weights."""
-    expect_number(attribute.name, value)
-    if value < 1:
-        raise ValueError(f"{attribute.name} must be at least 1, not {value}")
-
-
-def _check_engines(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value is not None and not (
-        isinstance(value, dict) and all(map(is_number, (*value, *value.values())))
-    ):
+    each = {name: value}
+    if what in ("stage", "start", "boundary") and isinstance(value, tuple):
+        if not value:
+            raise ValueError(f"{name} must have one number for each stage, not none")
+        of = "boundary" if what == "boundary" else "stage"
+        each = {f"{name} of {of} {number}": one for number, one in enumerate(value)}
+    elif what == "link" and isinstance(value, dict):
+        for link in value:
+            if not (isinstance(link, tuple) and len(link) == 2 and all(map(is_number, link))):
+                raise ValueError(f"{name} must be by (source rank, target rank), not by {link!r}")
+        each = {f"{name} of link {link}": one for link, one in value.items()}
+    elif what == "rank":
+        if isinstance(value, dict) and all(map(is_number, (*value, *value.values()))):
+            return
         raise ValueError(
-            f"{attribute.name} must be {{rank: number of its engine}} or None, not {clip(value)}"
+            f"{name} must be {{rank: number of its engine}} or None, not {clip(value)}"
         )
-
-
-def check_unit(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """The validator of a field that is a unit of time."""
-    if value not in (None, *UNITS):
-        raise ValueError(f"unit must be {', '.join(UNITS)} or None, not {value!r}")
+    limited = name.endswith("bandwidth")
+    for called, one in each.items():
+        if limited and one == math.inf:
+            continue
+        expect_number(called, one)
+        if limited and one == 0:
+            raise ValueError(f"{called} must be above 0")
+        if name == "shard_ways" and one < 1:
+            raise ValueError(f"{name} must be at least 1, not {one}")
 
 
 def _plain(value: Any) -> Any:
@@ -125,12 +118,37 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-BY_STAGE: dict[str, Any] = {"validator": _check_stages, "converter": _plain}
-"""The arguments of a field that is by stage."""
-BY_LINK: dict[str, Any] = {"validator": _check_links, "converter": _plain, "hash": False}
-"""The arguments of a field that is by link."""
-ENGINES: dict[str, Any] = {"validator": _check_engines, "converter": _plain, "hash": False}
-"""The arguments of a field that says which ranks share an engine."""
+def one_each(name: str, value: PerStage, many: int, needed: str = "") -> tuple[float, ...]:
+    """One number for each of so `many` stages or boundaries. Raises SchedirError, which says what
+    is `needed`, for another number of them."""
+    if not isinstance(value, tuple):
+        return (value,) * many
+    if len(value) != many:
+        raise SchedirError(
+            f"{name} has {len(value)} numbers, but {needed or f'{many} are needed'}: give one for "
+            "each, or one number for all"
+        )
+    return value
+
+
+def misfit(fields: Any, stages: int) -> tuple[str, int, int, str] | None:
+    """The first field of a CostModel or of Sizes that belongs to another number of stages: its
+    name, how many numbers it has, how many it needs, and of what."""
+    for field in attrs.fields(type(fields)):
+        value = getattr(fields, field.name)
+        if isinstance(value, tuple):
+            of_boundaries = field.metadata["by"] == "boundary"
+            needed = stages - of_boundaries
+            if len(value) != needed:
+                what = "boundaries" if of_boundaries else "stages"
+                return field.name, len(value), needed, what
+    return None
+
+
+def check_unit(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """The validator of a field that is a unit of time."""
+    if value not in (None, *UNITS):
+        raise ValueError(f"unit must be {', '.join(UNITS)} or None, not {value!r}")
 
 
 def factor(unit: Unit | None, other: Unit) -> float:
@@ -163,25 +181,96 @@ class Sizes:
     ((4096, 8192), True)
     """
 
-    boundary: PerStage = 0
-    input: PerStage = 0
-    activation: PerStage = 0
-    weight: PerStage = 0
-    gradient: PerStage = 0
-    optimizer: PerStage = 0
-    deferred: PerStage | None = None
-    early_gradient: PerStage = 0
-    shard_ways: float = 1
+    boundary: PerStage = attrs.field(default=0, metadata={"by": "boundary"})
+    input: PerStage = attrs.field(default=0, metadata={"by": "start"})
+    activation: PerStage = attrs.field(default=0, metadata={"by": "stage"})
+    weight: PerStage = attrs.field(default=0, metadata={"by": "stage"})
+    gradient: PerStage = attrs.field(default=0, metadata={"by": "stage"})
+    optimizer: PerStage = attrs.field(default=0, metadata={"by": "stage"})
+    deferred: PerStage | None = attrs.field(default=None, metadata={"by": "stage"})
+    early_gradient: PerStage = attrs.field(default=0, metadata={"by": "stage"})
+    shard_ways: float = attrs.field(default=1, metadata={"by": "all"})
 
     @property
     def known(self) -> bool:
         """True if any size is above 0."""
-        sizes = attrs.evolve(self, shard_ways=0)
-        return any(
-            any(v) if isinstance(v, tuple) else v for v in attrs.astuple(sizes, recurse=False)
+        sizes = attrs.astuple(
+            self, recurse=False, filter=lambda field, _: field.name != "shard_ways"
         )
+        return any(any(size) if isinstance(size, tuple) else size for size in sizes)
+
+    def of(self, size: Size, stages: int) -> tuple[float, ...]:
+        """The bytes of a value of this size in the table of values, at each of so many stages."""
+        if size in ("boundary before", "boundary after"):
+            every = one_each("boundary", self.boundary, stages - 1)
+            return (0, *every) if size == "boundary before" else (*every, 0)
+        whole = size == "deferred" and self.deferred is None
+        return one_each(size, self.activation if whole else getattr(self, size), stages)
+
+    def expect_stages(self, stages: int) -> None:
+        """Raise ValueError if some size belongs to another number of stages."""
+        if wrong := misfit(self, stages):
+            name, had, wanted, _ = wrong
+            raise ValueError(f"sizes: {name} must be one number or {wanted}, not {had}")
 
 
 def field_of(size: str) -> str:
     """The field of CostModel for a field of Sizes."""
     return size if size == "shard_ways" else f"{size}_bytes"
+
+
+# JSON.
+
+
+def read_json(path: str | Path) -> object:
+    """The content of a JSON file.
+
+    Raises ParseError, with line and column, for a file that is not JSON, for example because it is
+    cut short. Raises LoadError if it can't be read, or has a key twice.
+    """
+    file = str(path)
+    try:
+        return json.loads(decode(Path(path).read_bytes(), file), object_pairs_hook=_once)
+    except OSError as error:
+        raise LoadError(f"{file}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        why = f"not JSON, or cut short: {error.msg}"
+        raise ParseError(why, file, error.lineno, error.colno) from None
+    except _TwiceError as error:
+        raise LoadError(f"{file}: the key {clip(error.args[0])} is in the file twice") from None
+    except (ValueError, RecursionError, MemoryError):
+        # A number of thousands of digits, brackets in brackets without end.
+        raise LoadError(f"{file}: its JSON is beyond what can be read") from None
+
+
+TIMELINES = "schedir timelines"
+"""The key that a file of timelines begins with; its value is the format's version."""
+_KINDS = {
+    "traceEvents": "a Perfetto trace (`schedir export --format perfetto`): give what that is of",
+    TIMELINES: "measured timelines: `schedir show` draws them, CostModel.fit makes costs of them",
+    "backward": "costs, for --costs",
+    "diagnostics": "what `schedir check` has found",
+    "makespan": "what `schedir show --json` prints",
+    "rows": "what `schedir compare --json` prints",
+}
+"""The JSON files that schedir writes, by a key that one of a kind has."""
+
+
+def kind_of(content: object) -> str:
+    """What a JSON file holds instead, as the end of a message; empty if schedir did not write
+    it."""
+    keys = content if isinstance(content, dict) else {}
+    return next((f", but {what}" for key, what in _KINDS.items() if key in keys), "")
+
+
+class _TwiceError(ValueError):
+    """A key that occurs twice in an object, so that only one value would count."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _TwiceError(key)
+        found[key] = value
+    return found

@@ -198,7 +198,7 @@ def test_zb_counts_bytes_where_they_are_known(deferred: int | None) -> None:
         ({"max_activations": 0}, "max_activations must be an int >= 1, not 0"),
         ({"max_activations": "4"}, "max_activations must be an int >= 1, not '4'"),
         ({"held_until": "B"}, "held_until must be 'I' or 'W', not 'B'"),
-        ({"costs": CostModel(forward=(1, 2, 3))}, "the costs lack those of 3"),
+        ({"costs": CostModel(forward=(1, 2, 3))}, "has 3 numbers, but 4 are needed"),
         ({"chunks": 2}, "zb runs one stage per rank, not 2"),
     ],
 )

@@ -22,7 +22,6 @@ from schedir.errors import ExecutionError
 from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import graph_of
 from schedir.ir import (
-    COMMUNICATION,
     COMPLETES_GRADIENTS,
     COMPUTE,
     COPIES,
@@ -503,7 +502,12 @@ _OF_SHARDED: Mapping[Kind, Callable[[Sharded, Now], Bound]] = {
     Kind.RESHARD: reshard,
     Kind.REDUCE_GRAD: reduce_shards,
 }
-_CARRIED_OUT = {*COMPUTE, *COMMUNICATION, *COPIES, *_OF_SHARDED}
+_CARRIED_OUT = {
+    *(Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE),
+    *(Kind.SEND_ACT, Kind.RECV_ACT, Kind.SEND_GRAD, Kind.RECV_GRAD, Kind.OFFLOAD, Kind.RELOAD),
+    *(Kind.OPTIM_STEP, *_OF_SHARDED),
+}
+"""The kinds that the functions above make bound calls of."""
 
 
 def expect_carried_out(schedule: Schedule) -> None:
