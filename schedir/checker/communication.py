@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import (
-    Add,
-    AsSent,
-    Change,
-    Several,
-    additions,
-    after_stage,
-    ahead,
-    back,
-    beside,
-    in_turn,
-    moved_beside,
-    removal,
-    reorder,
-    taken_to,
-)
-from schedir.checker.diagnostics import Faults, Finding, locate
+from schedir.checker.diagnostics import Faults, Finding, fault, locate
 from schedir.checker.values import Wrong, keys, values, wrong
 from schedir.graph.compile import Graph, Transfers, graph_of
-from schedir.ir import COMPLETES_GRADIENTS, GROUPS, KINDS, RECEIVES, STEPS, Action, Ints, Schedule
+from schedir.ir import KINDS, Action, Ints, Schedule
 
 _ROWS_AROUND = 2
 
@@ -58,14 +41,10 @@ def collectives(schedule: Schedule) -> Iterator[Faults]:
 
 
 def _lone(graph: Graph, place: int) -> Finding:
-    schedule, columns = graph.schedule, graph.columns
-    peer, action = int(graph.peers[place]), columns.action(place)
-    runs = int(graph.runs[action.stage, action.microbatch])
-    reason = "end" if peer < 0 else "local" if peer == columns.rank[place] else "elsewhere"
-    return Finding(
-        rules.NO_PEER.at(schedule, place, reason=reason),
-        otherwise=taken_to(schedule, place, runs, there=reason == "end" or peer == runs),
-    )
+    peer = int(graph.peers[place])
+    local = peer == graph.columns.rank[place]
+    reason = "end" if peer < 0 else "local" if local else "elsewhere"
+    return Finding(rules.NO_PEER.at(graph.schedule, place, reason=reason))
 
 
 def _without_receive(graph: Graph, told: Wrong) -> Faults:
@@ -76,42 +55,14 @@ def _without_receive(graph: Graph, told: Wrong) -> Faults:
 
 
 def _used_too_early(graph: Graph, number: int) -> Finding:
-    schedule, transfers = graph.schedule, graph.transfers
+    transfers = graph.transfers
     user, receive = int(transfers.user[number]), int(transfers.receive[number])
-    action = _receive(transfers, number)
-    if receive < 0:
-        adds = _other_end(graph, number, action)
-        likely = next(adds)
-        finding = rules.MISSING_RECEIVE.at(schedule, user, receive=action)
-        return Finding(finding, chain((likely,), adds), likely)
-    slides = (ahead(schedule, receive, user), back(schedule, user, receive))
-    return Finding(
-        rules.MISSING_RECEIVE.at(schedule, user, receive, receive=action),
-        in_turn(slides),
-        moved_beside(schedule, receive, "before", user),
-        of_communication=True,
-    )
-
-
-def _receive(transfers: Transfers, number: int) -> Action:
     kind = KINDS[transfers.kind[number]]
-    return Action(kind, int(transfers.stage[number]), int(transfers.microbatch[number]))
-
-
-def _other_end(graph: Graph, number: int, action: Action) -> Iterator[Add]:
-    """The change that adds one end of a transfer, in the order of its channel if the other end is
-    known."""
-    transfers, least, most = graph.transfers, 0, None
-    known, lacked, rank = transfers.receive, transfers.send, transfers.source[number]
-    if action.kind in RECEIVES:
-        known, lacked, rank = lacked, known, transfers.target[number]
-    if known[number] >= 0:
-        beside = transfers.beside(number)
-        beside = beside[np.argsort(known[beside])]
-        at = int(np.searchsorted(known[beside], known[number]))
-        least = int(lacked[beside[at - 1]]) + 1 if at else 0
-        most = int(lacked[beside[at]]) if at < len(beside) else None
-    return additions(graph.schedule, action, int(rank), least, most)
+    action = Action(kind, int(transfers.stage[number]), int(transfers.microbatch[number]))
+    if receive < 0:
+        missing = {"receive": action, "missing": action, "transfer": number}
+        return Finding(rules.MISSING_RECEIVE.at(graph.schedule, user, **missing))
+    return Finding(rules.MISSING_RECEIVE.at(graph.schedule, user, receive, receive=action))
 
 
 def _unmatched(graph: Graph) -> Iterator[Faults]:
@@ -128,12 +79,12 @@ def _unmatched(graph: Graph) -> Iterator[Faults]:
 
 
 def _alone(graph: Graph, number: int, place: int) -> Finding:
-    missing = graph.columns.action(place).counterpart
-    assert missing is not None  # a transfer has two ends
-    adds = _other_end(graph, number, missing)
-    add = next(adds)
-    finding = rules.UNMATCHED.at(graph.schedule, place, missing=missing, peer=add.rank)
-    return Finding(finding, chain((add,), adds), add)
+    missing, transfers = graph.columns.action(place).counterpart, graph.transfers
+    receives = transfers.receive[number] == place
+    peer = int((transfers.source if receives else transfers.target)[number])
+    return Finding(
+        rules.UNMATCHED.at(graph.schedule, place, missing=missing, peer=peer, transfer=number)
+    )
 
 
 def _mis_paired(graph: Graph) -> Iterator[Faults]:
@@ -181,42 +132,9 @@ def _swapped(schedule: Schedule, transfers: Transfers, sent: Ints, received: Int
             wrong=len(wrong),
             transfers=len(sent),
             pairs=pairs,
-        ),
-        _pairing(schedule, transfers, sent, received),
-        AsSent(int(transfers.source[sent[0]]), int(transfers.target[sent[0]])),
-        of_communication=True,
+            transfer=int(sent[0]),
+        )
     )
-
-
-def _pairing(
-    schedule: Schedule, transfers: Transfers, sent: Ints, received: Ints
-) -> Iterator[Change]:
-    """The changes that may pair a channel correctly: one end moved, or the wrong ends reordered."""
-    wrong = np.flatnonzero(sent != received)
-    first, last = int(wrong[0]), int(wrong[-1])
-    sends, receives = transfers.send[sent].tolist(), transfers.receive[received].tolist()
-    slides = []
-
-    # Between these an end can be moved without passing another one of its channel.
-    def begin(places: list[int]) -> int | None:
-        return places[first - 1] + 1 if first else None
-
-    def end(places: list[int]) -> int | None:
-        return places[last + 1] - 1 if last + 1 < len(places) else None
-
-    if (received[first:last] == sent[first + 1 : last + 1]).all():
-        slides += [
-            ahead(schedule, receives[last], receives[first], "post", begin(receives)),
-            back(schedule, sends[first], sends[last], "post", end(sends)),
-        ]
-    if (received[first + 1 : last + 1] == sent[first:last]).all():
-        slides += [
-            back(schedule, receives[first], receives[last], "post", end(receives)),
-            ahead(schedule, sends[last], sends[first], "post", begin(sends)),
-        ]
-    yield from in_turn(slides)
-    yield from reorder(schedule, transfers.receive[sent[wrong]])
-    yield from reorder(schedule, transfers.send[received[wrong]])
 
 
 def _unmatched_collectives(schedule: Schedule) -> Iterator[Faults]:
@@ -230,7 +148,14 @@ def _unmatched_collectives(schedule: Schedule) -> Iterator[Faults]:
             yield Faults(
                 rule=rules.UNMATCHED,
                 keys=np.full(len(more), key),
-                findings=_without_counterpart(schedule, places, more, least),
+                findings=(
+                    Finding(
+                        rules.UNMATCHED.at(
+                            schedule, place, missing=schedule.columns.action(place), peer=least
+                        )
+                    )
+                    for place in more
+                ),
             )
 
 
@@ -242,58 +167,5 @@ def _in_other_orders(graph: Graph) -> Iterator[Faults]:
             differ = [place for place in places if kind[place] != kind[places[0]]]
             if differ:
                 finding = rules.GROUP_ORDER.at(schedule, differ[0], places[0])
-                (own,) = (own for own in by_rank.values() if differ[0] in own)
-                later = [n for n in own if n > differ[0] and kind[n] == kind[places[0]]]
-                swaps = _beside(schedule, differ[0], later)
-                yield Faults(
-                    rule=rules.GROUP_ORDER,
-                    keys=np.array([stage]),
-                    findings=iter([Finding(finding, swaps)]),
-                )
+                yield fault(finding, key=stage)
                 break
-
-
-def _beside(schedule: Schedule, place: int, others: Sequence[int]) -> Iterator[Change]:
-    """The changes that move an action next to one of others."""
-    for other in others:
-        for side in ("after", "before"):
-            yield moved_beside(schedule, place, side, other)
-
-
-def _without_counterpart(
-    schedule: Schedule, places: list[int], more: list[int], least: int
-) -> Iterator[Finding]:
-    """The changes that remove this collective, or another one on its rank, or add one on the other
-    rank."""
-    columns, turns = schedule.columns, graph_of(schedule).turn
-    is_step = columns.is_kind(*STEPS)
-    for place in more:
-        action, rank = columns.action(place), columns.rank[place]
-        of_round = (columns.stage == action.stage) & (turns == turns[place])
-        own = of_round & (columns.rank == rank)
-        likes = int((own & columns.is_kind(action.kind)).sum())
-        there = np.flatnonzero(of_round & is_step & (columns.rank == least))
-        out = (removal(schedule, each) for each in (place, *places))
-        otherwise: Change
-        if len(there):
-            otherwise = beside(schedule, action, "before", int(there[0]))
-        elif is_step.any() and (likes > 1 or not (own & is_step).any()):
-            otherwise = removal(schedule, place)
-        else:  # all that a step has, which the other rank lacks as well
-            otherwise = _at_the_end(schedule, least, action, (own & is_step).nonzero()[0])
-        yield Finding(
-            rules.UNMATCHED.at(schedule, place, missing=action, peer=least),
-            chain((otherwise,), out),
-            otherwise,
-        )
-
-
-def _at_the_end(schedule: Schedule, rank: int, action: Action, steps: Ints) -> Change:
-    """The change that adds a collective after all entries of its stage on a rank, or at the end of
-    the list, with a step after it if there are any of the `steps` that it resembles."""
-    kinds = (*COMPLETES_GRADIENTS, *((*GROUPS, *STEPS) if len(steps) else ()))
-    add = after_stage(schedule, action, rank, *kinds)
-    if not len(steps):
-        return add
-    index = 0 if add.target is None else add.target + 1
-    return Several((add, Add(schedule.columns.action(int(steps[0])), rank, "after", index)))

@@ -18,8 +18,8 @@ import attrs
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import Move, ahead, back
-from schedir.checker.diagnostics import Faults, Finding, fault
+from schedir.checker.diagnostics import Faults, Finding, Move, fault
+from schedir.checker.repairs import slide
 from schedir.graph.compile import Graph, graph_of
 from schedir.graph.paths import (
     AFTER,
@@ -192,9 +192,9 @@ def _late_receives(posted: _Posting, most: Ints | None = None) -> Iterator[Fault
             receives=len(found),
             times=posted.clock.times,
         )
-        moves = ahead(schedule, receive, int(before[receive]), "post").moves()
+        moves = slide(schedule, receive, "before", int(before[receive])).moves()
         yield Faults(
-            rule=rules.LATE_RECEIVE, keys=found, findings=[Finding(finding, moves)], many=1
+            rule=rules.LATE_RECEIVE, keys=found, findings=[Finding(finding, (None, moves))], many=1
         )
 
 
@@ -227,7 +227,9 @@ def _late_sends(posted: _Posting) -> Iterator[Faults]:
     yield Faults(
         rule=rules.LATE_SEND,
         keys=np.concatenate(([worst], others[others != worst])),
-        findings=[Finding(finding, _sooner(posted, worst, after) if regained[worst] else ())],
+        findings=[
+            Finding(finding, (None, _sooner(posted, worst, after)) if regained[worst] else None)
+        ],
         many=1,
     )
 
@@ -329,7 +331,7 @@ def _early_receives(clock: _Clock, possible: float) -> Iterator[Faults]:
                 possible=float(possible),
                 times=clock.times,
             ),
-            back(schedule, receive, other, "post").moves(),
+            slide(schedule, receive, "after", other).moves(),
         )
 
 

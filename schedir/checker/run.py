@@ -12,10 +12,10 @@ import numpy as np
 from schedir.checker.communication import collectives, communication
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
 from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Report
-from schedir.checker.fixes import Trials
 from schedir.checker.lints import Pricing, lints
 from schedir.checker.memory import Limits, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
+from schedir.checker.repairs import Trials
 from schedir.checker.rules import (
     BACKWARD_BEFORE_FORWARD,
     EMPTY_STEP,

@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 import attrs
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import (
-    Add,
-    Change,
-    Side,
-    added,
-    ahead,
-    anywhere,
-    back,
-    beside,
-    in_turn,
-    last_of_stage,
-    moved_beside,
-    removal,
-)
 from schedir.checker.diagnostics import Faults, Finding, Rule
-from schedir.graph.compile import graph_of, pairs_of
+from schedir.graph.compile import graph_of
 from schedir.graph.faults import HELD, LINKED, OTHERS, Fault, faults
 from schedir.ir import (
-    COMMUNICATION,
-    COMPUTE,
     HOMES,
     KINDS,
-    READS_WEIGHTS,
     VALUES,
-    Action,
     Ints,
-    Kind,
     Schedule,
 )
-from schedir.ir.kinds import STAGE_WIDE, uses_of
 
 _CLAIMS = {
     ("late", "input", "home", "compute"): rules.INPUT_NOT_READY,
@@ -135,43 +114,10 @@ def keys(schedule: Schedule, places: Ints) -> Ints:
 
 
 def _findings(schedule: Schedule, told: Wrong) -> Iterator[Finding]:
-    computes = schedule.columns.is_kind(*COMPUTE)
     rows = zip(told.places.tolist(), told.others.tolist(), told.of.tolist(), strict=True)
     for place, other, number in rows:
         fault = told.faults[number]
         label = "missing" if fault.label == "gone" and other < 0 else fault.label
         places = (place,) if other < 0 else (place, other)
         word = VALUES[fault.value].word
-        found = told.rule.at(schedule, *places, word=word, label=label)
-        if label == "late":
-            slides = back(schedule, place, other), ahead(schedule, other, place)
-            moved = moved_beside(schedule, place, "after", other)
-            communicates = fault.kind in COMMUNICATION
-            yield Finding(found, in_turn(slides), moved, of_communication=communicates)
-        else:
-            # What makes or ends it and nobody lists is added; or what is one too many goes, but
-            # for compute, of which nothing is.
-            does = "end" if label == "unended" else "make"
-            adds = [*_unlisted(schedule, place, does, fault.value)]
-            spare = [p for p in (other, place)[label != "gone" :] if not computes[p]][:1]
-            out = [removal(schedule, each) for each in spare]
-            changes: Iterator[Change] = chain(adds, anywhere(schedule, places), out)
-            # Weights that are not gathered, or not given up, are so once there is an action more.
-            lacks = fault.value in HELD and (label == "unended" or computes[place])
-            rest = adds if lacks and label != "gone" else out
-            yield Finding(found, changes, rest[0] if rest else None)
-
-
-def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:
-    """The actions that would make or end a value of a place's stage and microbatch, and that nobody
-    lists; those of a whole stage, before or after what uses the value."""
-    action, listed = schedule.columns.action(place), pairs_of(schedule).listed
-    rank = int(schedule.columns.rank[place])
-    for kind in (kind for kind in Kind if uses_of(kind, does, value)):
-        if kind in STAGE_WIDE:
-            last = last_of_stage(schedule.columns, action.stage, rank, *READS_WEIGHTS)
-            side: Side = "before" if does == "make" else "after"
-            target = place if does == "make" else max(place, last)
-            yield beside(schedule, Action(kind, action.stage), side, target)
-        elif listed(kind, action.stage, action.microbatch or 0) < 0:
-            yield added(schedule, attrs.evolve(action, kind=kind, version=None), rank)
+        yield Finding(told.rule.at(schedule, *places, word=word, value=fault.value, label=label))
