@@ -145,17 +145,12 @@ def _unmatched_collectives(schedule: Schedule) -> Iterator[Faults]:
             more = places[len(by_rank[least]) :]
             # Numbered below 0, apart from the transfers.
             key = -1 - schedule.holdings.index((stage, rank))
-            yield Faults(
-                rule=rules.UNMATCHED,
+            yield rules.UNMATCHED.each(
+                schedule,
+                np.array(more, np.int64),
                 keys=np.full(len(more), key),
-                findings=(
-                    Finding(
-                        rules.UNMATCHED.at(
-                            schedule, place, missing=schedule.columns.action(place), peer=least
-                        )
-                    )
-                    for place in more
-                ),
+                missing=[schedule.columns.action(place) for place in more],
+                peer=least,
             )
 
 

@@ -4,11 +4,10 @@ they are proposed.
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, reduce
-from itertools import chain, zip_longest
+from itertools import chain, compress, zip_longest
 from typing import TypeAlias
 
 import attrs
@@ -386,11 +385,10 @@ def repairs(schedule: Schedule, finding: Diagnostic) -> Repairs:
         late = facts.get("label", "late") == "late"
         return _beside(schedule, places) if late else _living(schedule, finding, places)
     if rule is rules.UNMATCHED:
-        return _in_round(graph, places[0], facts["peer"])
+        return _of_group(graph, places[0], facts["peer"])
     if rule is rules.GROUP_ORDER:
         return None, anywhere(schedule, places[:1])
-    repair = _OF_ROUNDS.get(rule.code)
-    return (None, ()) if repair is None else repair(graph, finding, places)
+    return _of_round(graph, finding, places) if rule.code < "S3" else (None, ())
 
 
 def _place(columns: Columns, at: Location) -> int:
@@ -571,174 +569,100 @@ def _paired(graph: Graph, number: int) -> Repairs:
 # Steps and sums, each once in a round: from one step of a stage on its rank to the next.
 
 
-def _met(graph: Graph, place: int) -> tuple[int, ...]:
-    """A collective, and those on other ranks that it meets."""
-    return next((places for places in graph.collectives if place in places), (place,))
+def _of_round(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
+    """What is one too many in a round goes, if the stage has more of it than others; else it moves,
+    or gets what it lacks."""
+    rule, facts, (place, *others) = finding.rule, finding.facts, places
+    schedule, columns, turns, steps = graph.schedule, graph.columns, graph.turn, graph.steps
+    number, many, stage = int(graph.holding[place]), graph.steps_of, finding.action.stage
+    own = steps[graph.holding[steps] == number].tolist()
+    # As many steps as most of the other stages, and the replicas of this one, have.
+    others_many = np.bincount(np.delete(many, number), minlength=1)
+    usual = len(others_many) - 1 - int(others_many[::-1].argmax())
+    out, moves = removal(schedule, place), anywhere(schedule, places)
+    sure: Change
+    if rule is rules.EMPTY_STEP:
+        if many[number] > (usual or 1):
+            return out, chain((out,), moves)
+        filled = turns[graph.weight_gradients[stage]] == turns[place]  # on some rank
+        if filled.any() and len(schedule.placement[stage]) > 1:
+            sure = beside(schedule, Action(_SUM, stage), "before", place)
+        else:
+            sure = _removals(schedule, _alike(graph, place))
+        return sure, chain(moves, (sure, out))
+    if rule is rules.STEP_WITHOUT_REDUCE:
+        side: Side = "before" if len(steps) else "after"
+        sure = beside(schedule, Action(_SUM, stage), side, place)
+        sums = columns.where(_SUM)
+        sums = sums[graph.holding[sums] == number]
+        at = int(np.searchsorted(sums, place))
+        near = [place, *sums[max(0, at - 1) : at + 1].tolist()]
+        return sure, chain(anywhere(schedule, near) if len(sums) else (), (sure,))
+    if rule is rules.EMPTY_REDUCE:
+        sure = _removals(schedule, places)
+        return sure, chain((sure,), moves)
+    if rule is rules.REDUCE_ACROSS_STEPS:
+        first = int(turns[places].min())
+        behind = _removals(schedule, [each for each in places if turns[each] == first])
+        ends = [graph.holding[each] for each in places if turns[each] > first]
+        ends = [int(steps[graph.holding[steps] == held][first]) for held in ends]
+        sure = several(beside(schedule, finding.action, "before", end) for end in ends)
+        return sure, chain((behind, sure), moves)
+    if rule is rules.UNEVEN_STEPS:
+        # The step that applies a part of the other's goes, so that the next applies its gradients.
+        one, other = {*facts["applied"]}, {*facts["expected"]}
+        fewer = places[:1] if one < other else others if other < one else places
+        last = many[graph.holding[fewer]] == turns[fewer] + 1
+        outs = [_alike(graph, each) for each in compress(fewer, ~last)]
+        sure = _removals(schedule, chain.from_iterable(outs))
+        return sure, chain(moves, (sure,))
+    if rule is rules.REDUCE_BEFORE_GRADIENTS:
+        alike = np.array(_alike(graph, place))
+        if (alike[graph.holding[alike] == number] > places[-1]).any():
+            met = next((each for each in graph.collectives if place in each), places)
+            return out, (out, _removals(schedule, met))
+        return _beside(schedule, places)
+    rank = facts.get("least", int(columns.rank[place]))
+    add = after_stage(schedule, Action(_STEP, stage), rank, *_ENDS_WITH_A_STEP)
+    if rule is rules.UNEVEN_REPLICAS:
+        sure = _removals(schedule, own[facts["fewest"] :])
+        spare = (removal(schedule, each) for each in own)
+        adds = (many == facts["fewest"]).sum() <= (many == facts["steps"]).sum()
+        if adds and facts["steps"] - facts["fewest"] == 1:
+            return add, chain((add, sure), spare)
+        return sure, chain((sure, add), spare)
+    if many[number] < usual or rule is rules.GRADIENT_NEVER_APPLIED:
+        return add, chain((add,), _beside(schedule, places)[1])
+    return _beside(schedule, places)
 
 
-def _one_more_step(schedule: Schedule, stage: int, rank: int) -> Add:
-    """The change that adds a step after all that a stage must apply on a rank, and its sums."""
-    return after_stage(schedule, Action(_STEP, stage), rank, *_ENDS_WITH_A_STEP)
-
-
-def _steps_of(graph: Graph, holding: int) -> list[int]:
-    """The places of the steps of a stage on a rank."""
-    places: list[int] = graph.steps[graph.holding[graph.steps] == holding].tolist()
+def _alike(graph: Graph, place: int) -> list[int]:
+    """The actions of the kind and stage of a place in its round, on all ranks."""
+    columns = graph.columns
+    alike = columns.where(KINDS[columns.kind[place]])
+    alike = alike[columns.stage[alike] == columns.stage[place]]
+    places: list[int] = alike[graph.turn[alike] == graph.turn[place]].tolist()
     return places
 
 
-def _usual(graph: Graph, holding: int) -> int:
-    """How many steps most of the other stages, and the replicas of this one, have."""
-    others = np.bincount(np.delete(graph.steps_of, holding), minlength=1)
-    return len(others) - 1 - int(others[::-1].argmax())
-
-
-def _unapplied(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
-    """A step after gradients, if there are as few as to lack one; else the last step after them."""
-    number = int(graph.holding[places[0]])
-    add = _one_more_step(graph.schedule, *graph.schedule.holdings[number])
-    if finding.rule is rules.GRADIENT_NEVER_APPLIED:
-        return add, ()
-    move, moves = _beside(graph.schedule, places)
-    if graph.steps_of[number] < _usual(graph, number):
-        return add, chain((add,), moves)
-    return move, moves
-
-
-def _empty(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
-    """An empty step goes. If its stage would then have no step, or fewer than other stages, it gets
-    something to apply instead."""
-    schedule, turns, (place,) = graph.schedule, graph.turn, places
-    number, stage = int(graph.holding[place]), finding.action.stage
-    out, moves = removal(schedule, place), anywhere(schedule, places)
-    if graph.steps_of[number] > (_usual(graph, number) or 1):
-        return out, chain((out,), moves)
-    sure: Change = out
-    if not (turns[graph.weight_gradients[stage]] == turns[place]).any():  # nor on other ranks
-        own = graph.steps[graph.columns.stage[graph.steps] == stage]
-        sure = _removals(schedule, own[turns[own] == turns[place]].tolist())
-    elif len(schedule.placement[stage]) > 1:
-        sure = beside(schedule, Action(_SUM, stage), "before", place)
-    return sure, chain(moves, (sure, out))
-
-
-def _uneven(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
-    """A replica has one more step, or another one less."""
-    schedule, facts = graph.schedule, finding.facts
-    own = _steps_of(graph, int(graph.holding[places[0]]))
-    many = graph.steps_of.tolist()
-    add = _one_more_step(schedule, finding.action.stage, facts["least"])
-    out = _removals(schedule, own[facts["fewest"] :])
-    adds = many.count(facts["fewest"]) <= many.count(facts["steps"])
-    likely, other = (add, out) if adds and facts["steps"] - facts["fewest"] == 1 else (out, add)
-    return likely, chain((likely, other), (removal(schedule, place) for place in own))
-
-
-def _at_other_rates(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
-    """The step of one of two tied stages goes, or both do, so that the next applies its gradients:
-    the step that applies a part of the other's goes first."""
-    schedule, facts, turns = graph.schedule, finding.facts, graph.turn
-    one, other = {*facts["applied"]}, {*facts["expected"]}
-    outs = []
-    for place in places[:1] if one < other else places[1:] if other < one else places:
-        own = graph.steps[graph.columns.stage[graph.steps] == graph.columns.stage[place]]
-        if turns[own].max() > turns[place]:
-            outs += own[turns[own] == turns[place]].tolist()
-    merged = _removals(schedule, outs)
-    return merged, chain(anywhere(schedule, places), (merged,))
-
-
-def _unsummed(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
-    """A sum moves before the step, or one is added there."""
-    (place,), columns = places, graph.columns
-    add = beside(
-        graph.schedule,
-        Action(_SUM, finding.action.stage),
-        "before" if len(graph.steps) else "after",
-        place,
-    )
-    own = graph.holding == graph.holding[place]
-    sums = np.flatnonzero(own & columns.is_kind(_SUM)).tolist()
-    next_to = bisect(sums, place)
-    near = (place, *sums[max(0, next_to - 1) : next_to + 1]) if sums else ()
-    return add, chain(anywhere(graph.schedule, near), (add,))
-
-
-def _summed_early(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
-    """A sum that is early moves, or goes if there is a later one in its round."""
-    place, last = places
-    sums = graph.columns.where(_SUM)
-    alike = (graph.holding[sums] == graph.holding[place]) & (graph.turn[sums] == graph.turn[place])
-    if not (alike & (sums > last)).any():
-        return _beside(graph.schedule, places)
-    alone = removal(graph.schedule, place)
-    return alone, (alone, _removals(graph.schedule, _met(graph, place)))
-
-
-def _empty_sum(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
-    """A sum goes on all ranks."""
-    out = _removals(graph.schedule, places)
-    return out, chain((out,), anywhere(graph.schedule, places))
-
-
-def _across(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
-    """What some ranks have in excess in an earlier round goes, or the others get one there."""
-    schedule, turns, stage = graph.schedule, graph.turn, finding.action.stage
-    turn = int(turns[places].min())
-    sums = graph.columns.where(_SUM)
-    changes: list[Change] = []
-    behind = [place for place in places if turns[place] == turn]
-    held = graph.holding[sums][turns[sums] == turn]
-    if all((held == graph.holding[place]).sum() > 1 for place in behind):
-        changes.append(_removals(schedule, behind))
-    changes.append(
-        several(
-            beside(
-                schedule,
-                Action(_SUM, stage),
-                "before",
-                _steps_of(graph, int(graph.holding[place]))[turn],
-            )
-            for place in places
-            if turns[place] > turn
-        )
-    )
-    return changes[0], chain(changes, anywhere(schedule, places))
-
-
-def _in_round(graph: Graph, place: int, other: int) -> Repairs:
-    """A collective is added on the other rank, or goes, or another one of its kind does."""
+def _of_group(graph: Graph, place: int, other: int) -> Repairs:
+    """A collective is added on the other rank, or goes, or another one of its stage there does."""
     schedule, columns, turns = graph.schedule, graph.columns, graph.turn
-    action, is_step = columns.action(place), columns.is_kind(*STEPS)
-    of_round = (columns.stage == action.stage) & (turns == turns[place])
-    own = of_round & (columns.rank == columns.rank[place])
-    there = np.flatnonzero(of_round & is_step & (columns.rank == other))
-    every = graph.collectives_of[action.stage][int(columns.rank[place])]
-    out = (removal(schedule, each) for each in (place, *every))
+    action, rank = columns.action(place), columns.rank[place]
+    steps = graph.steps[columns.stage[graph.steps] == action.stage]
+    steps = steps[turns[steps] == turns[place]]
+    there, here = (steps[columns.rank[steps] == each] for each in (other, rank))
+    spare = [each for each in _alike(graph, place) if columns.rank[each] == rank]
     sure: Change
     if len(there):
         sure = beside(schedule, action, "before", int(there[0]))
-    elif is_step.any() and (
-        (own & columns.is_kind(action.kind)).sum() > 1 or not (own & is_step).any()
-    ):
+    elif len(graph.steps) and (len(spare) > 1 or not len(here)):
         sure = removal(schedule, place)
     else:
-        ends = (*COMPLETES_GRADIENTS, *GROUPS, *STEPS) if is_step.any() else COMPLETES_GRADIENTS
+        ends = (*COMPLETES_GRADIENTS, *GROUPS, *STEPS) if len(here) else COMPLETES_GRADIENTS
         sure = after_stage(schedule, action, other, *ends)
-    return sure, chain((sure,), out)
-
-
-_OF_ROUNDS: dict[str, Callable[[Graph, Diagnostic, list[int]], Repairs]] = {
-    rules.STEP_BEFORE_GRADIENTS.code: _unapplied,
-    rules.GRADIENT_NEVER_APPLIED.code: _unapplied,
-    rules.EMPTY_STEP.code: _empty,
-    rules.UNEVEN_REPLICAS.code: _uneven,
-    rules.UNEVEN_STEPS.code: _at_other_rates,
-    rules.STEP_WITHOUT_REDUCE.code: _unsummed,
-    rules.REDUCE_BEFORE_GRADIENTS.code: _summed_early,
-    rules.EMPTY_REDUCE.code: _empty_sum,
-    rules.REDUCE_ACROSS_STEPS.code: _across,
-}
+    every = graph.collectives_of[action.stage][int(rank)]
+    return sure, chain((sure,), (removal(schedule, each) for each in (place, *every)))
 
 
 # Trials.
