@@ -115,7 +115,6 @@ def _shortest(
             clean=clean,
             complete=schedule.is_complete,
             inserted=given is not None,
-            tied=bool(ties),
             excerpts=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
         ),
         (None, _breaking(schedule, given or schedule, cycle, bool(ties))),

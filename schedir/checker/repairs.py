@@ -603,11 +603,16 @@ def _of_round(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
         return sure, chain((sure,), moves)
     if rule is rules.REDUCE_ACROSS_STEPS:
         first = int(turns[places].min())
-        behind = _removals(schedule, [each for each in places if turns[each] == first])
+        behind = [each for each in places if turns[each] == first]
         ends = [graph.holding[each] for each in places if turns[each] > first]
         ends = [int(steps[graph.holding[steps] == held][first]) for held in ends]
-        sure = several(beside(schedule, finding.action, "before", end) for end in ends)
-        return sure, chain((behind, sure), moves)
+        changes: list[Change] = [
+            several(beside(schedule, finding.action, "before", end) for end in ends)
+        ]
+        ranks = [columns.rank[each] for each in _alike(graph, behind[0])]
+        if all(ranks.count(columns.rank[each]) > 1 for each in behind):  # they have one in excess
+            changes.insert(0, _removals(schedule, behind))
+        return changes[0], chain(changes, moves)
     if rule is rules.UNEVEN_STEPS:
         # The step that applies a part of the other's goes, so that the next applies its gradients.
         one, other = {*facts["applied"]}, {*facts["expected"]}
@@ -692,7 +697,7 @@ class Trials:
     schedule: Schedule
     found: list[Faults]
     judge: Judge
-    blocked: Blocked
+    blocked: Blocked | None
     left: int = attrs.field(init=False)
     _few: bool = attrs.field(init=False)
 
@@ -725,8 +730,8 @@ class Trials:
             faults = [*self.judge(after, about[0])]
             if self._nothing_new(faults, *about):
                 return attrs.evolve(found, change=change, tried=True)
-            if deadlock and not (eases or found.facts["tied"]) and self._nothing_new(faults):
-                eases = change if self.blocked(after) < self._blocked else None
+            if deadlock and self.blocked and not eases and self._nothing_new(faults):
+                eases = change if self.blocked(after) < self.blocked(self.schedule) else None
         if communicates and deadlock and self._nothing_new(self._batched, *about):
             return attrs.evolve(found, change=Batch(tried), tried=True)
         if communicates and self._nothing_new(self._without_communication, *about):
@@ -748,10 +753,6 @@ class Trials:
             for faults in found
             for about, many in faults.tally.items()
         )
-
-    @cached_property
-    def _blocked(self) -> tuple[int, int]:
-        return self.blocked(self.schedule)
 
     @cached_property
     def _everything(self) -> Tally:

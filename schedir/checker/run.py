@@ -305,7 +305,7 @@ def _diagnostics(
         schedule,
         found,
         lambda changed, errors: _judge(changed, channel, terms, errors),
-        lambda changed: _blocked(changed, channel, terms),
+        None if terms.ties else lambda changed: _blocked(changed, channel, terms),
     )
     diagnostics: list[Diagnostic] = []
     # What is rare goes first: thousands of findings of one code leave no time to try for others.
