@@ -11,7 +11,7 @@ import pytest
 import schedir
 from schedir import Action, Diagnostic, Kind, Schedule
 from schedir.checker import CHANNELS, changed, prove
-from schedir.checker.changes import Move
+from schedir.checker.diagnostics import Move
 from schedir.ir import COMMUNICATION, SENDS
 from tests.built_in import NAMES
 from tests.sweeps import sweep

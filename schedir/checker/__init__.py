@@ -1,21 +1,25 @@
 """Prove a schedule right, or say what is wrong: Schedule → Report."""
 
-from schedir.checker.changes import (
+from schedir.checker.deadlock import clean_channels
+from schedir.checker.diagnostics import (
     Add,
     AsSent,
     Batch,
     Change,
+    Diagnostic,
+    Excerpt,
     LeaveOut,
+    Location,
     Move,
     Remove,
     Reorder,
+    Report,
+    Rule,
     Several,
     Write,
-    changed,
 )
-from schedir.checker.deadlock import clean_channels
-from schedir.checker.diagnostics import Diagnostic, Excerpt, Location, Report, Rule
 from schedir.checker.memory import delays
+from schedir.checker.repairs import changed
 from schedir.checker.rules import RETIRED, RULES
 from schedir.checker.run import check, prove, sound
 from schedir.ir import CHANNELS

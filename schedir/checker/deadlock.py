@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 
-from schedir.checker.changes import Change, Slide, Verb, ahead, back, in_turn, reorder
-from schedir.checker.diagnostics import Excerpt, Faults, Finding, in_short
+from schedir.checker.diagnostics import Change, Excerpt, Faults, Finding, Side, in_short
+from schedir.checker.repairs import Slide, in_turn, reorder, slide
 from schedir.checker.rules import MEETS, WAIT_CYCLE
 from schedir.graph.compile import graph_of
 from schedir.graph.cycles import Wait, shortest_cycle
@@ -106,9 +105,7 @@ def _shortest(
     """The shortest wait cycle."""
     cycle = shortest_cycle(waiting)
     rows = _shortened(_rows(schedule.columns, cycle))
-    communicates = given is None and bool(schedule.columns.is_kind(*COMMUNICATION).any())
     channel, clean = judged
-    breaking = partial(_breaking, schedule, given or schedule, cycle, bool(ties))
     yield Finding(
         WAIT_CYCLE.at(
             schedule,
@@ -120,10 +117,7 @@ def _shortest(
             inserted=given is not None,
             excerpts=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
         ),
-        breaking(),
-        of_communication=communicates,
-        blocks=communicates,
-        blocks_less=None if ties else breaking,
+        (None, _breaking(schedule, given or schedule, cycle, bool(ties))),
     )
 
 
@@ -178,12 +172,13 @@ def _breaking(
         later_moves += [(place, max(last, kept[place] + 1)) for place in (earlier, *inner)]
 
     def slides(compute: bool) -> Iterator[Slide]:
-        verb: Verb = "move" if compute else "post"
-        for moves, to_side, end in ((earlier_moves, ahead, 0), (later_moves, back, 1)):
+        sides: tuple[tuple[list[tuple[int, Ints]], Side, int], ...]
+        sides = (earlier_moves, "before", 0), (later_moves, "after", 1)
+        for moves, side, end in sides:
             for place, to in moves:
                 if computes[place] == compute and not inserted[place]:
                     limit = _window(schedule, place)[end]
-                    yield to_side(given, int(kept[place]), int(to), verb, limit)
+                    yield slide(given, int(kept[place]), side, int(to), limit)
 
     # To move compute is to change the schedule, and not how it is posted.
     yield from in_turn(list(slides(compute=False)))

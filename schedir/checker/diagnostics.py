@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import attrs
 import numpy as np
 
-from schedir.checker.changes import Change
 from schedir.display import Displayed, rounded
 from schedir.errors import ScheduleError
 from schedir.ir import Action, Columns, Ints, Schedule, Source
@@ -137,7 +136,6 @@ class Rule:
         self,
         schedule: Schedule,
         rows: Ints | Sequence[Sequence[int] | Ints],
-        help: Callable[..., Finding] = lambda schedule, found, *places: Finding(found),
         *,
         keys: Ints | None = None,
         extents: Ints | None = None,
@@ -146,8 +144,7 @@ class Rule:
         """A fault at each row of places, the primary one first; -1 stands for no place.
 
         A fact that is an array or a list has one item for each row. By default the `keys` are the
-        kind, stage, rank and microbatch of the primary place. `help` makes the Finding, with the
-        changes that may fix the fault, from the schedule, the diagnostic and its places.
+        kind, stage, rank and microbatch of the primary place.
         """
         if isinstance(rows, np.ndarray):
             rows = np.column_stack([rows])
@@ -159,14 +156,13 @@ class Rule:
             rule=self,
             keys=keys,
             extents=np.ones_like(keys) if extents is None else extents,
-            findings=self._findings(schedule, rows, help, facts),
+            findings=self._findings(schedule, rows, facts),
         )
 
     def _findings(
         self,
         schedule: Schedule,
         rows: Iterable[Iterable[int]],
-        help: Callable[..., Finding],
         facts: Mapping[str, Any],
     ) -> Iterator[Finding]:
         lists = {
@@ -177,7 +173,7 @@ class Rule:
         for row, *own in zip(rows, *lists.values(), strict=True):
             places = [int(place) for place in row if place >= 0]
             found = self.at(schedule, *places, **{**facts, **dict(zip(lists, own, strict=True))})
-            yield help(schedule, found, *places)
+            yield Finding(found)
 
 
 def _numbers(schedule: Schedule, places: Ints) -> Ints:
@@ -310,22 +306,157 @@ class Diagnostic:
         return tuple(texts(self) if callable(texts) else (fill(each, self) for each in texts))
 
 
+# Changes: entries are moved, reordered, added, removed or rewritten, sends and receives joined into
+# batches, or left out for schedir to insert. The text of a change is the help line that a user
+# reads; following it to the letter makes exactly that change.
+
+Side = Literal["before", "after"]
+Verb = Literal["move", "post"]
+
+
+@attrs.frozen
+class Move:
+    """Move the entry at `index` of a rank's list, with all its parts, before or after the entry at
+    `target`."""
+
+    rank: int
+    index: int
+    side: Side
+    target: int
+    verb: Verb = "move"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.verb} rank {self.rank} #{self.index} {self.side} rank {self.rank} "
+            f"#{self.target}"
+        )
+
+
+@attrs.frozen
+class Reorder:
+    """Put the entries at `indices` of a rank's list into that order, in the places that they occupy
+    now."""
+
+    rank: int
+    indices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if len(self.indices) == 2:
+            high, low = self.indices
+            return f"swap rank {self.rank} #{low} and rank {self.rank} #{high}"
+        slots = " ".join(f"#{index}" for index in sorted(self.indices))
+        order = " ".join(f"#{index}" for index in self.indices)
+        return f"list rank {self.rank} {slots} in the order {order}"
+
+
+@attrs.frozen
+class Add:
+    """Put an action into a rank's list, before or after the entry at `target`; None if the list is
+    empty."""
+
+    action: Action
+    rank: int
+    side: Side
+    target: int | None
+
+    def __str__(self) -> str:
+        if self.target is None:
+            return f"add {self.action} to rank {self.rank}"
+        return f"add {self.action} {self.side} rank {self.rank} #{self.target}"
+
+
+@attrs.frozen
+class Remove:
+    """Take an action out of a rank's list; the other parts of its entry stay."""
+
+    action: Action
+    rank: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"remove {self.action} at rank {self.rank} #{self.index}"
+
+
+@attrs.frozen
+class Write:
+    """Write an action in place of another one."""
+
+    action: Action
+    old: Action
+    rank: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"write {self.action} in place of {self.old} at rank {self.rank} #{self.index}"
+
+
+@attrs.frozen
+class Several:
+    """Several changes, one after the other. `several` orders them so that no change renumbers an
+    entry that a later one names."""
+
+    changes: tuple[Add | Remove | Write, ...]
+
+    def __str__(self) -> str:
+        return ", and ".join(map(str, self.changes))
+
+
+@attrs.frozen
+class AsSent:
+    """Reorder what a rank receives from another rank into the order in which that rank sends it."""
+
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return (
+            f"order rank {self.target}'s receives from rank {self.source} as rank {self.source} "
+            "sends them"
+        )
+
+
+@attrs.frozen
+class Batch:
+    """Join the sends and receives of a rank that block each other. `tried` says whether moves were
+    tried before."""
+
+    tried: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"{_after_moves(self.tried)}post the sends and receives that block each other as "
+            "batches, as schedir.batch_communication does"
+        )
+
+
+@attrs.frozen
+class LeaveOut:
+    """Leave the communication out; schedir inserts it. `tried` means the same as in Batch."""
+
+    tried: bool = False
+
+    def __str__(self) -> str:
+        return f"{_after_moves(self.tried)}leave the communication out, and schedir inserts it"
+
+
+def _after_moves(tried: bool) -> str:
+    return "none of the moves tried fixes it; " if tried else ""
+
+
+Edit: TypeAlias = Add | Remove | Write
+Change: TypeAlias = Move | Reorder | Edit | Several | AsSent | Batch | LeaveOut
+
+
 @attrs.frozen(eq=False)
 class Finding:
-    """A fault in words, and the changes that may fix it, likely ones first.
+    """A fault in words.
 
-    `of_communication` says that leaving the communication out, for schedir to insert, is one more
-    change; `blocks` says the same of joining it into batches. `otherwise` ends the fault whatever
-    else is wrong: it is proposed if no other change is known to be right. `blocks_less` makes the
-    changes again; one of them may end a deadlock that is not the only one.
+    `changes` are the change that ends it whatever else is wrong, None if none is known, and those
+    to try, likely ones first; None if they follow from the locations.
     """
 
     diagnostic: Diagnostic
-    changes: Iterable[Change] = ()
-    otherwise: Change | None = None
-    of_communication: bool = False
-    blocks: bool = False
-    blocks_less: Callable[[], Iterable[Change]] | None = None
+    changes: tuple[Change | None, Iterable[Change]] | None = None
 
 
 @attrs.frozen(eq=False, kw_only=True, slots=False)
@@ -360,9 +491,8 @@ Tally: TypeAlias = Counter[tuple[str, int]]
 
 def fault(
     diagnostic: Diagnostic,
-    changes: Iterable[Change] = (),
+    changes: tuple[Change | None, Iterable[Change]] | None = None,
     *,
-    otherwise: Change | None = None,
     key: int = 0,
     extent: int = 1,
 ) -> Faults:
@@ -371,7 +501,7 @@ def fault(
         rule=diagnostic.rule,
         keys=np.array([key]),
         extents=np.array([extent]),
-        findings=(Finding(diagnostic, changes, otherwise),),
+        findings=(Finding(diagnostic, changes),),
     )
 
 

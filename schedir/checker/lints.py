@@ -18,9 +18,9 @@ import attrs
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import LeaveOut, Move, Side, changed
 from schedir.checker.deadlock import runs
-from schedir.checker.diagnostics import Faults, fault
+from schedir.checker.diagnostics import Faults, LeaveOut, Move, Side, fault
+from schedir.checker.repairs import changed
 from schedir.graph.compile import Graph, graph_of
 from schedir.graph.paths import (
     NEEDS,
@@ -172,7 +172,7 @@ def _exposed_communication(
                 possible=possible,
                 times=times,
             ),
-            otherwise=change or LeaveOut(),
+            (change or LeaveOut(), ()),
         )
 
 

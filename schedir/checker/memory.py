@@ -8,14 +8,10 @@ import attrs
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import Write, removal, rewriting, several
-from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Rule, fault
+from schedir.checker.diagnostics import Diagnostic, Faults, Rule, fault
 from schedir.graph.alive import HELD_UNTIL, HeldUntil, peak_activations, weight_versions
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import GATHERS, HOMES, NAMES_VERSION, RELEASES, Bools, Ints, Schedule, Ties
-
-# A text that takes out more actions than these is no help.
-_MOST_REMOVED = 8
 
 
 @attrs.frozen
@@ -47,7 +43,7 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
     graph, columns = graph_of(schedule), schedule.columns
     missing = np.flatnonzero((columns.version > graph.turn) & columns.is_kind(*HOMES))
     newest = graph.turn[missing]
-    yield rules.VERSION_NOT_AVAILABLE.each(schedule, missing, _at_the_newest, newest=newest)
+    yield rules.VERSION_NOT_AVAILABLE.each(schedule, missing, newest=newest)
     # An action that names the version of its forward names the right one.
     again = columns.where(*NAMES_VERSION - HOMES)
     pair = columns.stage[again], columns.microbatch[again]
@@ -55,12 +51,11 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
     yield rules.RECOMPUTE_AT_ANOTHER_VERSION.each(
         schedule,
         np.column_stack((again, graph.home[pair]))[wrong],
-        _unnamed,
         version=graph.reads[pair][wrong],
     )
     if graph.sharded.any():
         named = np.flatnonzero((columns.version >= 0) & graph.sharded[columns.stage])
-        yield rules.VERSION_OF_SHARDED.each(schedule, named, _unnamed)
+        yield rules.VERSION_OF_SHARDED.each(schedule, named)
         yield from _sharded_on_several(graph)
     # What tied stages may not do, others may: the note would only echo the error.
     yield from list(_tied_versions_agree(graph, ties)) or _versions_agree(graph)
@@ -77,28 +72,9 @@ def _sharded_on_several(graph: Graph) -> Iterator[Faults]:
     schedule, columns = graph.schedule, graph.columns
     listed = columns.where(*GATHERS, *RELEASES)
     for stage in graph.sharded.nonzero()[0].tolist():
-        held, own = schedule.placement[stage], listed[columns.stage[listed] == stage].tolist()
+        held, own = schedule.placement[stage], listed[columns.stage[listed] == stage]
         if len(held) > 1:
-            out = [removal(schedule, place) for place in own]
-            yield fault(
-                rules.SHARDED_ON_SEVERAL.at(schedule, own[0], held=held),
-                otherwise=several(out) if len(out) <= _MOST_REMOVED else None,
-                key=stage,
-            )
-
-
-def _reading(schedule: Schedule, place: int, version: int | None) -> Write:
-    """The change that names another version, or none, in the action at a place."""
-    action = attrs.evolve(schedule.columns.action(place), version=version)
-    return rewriting(schedule, place, action)
-
-
-def _at_the_newest(schedule: Schedule, found: Diagnostic, place: int) -> Finding:
-    return Finding(found, otherwise=_reading(schedule, place, found.facts["newest"]))
-
-
-def _unnamed(schedule: Schedule, found: Diagnostic, place: int, *_: int) -> Finding:
-    return Finding(found, otherwise=_reading(schedule, place, None))
+            yield fault(rules.SHARDED_ON_SEVERAL.at(schedule, own[0], held=held), key=stage)
 
 
 def _versions_agree(graph: Graph) -> Iterator[Faults]:
@@ -132,14 +108,10 @@ def _tied_versions_agree(graph: Graph, ties: Ties) -> Iterator[Faults]:
         reads = graph.reads[[*tie]]
         differ = reads != reads[0]
         if differ.any():
-            first, other = np.argwhere(differ.T)[0]
+            _, other = np.argwhere(differ.T)[0]
             rule = rules.TIED_VERSIONS_DISAGREE
             finding, many = _disagreeing(rule, graph, differ, tie[0], tie[other])
-            # The oldest exists on all of them.
-            oldest = int(reads[:, first].min())
-            newer = graph.home[[*tie], first][reads[:, first] > oldest].tolist()
-            otherwise = several(_reading(graph.schedule, place, oldest) for place in newer)
-            yield fault(finding, otherwise=otherwise, key=number, extent=many)
+            yield fault(finding, key=number, extent=many)
 
 
 def _disagreeing(

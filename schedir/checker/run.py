@@ -13,10 +13,10 @@ import numpy as np
 from schedir.checker.communication import collectives, communication
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
 from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Location, Report
-from schedir.checker.fixes import Trials
 from schedir.checker.lints import Pricing, lints
 from schedir.checker.memory import Limits, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
+from schedir.checker.repairs import Trials
 from schedir.checker.rules import (
     BACKWARD_BEFORE_FORWARD,
     EMPTY_STEP,
@@ -218,21 +218,17 @@ def _completed(
     return blocking, None if blocking else complete
 
 
-def _judge(schedule: Schedule, channel: str, terms: _Terms, errors_only: bool) -> Iterator[Faults]:
-    """The faults of a changed schedule whose structure is sound."""
+def _judge(schedule: Schedule, channel: str, terms: _Terms) -> Iterator[Faults]:
+    """The errors of a changed schedule whose structure is sound."""
     found = []
     for faults in _of_compute(schedule, terms):
         found.append(faults)
-        if not errors_only or _has_errors([faults]):
+        if _has_errors([faults]):
             yield faults
     blocking, complete = _completed(schedule, terms.ties, found)
     yield from blocking
-    if complete is None:
-        return
-    if not runs(complete, channel, _ties_that_hold(terms.ties, found)):
+    if complete is not None and not runs(complete, channel, _ties_that_hold(terms.ties, found)):
         yield Faults(rule=WAIT_CYCLE, keys=np.zeros(1, np.int64), findings=())
-    elif not errors_only and not _has_errors(found):
-        yield from _lints(schedule, complete, channel, terms)
 
 
 def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]:
@@ -282,8 +278,8 @@ def _diagnostics(
     trials = Trials(
         schedule,
         found,
-        lambda changed, errors: _judge(changed, channel, terms, errors),
-        lambda changed: _blocked(changed, channel, terms),
+        lambda changed: _judge(changed, channel, terms),
+        None if terms.ties else lambda changed: _blocked(changed, channel, terms),
     )
     diagnostics: list[Diagnostic] = []
     # What is rare goes first: thousands of findings of one code leave no time to try for others.

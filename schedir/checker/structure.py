@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, combinations, product
 from typing import Any
 
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import (
-    Change,
-    added,
-    beside,
-    is_misplaced,
-    last_of_stage,
-    removal,
-    several,
-    taken_to,
-)
 from schedir.checker.diagnostics import (
     Diagnostic,
     Faults,
@@ -35,8 +25,6 @@ from schedir.ir import (
     COMPUTE,
     COPIES,
     HOMES,
-    KINDS,
-    SUMS,
     Action,
     Ints,
     Kind,
@@ -54,7 +42,7 @@ def _way(kind: Kind) -> tuple[Kind, ...]:
     return tuple(each for each in Kind if each in alone)
 
 
-_WAYS = [_way(kind) for kind in Kind if kind in COMPLETES_GRADIENTS]
+WAYS = [_way(kind) for kind in Kind if kind in COMPLETES_GRADIENTS]
 """What a stage may run to a microbatch's goal, with what alone makes what that ends: a B, or an I
 and its W."""
 (_HOME,) = HOMES
@@ -68,43 +56,28 @@ def structure(schedule: Schedule) -> Iterator[Faults]:
     stages, microbatches = pairs.shape
     no_stage = columns.stage >= stages
     no_microbatch = ~no_stage & (columns.microbatch >= microbatches)
-    yield _told(rules.UNKNOWN_STAGE, schedule, _out, np.flatnonzero(no_stage), stages=stages)
-    yield _told(
-        rules.UNKNOWN_MICROBATCH,
-        schedule,
-        _out,
-        np.flatnonzero(no_microbatch),
-        microbatches=microbatches,
-    )
+    strange = np.flatnonzero(no_stage), np.flatnonzero(no_microbatch)
+    yield _told(rules.UNKNOWN_STAGE, schedule, strange[0], stages=stages)
+    yield _told(rules.UNKNOWN_MICROBATCH, schedule, strange[1], microbatches=microbatches)
     known = np.flatnonzero(~(no_stage | no_microbatch))
     yield _on_their_ranks(schedule, known, pairs)
     places = known[columns.microbatch[known] >= 0]
     first = pairs.places[columns.kind[places], pairs.rows(columns, places)]
     again = first != places
-    yield _told(rules.DUPLICATE_ACTION, schedule, _spare, places[again], first[again])
+    yield _told(rules.DUPLICATE_ACTION, schedule, places[again], first[again])
     yield _missing(schedule, pairs)
     yield from _in_one_way(schedule, pairs)
     home = pairs.of(_HOME)
     for kind in _BESIDE:  # on the rank of its forward
         some = pairs.of(kind)
         apart = (some >= 0) & (home >= 0) & (columns.rank[some] != columns.rank[home])
-        yield _told(rules.SPLIT_MICROBATCH, schedule, _together, some[apart], home[apart])
+        yield _told(rules.SPLIT_MICROBATCH, schedule, some[apart], home[apart])
 
 
-def _told(
-    rule: Rule, schedule: Schedule, change: Callable[..., Change], *columns: Ints, **facts: Any
-) -> Faults:
+def _told(rule: Rule, schedule: Schedule, *columns: Ints, **facts: Any) -> Faults:
     """One fault at each place in the first of the columns, with the places in the other columns."""
     rows = np.stack(columns, axis=1)[np.argsort(columns[0])]
-
-    def help(schedule: Schedule, finding: Diagnostic, *places: int) -> Finding:
-        return Finding(finding, otherwise=change(schedule, *places))
-
-    return rule.each(schedule, rows, help, **facts)
-
-
-def _out(schedule: Schedule, place: int) -> Change:
-    return removal(schedule, place)
+    return rule.each(schedule, rows, **facts)
 
 
 def _on_their_ranks(schedule: Schedule, places: Ints, pairs: Pairs) -> Faults:
@@ -124,7 +97,7 @@ def _on_their_ranks(schedule: Schedule, places: Ints, pairs: Pairs) -> Faults:
             )
         )
     homes = [now[stage] for stage in columns.stage[wrong].tolist()]
-    return _told(rules.WRONG_RANK, schedule, _to_its_rank, wrong, held=homes)
+    return _told(rules.WRONG_RANK, schedule, wrong, held=homes)
 
 
 def _elsewhere(schedule: Schedule, places: Ints) -> dict[int, list[int]]:
@@ -142,97 +115,28 @@ def _elsewhere(schedule: Schedule, places: Ints) -> dict[int, list[int]]:
     return wrong if apart and split == len(np.unique(pair)) else {}
 
 
-def _to_its_rank(schedule: Schedule, place: int) -> Change:
-    """The change that moves an action to a rank that holds its stage, or removes it if that rank
-    has it."""
-    action, out = schedule.columns.action(place), removal(schedule, place)
-    if action.microbatch is None:
-        return _of_stage_to_its_rank(schedule, place)
-    if pairs_of(schedule).listed(action.kind, action.stage, action.microbatch) != place:
-        return out
-    rank = _home(schedule, action.stage, action.microbatch)
-    if rank is None:
-        rank = schedule.placement[action.stage][0]
-    return several((out, added(schedule, action, rank)))
-
-
-def _home(schedule: Schedule, stage: int, microbatch: int) -> int | None:
-    """The rank that has most of a stage's work on a microbatch, of those that hold the stage; the
-    one of the forward, of several."""
-    listed, ranks = pairs_of(schedule).listed, schedule.columns.rank
-    places = (listed(kind, stage, microbatch) for kind in (_HOME, *KINDS))
-    found = [int(ranks[place]) for place in places if place >= 0]
-    held = [rank for rank in found if rank in schedule.placement[stage]]
-    return max(held, key=held.count, default=None)
-
-
-def _of_stage_to_its_rank(schedule: Schedule, place: int) -> Change:
-    """The change that moves a stage-wide action to a rank of its stage that has none after its
-    gradients, or removes it."""
-    columns, out = schedule.columns, removal(schedule, place)
-    stage, kind = out.action.stage, out.action.kind
-    for rank in schedule.placement[stage]:
-        gradient = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS)
-        after = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS, *SUMS)
-        if gradient >= 0 and last_of_stage(columns, stage, rank, kind) < gradient:
-            target = gradient if kind in SUMS else after
-            return several((out, beside(schedule, out.action, "after", target)))
-    return out
-
-
 def _in_one_way(schedule: Schedule, pairs: Pairs) -> Iterator[Faults]:
     """Each (stage, microbatch) reaches its goal in one way."""
-    for whole, way in combinations(_WAYS, 2):
+    for whole, way in combinations(WAYS, 2):
         for part, other in product(way, whole):
             both = (pairs.of(part) >= 0) & (pairs.of(other) >= 0)
             ends = pairs.of(part)[both], pairs.of(other)[both]
-            yield _told(rules.MIXED_BACKWARD, schedule, _one_way, *ends)
-
-
-def _one_way(schedule: Schedule, place: int, other: int) -> Change:
-    """The change that removes a part of a way, or if that way is complete, the whole one."""
-    action, listed = schedule.columns.action(place), pairs_of(schedule).listed
-    (way,) = (way for way in _WAYS if action.kind in way)
-    complete = all(listed(part, action.stage, action.microbatch or 0) >= 0 for part in way)
-    return removal(schedule, other if complete else place)
-
-
-def _spare(schedule: Schedule, again: int, first: int) -> Change:
-    """The change that removes one of two equal actions: the second, unless only that one is in the
-    right place."""
-    columns = schedule.columns
-    home = _home(schedule, int(columns.stage[first]), int(columns.microbatch[first]))
-
-    def astray(place: int) -> bool:
-        return columns.rank[place] != home or is_misplaced(schedule, place)
-
-    return removal(schedule, first if astray(first) and not astray(again) else again)
-
-
-def _together(schedule: Schedule, place: int, forward: int) -> Change:
-    """The change that moves a part of a microbatch's work to the rank that has most of it: the
-    forward, if the forward is alone."""
-    columns = schedule.columns
-    rank = _home(schedule, int(columns.stage[place]), int(columns.microbatch[place]))
-    if rank is None:
-        rank = int(columns.rank[forward])
-    moved = forward if columns.rank[forward] != rank and columns.rank[place] == rank else place
-    return taken_to(schedule, moved, rank, there=False)
+            yield _told(rules.MIXED_BACKWARD, schedule, *ends)
 
 
 def _missing(schedule: Schedule, pairs: Pairs) -> Faults:
     """Missing forwards, and missing ways to a goal."""
-    parts = (_HOME, *chain.from_iterable(_WAYS))
+    parts = (_HOME, *chain.from_iterable(WAYS))
     # One more row, for every pair that no action names: a file may claim a billion of them.
     places = np.array([np.append(pairs.of(kind), -1) for kind in parts])
     listed = {kind: own >= 0 for kind, own in zip(parts, places, strict=True)}
-    ways = [np.array([listed[kind] for kind in way]) for way in _WAYS]
+    ways = [np.array([listed[kind] for kind in way]) for way in WAYS]
     complete = np.any([way.all(axis=0) for way in ways], axis=0)
     # The first way that is begun, else the first.
     chosen = np.argmax([way.any(axis=0) for way in ways], axis=0)
     lacks = {_HOME: ~listed[_HOME]} | {
         kind: ~listed[kind] & ~complete & (chosen == number)
-        for number, way in enumerate(_WAYS)
+        for number, way in enumerate(WAYS)
         for kind in way
     }
     many = np.sum([*lacks.values()], axis=0)
@@ -252,7 +156,7 @@ def _missing(schedule: Schedule, pairs: Pairs) -> Faults:
                 action = Action(kind, stage, microbatch)
                 where = Location(rank, None, action), *related
                 found = Diagnostic(rules.MISSING_ACTION, where)
-                yield Finding(found, otherwise=added(schedule, action, rank))
+                yield Finding(found)
 
     return Faults(
         rule=rules.MISSING_ACTION,

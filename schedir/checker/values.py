@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 
-import attrs
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.changes import (
-    Add,
-    Change,
-    Side,
-    added,
-    ahead,
-    anywhere,
-    back,
-    beside,
-    in_turn,
-    last_of_stage,
-    moved_beside,
-    removal,
-)
-from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Rule
-from schedir.graph.compile import graph_of, pairs_of
+from schedir.checker.diagnostics import Faults, Rule
+from schedir.graph.compile import graph_of
 from schedir.graph.faults import HELD, LINKED, OTHERS, Fault, faults
-from schedir.ir import (
-    COMMUNICATION,
-    COMPUTE,
-    HOMES,
-    KINDS,
-    READS_WEIGHTS,
-    VALUES,
-    Action,
-    Ints,
-    Kind,
-    Schedule,
-)
-from schedir.ir.kinds import STAGE_WIDE, uses_of
+from schedir.ir import HOMES, KINDS, VALUES, Ints, Schedule
 
 _CLAIMS = {
     ("late", "input", "home", "compute"): rules.INPUT_NOT_READY,
@@ -70,9 +42,7 @@ _RULES = tuple(dict.fromkeys((*_CLAIMS.values(), *_GENERAL.values())))
 _ROLES = np.array(["home" if kind in HOMES else kind.meaning.on for kind in KINDS])
 
 
-def values(
-    schedule: Schedule, help: Callable[..., Finding], *, of_transfers: bool = False
-) -> Iterator[Faults]:
+def values(schedule: Schedule, *, of_transfers: bool = False) -> Iterator[Faults]:
     """The faults of the values, rule by rule: against the rules that judge only complete lists, or
     against all others. Of several faults at one place the first is reported. Expects a sound
     structure."""
@@ -102,7 +72,6 @@ def values(
             yield rule.each(
                 schedule,
                 np.column_stack((places, others)),
-                help,
                 value=names[of],
                 word=words[of],
                 label=np.where((labels[of] == "gone") & (others < 0), "missing", labels[of]),
@@ -112,41 +81,3 @@ def values(
 def _found(schedule: Schedule, names: frozenset[str]) -> list[Fault]:
     """The faults of the graph, computed once for each Schedule object."""
     return schedule.once(("faults", names), lambda: [*faults(graph_of(schedule), names)])
-
-
-def mended(schedule: Schedule, found: Diagnostic, place: int, other: int = -1) -> Finding:
-    """The changes that may fix a fault of a value; `other` is the place that makes the value too
-    late, ended it or made it before."""
-    label, value = found.facts["label"], found.facts["value"]
-    if label == "late":
-        slides = back(schedule, place, other), ahead(schedule, other, place)
-        moved = moved_beside(schedule, place, "after", other)
-        communicates = found.action.kind in COMMUNICATION
-        return Finding(found, in_turn(slides), moved, of_communication=communicates)
-    # What makes or ends it and nobody lists is added; or what is one too many goes, but for
-    # compute, of which nothing is.
-    adds = [*_unlisted(schedule, place, "end" if label == "unended" else "make", value)]
-    places = (place,) if other < 0 else (place, other)
-    computes = schedule.columns.is_kind(*COMPUTE)
-    spare = places[::-1] if label == "gone" else (place,)
-    out = [removal(schedule, each) for each in spare if not computes[each]][:1]
-    changes: Iterator[Change] = chain(adds, anywhere(schedule, places), out)
-    # Weights that are not gathered, or not given up, are so once there is an action more.
-    lacks = value in HELD and (label == "unended" or computes[place])
-    rest = adds if lacks and label != "gone" else out
-    return Finding(found, changes, rest[0] if rest else None)
-
-
-def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:
-    """The actions that would make or end a value of a place's stage and microbatch, and that nobody
-    lists; those of a whole stage, before or after what uses the value."""
-    action, listed = schedule.columns.action(place), pairs_of(schedule).listed
-    rank = int(schedule.columns.rank[place])
-    for kind in (kind for kind in Kind if uses_of(kind, does, value)):
-        if kind in STAGE_WIDE:
-            last = last_of_stage(schedule.columns, action.stage, rank, *READS_WEIGHTS)
-            side: Side = "before" if does == "make" else "after"
-            target = place if does == "make" else max(place, last)
-            yield beside(schedule, Action(kind, action.stage), side, target)
-        elif listed(kind, action.stage, action.microbatch or 0) < 0:
-            yield added(schedule, attrs.evolve(action, kind=kind, version=None), rank)

@@ -1,0 +1,781 @@
+"""What ends a fault: changes of a list, made from the places that a finding names, and tried before
+they are proposed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, reduce
+from itertools import chain, compress, zip_longest
+from typing import TypeAlias
+
+import attrs
+import numpy as np
+
+from schedir.checker import rules
+from schedir.checker.diagnostics import (
+    Add,
+    AsSent,
+    Batch,
+    Change,
+    Diagnostic,
+    Edit,
+    Faults,
+    Finding,
+    LeaveOut,
+    Location,
+    Move,
+    Remove,
+    Reorder,
+    Several,
+    Side,
+    Tally,
+    Verb,
+    Write,
+)
+from schedir.checker.structure import WAYS
+from schedir.graph.compile import Graph, graph_of, pairs_of
+from schedir.ir import (
+    BACKWARDS,
+    COMMUNICATION,
+    COMPLETES_GRADIENTS,
+    COMPUTE,
+    GATHERS,
+    GROUPS,
+    HOMES,
+    KINDS,
+    READS_WEIGHTS,
+    RECEIVES,
+    RELEASES,
+    SENDS,
+    STEPS,
+    SUMS,
+    VALUES,
+    Action,
+    Columns,
+    Ints,
+    Kind,
+    Schedule,
+    Sources,
+    columns_of,
+)
+from schedir.ir.kinds import STAGE_WIDE, uses_of
+from schedir.passes import batch_communication, strip_communication
+
+
+def changed(schedule: Schedule, change: Change) -> Schedule:
+    """The schedule after a change."""
+    if isinstance(change, LeaveOut):
+        return strip_communication(schedule)
+    if isinstance(change, Batch):
+        return batch_communication(schedule)
+    if isinstance(change, Several):
+        return reduce(changed, change.changes, schedule)
+    columns, new = schedule.columns, len(schedule.columns)
+    rank = change.target if isinstance(change, AsSent) else change.rank
+    start, end = columns.starts[[rank, rank + 1]].tolist()
+    heads = columns.heads[(columns.heads > start) & (columns.heads < end)]
+    entries = [entry.tolist() for entry in np.split(np.arange(start, end), heads - start)]
+    entries, like = _edited(schedule, change, entries)
+    own = np.array([place for entry in entries for place in entry], np.int64)
+    joined = [part > 0 for entry in entries for part in range(len(entry))]
+    places = np.concatenate((np.arange(start), own, np.arange(end, new)))
+    row = columns_of([[change.action] if isinstance(change, Add | Write) else []])
+    kind, stage, microbatch, version = (
+        np.append(getattr(columns, name), getattr(row, name))[places]
+        for name in ("kind", "stage", "microbatch", "version")
+    )
+    listed = Columns(
+        columns.starts + (len(own) - (end - start)) * (np.arange(columns.ranks + 1) > rank),
+        kind,
+        stage,
+        microbatch,
+        version,
+        np.concatenate((columns.joined[:start], np.array(joined, np.bool_), columns.joined[end:])),
+    )
+    sources = schedule.sources
+    if sources is not None:
+        lines = np.append(sources.line_of, -1 if like < 0 else sources.line_of[like])
+        sources = Sources(sources.lines, lines[places])
+    return attrs.evolve(schedule, actions=listed, sources=sources)
+
+
+def _edited(
+    schedule: Schedule, change: Move | Reorder | Edit | AsSent, entries: list[list[int]]
+) -> tuple[list[list[int]], int]:
+    """The entries of a rank after a change, as places, and the place that a new action replaces, -1
+    for none.
+
+    The place of a new action is the one after all others.
+    """
+    columns, new = schedule.columns, len(schedule.columns)
+    if isinstance(change, Move):
+        entry, to = entries.pop(change.index), change.target + (change.side == "after")
+        entries.insert(to - (change.index < to), entry)  # it leaves a gap where it stood
+    elif isinstance(change, Reorder):
+        moved = [entries[index] for index in change.indices]
+        for index, entry in zip(sorted(change.indices), moved, strict=True):
+            entries[index] = entry
+    elif isinstance(change, Add):
+        entries.insert((change.target or 0) + (change.side == "after"), [new])
+    elif isinstance(change, AsSent):
+        # What runs together are slots: the receives change places, and nothing else does.
+        transfers = graph_of(schedule).transfers
+        order, _ = transfers.by_channel
+        own = transfers.source[order] == change.source
+        own &= transfers.target[order] == change.target
+        receives = transfers.receive[order[own]].tolist()
+        slots = dict(zip(sorted(receives), receives, strict=True))
+        entries = [[slots.get(place, place) for place in entry] for entry in entries]
+    else:  # one of the parts of an entry
+        entry = entries[change.index]
+        wanted = change.action if isinstance(change, Remove) else change.old
+        at = next(at for at, place in enumerate(entry) if columns.action(place) == wanted)
+        old = entry[at]
+        entry[at : at + 1] = [new] if isinstance(change, Write) else []
+        return entries, old
+    return entries, -1
+
+
+def several(edits: Iterable[Edit]) -> Edit | Several:
+    """The changes, ordered so that no change renumbers an entry that a later one names."""
+
+    def position(edit: Edit) -> tuple[int, float]:
+        if not isinstance(edit, Add):
+            return edit.rank, -edit.index
+        target = -1 if edit.target is None else edit.target
+        return edit.rank, -(target + (0.5 if edit.side == "after" else -0.5))
+
+    ordered = sorted(edits, key=position)
+    return ordered[0] if len(ordered) == 1 else Several(tuple(ordered))
+
+
+def removal(schedule: Schedule, place: int) -> Remove:
+    """The change that takes out the action at a place."""
+    rank, index = schedule.columns.position(place)
+    return Remove(schedule.columns.action(place), rank, index)
+
+
+def rewriting(schedule: Schedule, place: int, action: Action) -> Write:
+    """The change that writes an action in place of the one at a place."""
+    rank, index = schedule.columns.position(place)
+    return Write(action, schedule.columns.action(place), rank, index)
+
+
+def beside(schedule: Schedule, action: Action, side: Side, place: int) -> Add:
+    """The change that adds an action next to a place."""
+    rank, index = schedule.columns.position(place)
+    return Add(action, rank, side, index)
+
+
+def moved_beside(schedule: Schedule, place: int, side: Side, target: int) -> Move | Several:
+    """The change that moves the action at a place next to another place of its rank, without the
+    other parts of its entry."""
+    columns = schedule.columns
+    if columns.shared[place]:
+        out = removal(schedule, place)
+        split = several((out, beside(schedule, out.action, side, target)))
+        assert isinstance(split, Several)
+        return split
+    rank, index = columns.position(place)
+    return Move(rank, index, side, columns.position(target)[1])
+
+
+@attrs.frozen
+class Slide:
+    """The moves of an entry to one side of each of the `targets`, nearest first."""
+
+    rank: int
+    index: int
+    side: Side
+    targets: range
+    verb: Verb = "move"
+
+    def moves(self) -> Iterator[Move]:
+        """Every move."""
+        for target in self.targets:
+            yield Move(self.rank, self.index, self.side, target, self.verb)
+
+
+def slide(
+    schedule: Schedule, place: int, side: Side, target: int, limit: int | None = None
+) -> Slide:
+    """The moves of the entry at `place` to before or after `target`, or further that way: at most
+    to that side of `limit`, or of all other entries of the rank."""
+    columns, step = schedule.columns, 1 if side == "after" else -1
+    rank, index = columns.position(place)
+    start, end = columns.starts[[rank, rank + 1]].tolist()
+    bound = columns.position(end - 1)[1] if side == "after" else 0
+    nearest = bound + step
+    if start <= target < end:
+        ends = columns.position(target)[1], index + step
+        nearest = max(ends) if side == "after" else min(ends)
+    if limit is not None and start <= limit + step < end:
+        bound = columns.position(limit + step)[1] - step
+    posted = KINDS[columns.kind[place]] in COMMUNICATION | GROUPS
+    return Slide(
+        rank, index, side, range(nearest, bound + step, step), "post" if posted else "move"
+    )
+
+
+def anywhere(schedule: Schedule, places: Iterable[int]) -> Iterator[Move]:
+    """The moves of any of the places within its list, likely ones first."""
+    sides: tuple[tuple[Side, int], ...] = ("after", 1), ("before", -1)
+    return in_turn([slide(schedule, p, side, p + step) for p in places for side, step in sides])
+
+
+def in_turn(slides: Sequence[Slide]) -> Iterator[Move]:
+    """The moves of all slides, likely ones first: the nearest of each, then the furthest of each
+    (which puts a send right after its maker, for example), then the others, nearer ones first."""
+    slides = [slide for slide in slides if slide.targets]
+    ends = [attrs.evolve(slide, targets=slide.targets[:1]) for slide in slides]
+    ends += [attrs.evolve(s, targets=s.targets[-1:]) for s in slides if len(s.targets) > 1]
+    between = [attrs.evolve(slide, targets=slide.targets[1:-1]) for slide in slides]
+    for slide in ends:
+        yield from slide.moves()
+    rows = zip_longest(*(slide.moves() for slide in between))
+    yield from (move for move in chain.from_iterable(rows) if move is not None)
+
+
+# A text that lists more actions than these is no help.
+_MOST_LISTED = 8
+
+
+def reorder(schedule: Schedule, places: Ints) -> Iterator[Reorder]:
+    """The change that puts places of a rank into another order. Nothing if there are too many for a
+    help line, or if some are parts of an entry."""
+    columns = schedule.columns
+    parts = columns.joined[places] | (columns.last[places] != places)
+    if len(places) <= _MOST_LISTED and not parts.any():
+        rank, _ = columns.position(int(places[0]))
+        yield Reorder(rank, tuple(columns.position(place)[1] for place in places.tolist()))
+
+
+# Where an action belongs: after what it uses, before what uses it, in the order of its kind.
+
+
+def _uses(kind: Kind) -> Iterator[tuple[Kind, int]]:
+    for use in kind.meaning.uses:
+        value = VALUES[use.value]
+        if use.does != "make" and value.per == "microbatch":
+            made = (use.value, 0), *((value.link,) if value.link else ())
+            for name, further in made:
+                yield from ((maker, further) for maker in Kind if uses_of(maker, "make", name))
+
+
+_USES = {kind: frozenset(_uses(kind)) for kind in Kind}
+"""By kind, the kinds on the same rank that make its inputs, and how many stages further on each
+is."""
+_USERS = {
+    used: [(kind, -further) for kind, uses in _USES.items() for by, further in uses if by is used]
+    for used in Kind
+}
+
+
+def additions(
+    schedule: Schedule,
+    action: Action,
+    rank: int,
+    least: int = 0,
+    most: int | None = None,
+) -> Iterator[Add]:
+    """The changes that add a missing action to the list of a rank, between the places `least` and
+    `most` if possible: first at its most likely place, then everywhere else between its inputs and
+    its use."""
+    start, end = schedule.columns.starts[[rank, rank + 1]].tolist()
+    uses, users = _around(schedule, action, rank)
+    first = max([start, least, *(1 + place for place in uses)])
+    last = min([end if most is None else most, *users])
+    likely = first if action.kind in SENDS else last
+    if action.kind not in COMMUNICATION:
+        own = BACKWARDS if action.kind in BACKWARDS else (action.kind,)
+        listed = pairs_of(schedule).listed
+        microbatch = action.microbatch or 0
+        before, after = (
+            [p for kind in own if start <= (p := listed(kind, action.stage, other)) < end]
+            for other in (microbatch - 1, microbatch + 1)
+        )
+        beside = [1 + max(before)] if before else after or [last if last < end else first]
+        likely = max(first, min(*beside, last))
+    for place in (likely, *range(last, first - 1, -1)):
+        yield at_gap(schedule, action, rank, place, ahead=place == last)
+
+
+def _around(schedule: Schedule, action: Action, rank: int) -> tuple[list[int], list[int]]:
+    """The places on a rank that make an action's inputs, and the places there that use its
+    result."""
+    listed = pairs_of(schedule).listed
+    start, end = schedule.columns.starts[[rank, rank + 1]].tolist()
+    uses, users = (
+        [listed(kind, action.stage + further, action.microbatch or 0) for kind, further in of]
+        for of in (_USES[action.kind], _USERS[action.kind])
+    )
+    return [p for p in uses if start <= p < end], [p for p in users if start <= p < end]
+
+
+def _is_misplaced(schedule: Schedule, place: int) -> bool:
+    """True if the action at a place comes before its inputs on its rank, or after its use."""
+    columns = schedule.columns
+    uses, users = _around(schedule, columns.action(place), int(columns.rank[place]))
+    return max(uses, default=-1) > place or min(users, default=place) < place
+
+
+def at_gap(schedule: Schedule, action: Action, rank: int, place: int, *, ahead: bool) -> Add:
+    """The change that adds an action before a place: ahead of the entry there, or after the entry
+    before it."""
+    columns = schedule.columns
+    start, end = int(columns.starts[rank]), int(columns.starts[rank + 1])
+    if start == end:
+        return Add(action, rank, "after", None)
+    if place == start or (ahead and place < end):
+        return beside(schedule, action, "before", place)
+    return beside(schedule, action, "after", place - 1)
+
+
+def last_of_stage(columns: Columns, stage: int, rank: int, *kinds: Kind) -> int:
+    """The last place of these kinds of a stage on a rank, -1 for none."""
+    own = slice(columns.starts[rank], columns.starts[rank + 1])
+    found = (columns.is_kind(*kinds)[own] & (columns.stage[own] == stage)).nonzero()[0]
+    return int(columns.starts[rank] + found[-1]) if len(found) else -1
+
+
+def after_stage(schedule: Schedule, action: Action, rank: int, *kinds: Kind) -> Add:
+    """The change that adds an action after the last of these kinds of its stage on a rank, or at
+    the end of the list."""
+    last = last_of_stage(schedule.columns, action.stage, rank, *kinds)
+    place = last + 1 if last >= 0 else int(schedule.columns.starts[rank + 1])
+    return at_gap(schedule, action, rank, place, ahead=False)
+
+
+# What may end a fault: what it lacks is added, what is one too many goes, what stands on a wrong
+# rank is taken to the right one, and what is late moves.
+
+Repairs: TypeAlias = tuple[Change | None, Iterable[Change]]
+"""The change that ends a fault whatever else is wrong, None if none is known, and the changes that
+may end it, likely ones first."""
+
+(_STEP,), (_SUM,), (_HOME,) = STEPS, SUMS, HOMES
+# What a stage has on a rank, but for what it computes first: the last of it is a step.
+_ENDS_WITH_A_STEP = (*COMPLETES_GRADIENTS, _SUM, _STEP)
+
+
+def repairs(schedule: Schedule, finding: Diagnostic) -> Repairs:
+    """What may end a fault, made from its locations."""
+    rule, facts = finding.rule, finding.facts
+    places = [_place(schedule.columns, at) for at in finding.locations if at.index is not None]
+    if finding.severity != "error":
+        return None, ()
+    if rule in (rules.UNKNOWN_STAGE, rules.UNKNOWN_MICROBATCH):
+        return removal(schedule, places[0]), ()
+    if rule in (rules.DUPLICATE_ACTION, rules.MIXED_BACKWARD):
+        return removal(schedule, _spare(schedule, *places)), ()
+    if rule in (rules.WRONG_RANK, rules.SPLIT_MICROBATCH, rules.NO_PEER):
+        return None if "placed" in facts else _at_home(schedule, places), ()
+    if rule is rules.MISSING_ACTION:
+        return next(additions(schedule, finding.action, finding.rank)), ()
+    if rule is rules.SHARDED_ON_SEVERAL:
+        listed = schedule.columns.where(*GATHERS, *RELEASES)
+        own = listed[schedule.columns.stage[listed] == finding.action.stage].tolist()
+        return _removals(schedule, own) if len(own) <= _MOST_LISTED else None, ()
+    if rule in _OF_VERSIONS:
+        return _reading(schedule, finding, places), ()
+    graph = graph_of(schedule)
+    if rule is rules.MIS_PAIRED:
+        return _paired(graph, facts["transfer"])
+    if rule is rules.UNMATCHED and "peer" in facts:
+        return _of_group(graph, places[0], facts["peer"])
+    if rule is rules.UNMATCHED or (rule is rules.MISSING_RECEIVE and len(places) == 1):
+        adds = _other_end(graph, places[0])
+        likely = next(adds)
+        return likely, chain((likely,), adds)
+    if "label" in facts:
+        late = facts["label"] == "late"
+        return _beside(schedule, places) if late else _living(schedule, finding, places)
+    if rule is rules.GROUP_ORDER:
+        return None, anywhere(schedule, places[:1])
+    return _of_round(graph, finding, places) if rule.code < "S3" else (None, ())
+
+
+def _place(columns: Columns, at: Location) -> int:
+    """The place of a location."""
+    head = columns.place(at.rank, at.index or 0)
+    entry = range(head, int(columns.last[head]) + 1)
+    return next(place for place in entry if columns.action(place) == at.action)
+
+
+def _removals(schedule: Schedule, places: Iterable[int]) -> Change:
+    return several(removal(schedule, place) for place in places)
+
+
+# Single actions.
+
+
+def _spare(schedule: Schedule, one: int, other: int) -> int:
+    """Of two places that exclude each other, the one to empty: of equal actions the first, unless
+    only that one is where it belongs; of two ways to a gradient the one that is not complete."""
+    columns, listed = schedule.columns, pairs_of(schedule).listed
+    action = columns.action(one)
+    stage, microbatch = action.stage, action.microbatch or 0
+    if columns.kind[one] == columns.kind[other]:
+        home = _home(schedule, stage, microbatch)
+        astray = [columns.rank[p] != home or _is_misplaced(schedule, p) for p in (one, other)]
+        return other if astray == [False, True] else one
+    (way,) = (way for way in WAYS if action.kind in way)
+    return other if all(listed(part, stage, microbatch) >= 0 for part in way) else one
+
+
+def _home(schedule: Schedule, stage: int, microbatch: int) -> int | None:
+    """The rank that has most of a stage's work on a microbatch, of those that hold the stage; the
+    one of the forward, of several."""
+    listed, ranks = pairs_of(schedule).listed, schedule.columns.rank
+    places = (listed(kind, stage, microbatch) for kind in (_HOME, *KINDS))
+    found = [int(ranks[place]) for place in places if place >= 0]
+    held = [rank for rank in found if rank in schedule.placement[stage]]
+    return max(held, key=held.count, default=None)
+
+
+def _at_home(schedule: Schedule, places: list[int]) -> Change:
+    """The change that takes one of the places to the rank that has most of its microbatch's work,
+    or a stage-wide action to a rank that has none after its gradients; or that removes it, if there
+    is no use for it."""
+    columns = schedule.columns
+    action = columns.action(places[0])
+    stage, microbatch, held = action.stage, action.microbatch, schedule.placement[action.stage]
+    if microbatch is None:
+        out = removal(schedule, places[0])
+        for rank in held:
+            gradient = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS)
+            after = last_of_stage(columns, stage, rank, *COMPLETES_GRADIENTS, *SUMS)
+            if gradient >= 0 and last_of_stage(columns, stage, rank, action.kind) < gradient:
+                target = gradient if action.kind in SUMS else after
+                return several((out, beside(schedule, action, "after", target)))
+        return out
+    home = _home(schedule, stage, microbatch)
+    rank = held[0] if home is None else home
+    place = next((each for each in places if columns.rank[each] != rank), places[0])
+    action, out = columns.action(place), removal(schedule, place)
+    if pairs_of(schedule).listed(action.kind, stage, microbatch) != place:
+        return out
+    if action.kind in COMMUNICATION:
+        other = action.counterpart
+        if other is None or other.stage >= schedule.stages:
+            return out
+        if _home(schedule, other.stage, microbatch) == rank:
+            return out
+    return several((out, next(additions(schedule, action, rank))))
+
+
+_OF_VERSIONS = (
+    rules.VERSION_NOT_AVAILABLE,
+    rules.RECOMPUTE_AT_ANOTHER_VERSION,
+    rules.VERSION_OF_SHARDED,
+    rules.TIED_VERSIONS_DISAGREE,
+)
+
+
+def _reading(schedule: Schedule, finding: Diagnostic, places: list[int]) -> Change:
+    """The change that names the newest version, or none; or of two versions the older."""
+    facts, version = finding.facts, finding.facts.get("newest")
+    if finding.rule is rules.TIED_VERSIONS_DISAGREE:
+        both = facts["version"], facts["other_version"]
+        version = min(both)
+        places = [place for place, own in zip(places, both, strict=True) if own > version]
+    else:
+        places = places[:1]
+    return several(
+        rewriting(schedule, at, attrs.evolve(schedule.columns.action(at), version=version))
+        for at in places
+    )
+
+
+# Values and transfers.
+
+
+def _beside(schedule: Schedule, places: list[int]) -> Repairs:
+    """What is late and what it is late for, the first and the last place, are brought together."""
+    late, maker = places[0], places[-1]
+    ways: list[tuple[int, Side, int]] = [(late, "after", maker), (maker, "before", late)]
+    if schedule.columns.action(maker).kind in RECEIVES:
+        ways.reverse()
+    return moved_beside(schedule, *ways[0]), in_turn([slide(schedule, *way) for way in ways])
+
+
+def _living(schedule: Schedule, finding: Diagnostic, places: list[int]) -> Repairs:
+    """What makes or ends a value and nobody lists is added; or what is one too many goes, but for
+    compute, of which nothing is."""
+    columns, label = schedule.columns, finding.facts["label"]
+    value, gone = finding.facts["value"], len(places) > 1 and label == "gone"
+    place, computes = places[0], [columns.action(each).kind in COMPUTE for each in places]
+    adds = [*_unlisted(schedule, place, "end" if label == "unended" else "make", value)]
+    order = places[::-1] if gone else places
+    spare = [each for each in order if columns.action(each).kind not in COMPUTE][:1]
+    out = [removal(schedule, each) for each in spare]
+    # Weights that are not gathered, or not given up, are so once there is an action more.
+    lacks = VALUES[value].per == "version" and (label == "unended" or computes[0])
+    rest: Sequence[Change] = adds if lacks and not gone else out
+    return rest[0] if rest else None, chain(adds, anywhere(schedule, places), out)
+
+
+def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:
+    """The actions that would make or end a value of a place's stage and microbatch, and that nobody
+    lists; those of a whole stage, before or after what uses the value."""
+    action, listed = schedule.columns.action(place), pairs_of(schedule).listed
+    rank = int(schedule.columns.rank[place])
+    for kind in (kind for kind in Kind if uses_of(kind, does, value)):
+        if kind in STAGE_WIDE:
+            last = last_of_stage(schedule.columns, action.stage, rank, *READS_WEIGHTS)
+            side: Side = "before" if does == "make" else "after"
+            target = place if does == "make" else max(place, last)
+            yield beside(schedule, Action(kind, action.stage), side, target)
+        elif listed(kind, action.stage, action.microbatch or 0) < 0:
+            missing = attrs.evolve(action, kind=kind, version=None)
+            yield next(additions(schedule, missing, rank))
+
+
+def _other_end(graph: Graph, place: int) -> Iterator[Add]:
+    """The change that adds what a send or a receive lacks, or the receive that compute lacks, in
+    the order of its channel if the other end is known."""
+    transfers, least, most = graph.transfers, 0, None
+    action = graph.columns.action(place).counterpart
+    if action is None:  # compute
+        number = int(graph.arrivals[place])
+        kind, stage, microbatch = transfers.kind, transfers.stage, transfers.microbatch
+        action = Action(KINDS[kind[number]], int(stage[number]), int(microbatch[number]))
+    else:
+        number = int(((transfers.send == place) | (transfers.receive == place)).argmax())
+    known, lacked, rank = transfers.receive, transfers.send, transfers.source[number]
+    if action.kind in RECEIVES:
+        known, lacked, rank = lacked, known, transfers.target[number]
+    if known[number] >= 0:
+        beside = transfers.beside(number)
+        beside = beside[np.argsort(known[beside])]
+        at = int(np.searchsorted(known[beside], known[number]))
+        least = int(lacked[beside[at - 1]]) + 1 if at else 0
+        most = int(lacked[beside[at]]) if at < len(beside) else None
+    return additions(graph.schedule, action, int(rank), least, most)
+
+
+def _paired(graph: Graph, number: int) -> Repairs:
+    """One end of a channel moved past others, or its receives or sends reordered."""
+    schedule, transfers = graph.schedule, graph.transfers
+    sent = transfers.beside(number)
+    received = sent[np.argsort(transfers.receive[sent])]
+    wrong = np.flatnonzero(sent != received)
+    begin, end = int(wrong[0]), int(wrong[-1])
+    first, last = (
+        (int(transfers.receive[received[at]]), int(transfers.send[sent[at]])) for at in (begin, end)
+    )
+    slides = []
+    for end_moved, (low, high) in enumerate(zip(first, last, strict=True)):
+        mine, theirs = (received, sent) if end_moved == 0 else (sent, received)
+        if (mine[begin:end] == theirs[begin + 1 : end + 1]).all():
+            slides.append(slide(schedule, high, "before", low))
+        if (mine[begin + 1 : end + 1] == theirs[begin:end]).all():
+            slides.append(slide(schedule, low, "after", high))
+    orders = transfers.receive[sent[wrong]], transfers.send[received[wrong]]
+    reordered = (change for places in orders for change in reorder(schedule, places))
+    whole = AsSent(int(transfers.source[number]), int(transfers.target[number]))
+    return whole, chain(in_turn(slides), reordered)
+
+
+# Steps and sums, each once in a round: from one step of a stage on its rank to the next.
+
+
+def _of_round(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
+    """What is one too many in a round goes, if the stage has more of it than others; else it moves,
+    or gets what it lacks."""
+    rule, facts, (place, *others) = finding.rule, finding.facts, places
+    schedule, columns, turns, steps = graph.schedule, graph.columns, graph.turn, graph.steps
+    number, many, stage = int(graph.holding[place]), graph.steps_of, finding.action.stage
+    own = steps[graph.holding[steps] == number].tolist()
+    # As many steps as most of the other stages, and the replicas of this one, have.
+    others_many = np.bincount(np.delete(many, number), minlength=1)
+    usual = len(others_many) - 1 - int(others_many[::-1].argmax())
+    out, moves = removal(schedule, place), anywhere(schedule, places)
+    sure: Change
+    if rule is rules.EMPTY_STEP:
+        if many[number] > (usual or 1):
+            return out, chain((out,), moves)
+        filled = turns[graph.weight_gradients[stage]] == turns[place]  # on some rank
+        if filled.any() and len(schedule.placement[stage]) > 1:
+            sure = beside(schedule, Action(_SUM, stage), "before", place)
+        else:
+            sure = _removals(schedule, _alike(graph, place))
+        return sure, chain(moves, (sure, out))
+    if rule is rules.STEP_WITHOUT_REDUCE:
+        side: Side = "before" if len(steps) else "after"
+        sure = beside(schedule, Action(_SUM, stage), side, place)
+        sums = columns.where(_SUM)
+        sums = sums[graph.holding[sums] == number]
+        at = int(np.searchsorted(sums, place))
+        near = [place, *sums[max(0, at - 1) : at + 1].tolist()]
+        return sure, chain(anywhere(schedule, near) if len(sums) else (), (sure,))
+    if rule is rules.EMPTY_REDUCE:
+        sure = _removals(schedule, places)
+        return sure, chain((sure,), moves)
+    if rule is rules.REDUCE_ACROSS_STEPS:
+        first = int(turns[places].min())
+        behind = [each for each in places if turns[each] == first]
+        ends = [graph.holding[each] for each in places if turns[each] > first]
+        ends = [int(steps[graph.holding[steps] == held][first]) for held in ends]
+        changes: list[Change] = [
+            several(beside(schedule, finding.action, "before", end) for end in ends)
+        ]
+        ranks = [columns.rank[each] for each in _alike(graph, behind[0])]
+        if all(ranks.count(columns.rank[each]) > 1 for each in behind):  # they have one in excess
+            changes.insert(0, _removals(schedule, behind))
+        return changes[0], chain(changes, moves)
+    if rule is rules.UNEVEN_STEPS:
+        # The step that applies a part of the other's goes, so that the next applies its gradients.
+        one, other = {*facts["applied"]}, {*facts["expected"]}
+        fewer = places[:1] if one < other else others if other < one else places
+        last = many[graph.holding[fewer]] == turns[fewer] + 1
+        outs = [_alike(graph, each) for each in compress(fewer, ~last)]
+        sure = _removals(schedule, chain.from_iterable(outs))
+        return sure, chain(moves, (sure,))
+    if rule is rules.REDUCE_BEFORE_GRADIENTS:
+        alike = np.array(_alike(graph, place))
+        if (alike[graph.holding[alike] == number] > places[-1]).any():
+            met = next((each for each in graph.collectives if place in each), places)
+            return out, (out, _removals(schedule, met))
+        return _beside(schedule, places)
+    rank = facts.get("least", int(columns.rank[place]))
+    add = after_stage(schedule, Action(_STEP, stage), rank, *_ENDS_WITH_A_STEP)
+    if rule is rules.UNEVEN_REPLICAS:
+        sure = _removals(schedule, own[facts["fewest"] :])
+        spare = (removal(schedule, each) for each in own)
+        adds = (many == facts["fewest"]).sum() <= (many == facts["steps"]).sum()
+        if adds and facts["steps"] - facts["fewest"] == 1:
+            return add, chain((add, sure), spare)
+        return sure, chain((sure, add), spare)
+    if many[number] < usual or rule is rules.GRADIENT_NEVER_APPLIED:
+        return add, chain((add,), _beside(schedule, places)[1])
+    return _beside(schedule, places)
+
+
+def _alike(graph: Graph, place: int) -> list[int]:
+    """The actions of the kind and stage of a place in its round, on all ranks."""
+    columns = graph.columns
+    alike = columns.where(KINDS[columns.kind[place]])
+    alike = alike[columns.stage[alike] == columns.stage[place]]
+    places: list[int] = alike[graph.turn[alike] == graph.turn[place]].tolist()
+    return places
+
+
+def _of_group(graph: Graph, place: int, other: int) -> Repairs:
+    """A collective is added on the other rank, or goes, or another one of its stage there does."""
+    schedule, columns, turns = graph.schedule, graph.columns, graph.turn
+    action, rank = columns.action(place), columns.rank[place]
+    steps = graph.steps[columns.stage[graph.steps] == action.stage]
+    steps = steps[turns[steps] == turns[place]]
+    there, here = (steps[columns.rank[steps] == each] for each in (other, rank))
+    spare = [each for each in _alike(graph, place) if columns.rank[each] == rank]
+    sure: Change
+    if len(there):
+        sure = beside(schedule, action, "before", int(there[0]))
+    elif len(graph.steps) and (len(spare) > 1 or not len(here)):
+        sure = removal(schedule, place)
+    else:
+        ends = (*COMPLETES_GRADIENTS, *GROUPS, *STEPS) if len(here) else COMPLETES_GRADIENTS
+        sure = after_stage(schedule, action, other, *ends)
+    every = graph.collectives_of[action.stage][int(rank)]
+    return sure, chain((sure,), (removal(schedule, each) for each in (place, *every)))
+
+
+# Trials.
+
+# Trials judge whole lists. Together they may look at so many actions, where each costs as much as
+# a few thousand more: a hundred trials on a list that a person reads, one on one of half a
+# million actions.
+_MOST_TOUCHED = 400_000
+_OVERHEAD = 4000
+# Of so few, none is for a fault that something is known to end anyway.
+_FEW = 4
+
+Judge = Callable[[Schedule], Iterator[Faults]]
+"""The errors of a changed schedule."""
+
+Blocked = Callable[[Schedule], tuple[int, int]]
+"""How much of a schedule can never run; smaller is better."""
+
+
+@attrs.define(eq=False, slots=False)
+class Trials:
+    """Tries changes of one schedule with known faults, until its budget is spent.
+
+    A change fixes a fault if the fault is gone, and nothing new, or more of anything, has appeared.
+    """
+
+    schedule: Schedule
+    found: list[Faults]
+    judge: Judge
+    blocked: Blocked | None
+    left: int = attrs.field(init=False)
+    _few: bool = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        many = _MOST_TOUCHED // (len(self.schedule.columns) + _OVERHEAD)
+        self.left, self._few = max(1, many), many <= _FEW
+
+    def fix(self, finding: Finding, key: int, extent: int, most: int) -> Diagnostic:
+        """The finding with the first change that ends the fault, after at most `most` trials.
+        Otherwise, the finding with the change that ends it in any case, if there is one; or that
+        undoes one of several deadlocks, after which fewer actions are blocked."""
+        found = finding.diagnostic
+        sure, changes = finding.changes or repairs(self.schedule, found)
+        deadlock = found.rule is rules.WAIT_CYCLE
+        about = (found.code, key), extent
+        communicates = (
+            bool(changes)
+            and len(found.locations) > 1
+            and any(each.action.kind in COMMUNICATION for each in found.locations)
+            and not found.facts.get("inserted")
+        )
+        if self._few and sure and not communicates:
+            most = 0
+        tried, eases = False, None
+        for _, change in zip(range(min(most, self.left)), changes, strict=False):
+            tried = True
+            self.left -= 1
+            after = changed(self.schedule, change)
+            faults = [*self.judge(after)]
+            if self._nothing_new(faults, *about):
+                return attrs.evolve(found, change=change, tried=True)
+            if deadlock and self.blocked and not eases and self._nothing_new(faults):
+                eases = change if self.blocked(after) < self.blocked(self.schedule) else None
+        if communicates and deadlock and self._nothing_new(self._batched, *about):
+            return attrs.evolve(found, change=Batch(tried), tried=True)
+        if communicates and self._nothing_new(self._without_communication, *about):
+            return attrs.evolve(found, change=LeaveOut(tried), tried=True)
+        return attrs.evolve(found, change=sure or eases)
+
+    def _nothing_new(
+        self,
+        found: Iterable[Faults],
+        fixed: tuple[str, int] = ("", 0),
+        extent: int = 0,
+    ) -> bool:
+        """True if every error found is known, none has grown, and the one to fix has shrunk by
+        `extent`."""
+        return all(
+            many <= self._errors[about] - extent * (about == fixed)
+            for faults in found
+            for about, many in faults.tally.items()
+        )
+
+    @cached_property
+    def _errors(self) -> Tally:
+        counted: Tally = Counter()
+        for faults in self.found:
+            if faults.rule.severity == "error":
+                counted.update(faults.tally)
+        return counted
+
+    @cached_property
+    def _batched(self) -> list[Faults]:
+        return list(self.judge(changed(self.schedule, Batch())))
+
+    @cached_property
+    def _without_communication(self) -> list[Faults]:
+        return list(self.judge(changed(self.schedule, LeaveOut())))
