@@ -1,15 +1,17 @@
 """A new kind of action is a row: three of them, known to nothing but the two tables.
 
 The sets of kinds are made at import, so a process of its own imports a copy of schedir in which
-`schedir/ir/kinds.py` has the rows. Its script is the second half of this file.
+`schedir/ir/kinds.py` has the rows. It runs the scripts below.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -224,15 +226,31 @@ listed = of("0F0 0CHECK0 0LOG0 0B0 0F1 0CHECK1 0LOG1 0B1 0SYNC 0OPTIM_STEP")
 """
 
 
-@pytest.mark.parametrize("what", SCRIPTS)
-def test_a_new_row_is_left_out_nowhere(what: str, patched: Path) -> None:
-    indented = "\n".join(line[8:] for line in SCRIPTS[what].splitlines())
+EACH = """
+import json
+import sys
+import traceback
+
+failed = 0
+for what, script in json.load(sys.stdin).items():
+    try:
+        exec(script, {})
+    except Exception:
+        failed += 1
+        print(what, traceback.format_exc(), sep=":\\n", file=sys.stderr)
+sys.exit(failed)
+"""
+
+
+def test_a_new_row_is_left_out_nowhere(patched: Path) -> None:
+    scripts = {what: SHARED + textwrap.dedent(script) for what, script in SCRIPTS.items()}
     done = subprocess.run(
-        [sys.executable, "-c", SHARED + indented],
+        [sys.executable, "-c", EACH],
         cwd=patched,
         env=os.environ | {"PYTHONPATH": str(patched)},
+        input=json.dumps(scripts),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
