@@ -21,9 +21,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import numpy as np
@@ -36,7 +36,6 @@ from schedir.ir import COMPUTE, COPIES, HOMES, KINDS, Kind, Schedule
 from schedir.ir.kinds import STAGE_WIDE, TIMED, moved
 from schedir.simulator.fit import fitted, fitted_times
 from schedir.simulator.samples import COSTS, Samples, of_plain
-from schedir.simulator.transformer import Transformer, split
 from schedir.simulator.values import (
     Numbers,
     PerLink,
@@ -214,6 +213,11 @@ class CostModel:
     ) -> CostModel:
         """The costs of a GPT-like transformer on paper, in seconds and bytes of one device.
 
+        The model is that of Narayanan et al. (2021, arXiv 2104.04473, section 5.1 and appendix):
+        token and position embeddings, layers of attention and a feed-forward part with biases,
+        dropout and two layer norms, a last layer norm, and a head that is the token embedding once
+        more.
+
         `layers` are split evenly into `stages`, or given for each stage. The other sizes are
         `hidden` h, `heads` a, `vocabulary` V, `sequence` s, and `microbatch` b samples;
         `feed_forward` is 4 h by default. A device computes `flops` × `utilisation` a second; choose
@@ -269,13 +273,98 @@ class CostModel:
         >>> costs.stages, costs.unit, costs.forward[0] < costs.forward[3]
         (4, 's', True)
         """
-        sizes = locals()
-        sizes["layers"] = split(layers, stages)
-        sizes["feed_forward"] = 4 * hidden if feed_forward is None else feed_forward
-        model = Transformer(
-            **{field.name: sizes[field.name] for field in attrs.fields(Transformer)}
+        given = locals()
+        each = _split(layers, stages)
+        feed_forward = given["feed_forward"] = 4 * hidden if feed_forward is None else feed_forward
+        for name in _WHOLE:
+            _expect_whole(name, given[name])
+        for name in ("hidden", "heads", "feed_forward"):
+            if given[name] % tensor:
+                raise ValueError(
+                    f"{name} must be a multiple of tensor, {tensor}, not {given[name]}"
+                )
+        if not (_is_real(flops) and 0 < flops < math.inf):
+            raise ValueError(f"flops must be a finite number > 0, not {flops!r}")
+        if not (_is_real(utilisation) and 0 < utilisation <= 1):
+            raise ValueError(f"utilisation must be above 0 and at most 1, not {utilisation!r}")
+
+        def by_stage(layer: float, first: float, last: float, per: float = 1) -> tuple[float, ...]:
+            """The sum over each stage's layers, plus what the first and the last stage have in
+            addition; times `per`."""
+            found = [many * layer for many in each]
+            found[0] += first
+            found[-1] += last
+            return tuple(one * per for one in found)
+
+        tokens = sequence * microbatch
+        embedded = tokens * hidden
+
+        # How long each stage computes. 24 b s h² where the feed-forward part has 4 h.
+        multiplied = 4 * embedded * (2 * hidden + feed_forward) / tensor
+        attended = 4 * embedded * sequence / tensor
+
+        def seconds(attentions: int) -> tuple[float, ...]:
+            """`attentions` is the number of products of activations with each other for one product
+            with weights: 1 in the forward, 2 in the backward for the input (3 if it computes the
+            forward's again), 0 in the backward for the weights."""
+            head = 2 * embedded * vocabulary / tensor
+            many = by_stage(multiplied + attentions * attended, 0, head)
+            return tuple(one / (flops * utilisation) for one in many)
+
+        of_input, of_weight = seconds(3 if selective else 2), seconds(0)
+
+        # The parameters of each stage on one device. The last terms of a layer are the rest of the
+        # biases, and two norms. The head is a copy of the embedding, where they are on two stages.
+        embedding = vocabulary * hidden / tensor
+        matrices = 4 * hidden * hidden + 2 * hidden * feed_forward
+        parameters = partial(
+            by_stage,
+            (matrices + 3 * hidden + feed_forward) / tensor + 6 * hidden,
+            embedding + sequence * hidden,
+            (embedding if len(each) > 1 else 0) + 2 * hidden,
         )
-        return cls(**model.costs(), latency=latency, bandwidth=bandwidth, unit="s")
+        # A ring passes each byte on twice, but for what every copy has already. No bandwidth at all
+        # is for the cost model to refuse.
+        speed = bandwidth if _is_real(bandwidth) and bandwidth else math.inf
+        ring = 2 * (data - 1) / data / speed
+        gradient = parameters(gradient_element)
+
+        # The bytes of a microbatch.
+        element, around = activation_element, tensor if sequence_parallel else 1
+        boundary, logits = element * embedded / around, 4 * tokens * vocabulary / tensor
+        # Queries, keys, values and the projection's input; both inputs of the feed-forward part's
+        # second half.
+        shared = (4 * element + 2 * element * feed_forward / hidden) / tensor
+        # The inputs of attention, feed-forward part and norms, and two masks of dropout.
+        whole = (4 * element + 2) / around
+        # Softmax, its dropout's mask and output.
+        scores = (2 * element + 1) * (heads * sequence**2 * microbatch) / tensor
+        layer = embedded * (shared + whole) + (0 if selective else scores)
+        # Queries, keys, values, the projection's input, and what is between the feed-forward parts;
+        # the inputs of attention and feed-forward part, and what these add to the residual.
+        deferred = element * embedded * ((4 + 2 * feed_forward / hidden) / tensor + 4 / around)
+        return cls(
+            forward=seconds(1),
+            backward=tuple(map(sum, zip(of_input, of_weight, strict=True))),
+            backward_input=of_input,
+            backward_weight=of_weight,
+            reduce_grad=tuple(many * ring for many in gradient),
+            latency=latency,
+            bandwidth=bandwidth,
+            boundary_bytes=boundary,
+            input_bytes=(8 * tokens, *[boundary] * (len(each) - 1)),
+            activation_bytes=by_stage(
+                layer, embedded / around, 2 * element * embedded / around + logits
+            ),
+            # The inputs of products with weights, and the gradients of what these made.
+            deferred_bytes=by_stage(deferred, 0, boundary + logits),
+            weight_bytes=parameters(weight_element),
+            gradient_bytes=gradient,
+            optimizer_bytes=tuple(
+                one / (data if shard_optimizer else 1) for one in parameters(optimizer_element)
+            ),
+            unit="s",
+        )
 
     def by_stage(self, name: str, many: int) -> tuple[float, ...]:
         """The field `name`, as one number for each of so many stages, or of `boundary_bytes` for
@@ -346,6 +435,41 @@ OF_A_PART = tuple(
 link."""
 
 
+# Of a transformer.
+
+_WHOLE = "hidden", "heads", "vocabulary", "sequence", "microbatch", "feed_forward", "tensor", "data"
+
+
+def _split(layers: int | Sequence[int], stages: int | None) -> tuple[int, ...]:
+    """The layers of each stage. Raises ValueError for layers that can't be split evenly."""
+    if not isinstance(layers, int):
+        found = tuple(layers)
+        if stages is not None and stages != len(found):
+            raise ValueError(f"layers are given for {len(found)} stages, not {stages}")
+    elif stages is None:
+        raise ValueError("pass `stages`, the number of stages to split the layers into")
+    else:
+        _expect_whole("stages", stages)
+        if layers % stages:
+            raise ValueError(
+                f"{layers} layers can't be split evenly into {stages} stages: give those of each "
+                "stage"
+            )
+        found = (layers // stages,) * stages
+    if not found or any(type(each) is not int or each < 0 for each in found):
+        raise ValueError(f"layers must be one number >= 0 for each stage, not {found!r}")
+    return found
+
+
+def _expect_whole(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be an int >= 1, not {value!r}")
+
+
+def _is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 # In files.
 
 
@@ -394,58 +518,7 @@ def _key(name: str, key: str) -> int | tuple[int, int]:
     return int(found[1]) if of_rank else (int(found[1]), int(found[2]))
 
 
-# Looked up, for a pipeline and for a list.
-
-
-@attrs.frozen
-class StageCosts:
-    """The costs of a pipeline with stage s on rank `placement[s]`, one number per stage.
-
-    `down[s]` is how long the output of stage s - 1 takes to reach stage s, `up[s]` how long the
-    gradient of stage s + 1 takes: 0 on one rank, and if there is no such stage. `down_holds` and
-    `up_holds` are how long the channel is occupied.
-    """
-
-    placement: tuple[int, ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    backward_input: tuple[float, ...]
-    backward_weight: tuple[float, ...]
-    recompute: tuple[float, ...]
-    optim_step: tuple[float, ...]
-    down: tuple[float, ...]
-    up: tuple[float, ...]
-    down_holds: tuple[float, ...]
-    up_holds: tuple[float, ...]
-
-    @classmethod
-    def of(cls, placement: Sequence[int], costs: CostModel) -> StageCosts:
-        """Look them up. Raises SchedirError for costs of other stages, or that lack a link."""
-        stages = len(placement)
-        sizes = costs.by_stage("boundary_bytes", stages - 1)
-        links = [(a, b, size) for (a, b), size in zip(pairwise(placement), sizes, strict=True)]
-        down = (0, 0), *(costs.way(a, b, size) for a, b, size in links)
-        up = *(costs.way(b, a, size) for a, b, size in links), (0, 0)
-        names = [name for name in _FORWARDS if name in attrs.fields_dict(cls)]
-        return cls(
-            tuple(placement),
-            *(costs.by_stage(name, stages) for name in names),
-            *(tuple(way[part] for way in ways) for part in (0, 1) for ways in (down, up)),
-        )
-
-    @property
-    def stages(self) -> range:
-        """The numbers of the stages."""
-        return range(len(self.placement))
-
-    @property
-    def ranks(self) -> range:
-        """The numbers of the ranks."""
-        return range(1 + max(self.placement))
-
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, ascending."""
-        return [s for s in self.stages if self.placement[s] == rank]
+# The prices of a list.
 
 
 def _of_link(name: str, value: PerLink, link: tuple[int, int], where: str) -> float:
