@@ -45,9 +45,9 @@ from schedir.simulator.values import (
     by,
     check_unit,
     clip,
+    expect_stages,
     field_of,
     kind_of,
-    misfit,
     one_each,
     read_json,
 )
@@ -537,12 +537,7 @@ def _quotient(size: float, bandwidth: float) -> float:
 
 
 def _prices(schedule: Schedule, costs: CostModel) -> Prices:
-    if wrong := misfit(costs, schedule.stages):
-        field, had, needed, what = wrong
-        raise SchedirError(
-            f"{field} has {had} numbers, but {schedule.name} has {needed} {what}: give one for "
-            "each, or one number for all"
-        )
+    expect_stages(costs, schedule)
     columns, transfers, stages = schedule.columns, graph_of(schedule).transfers, schedule.stages
     rows: list[Sequence[float]] = [(0,) * stages] * len(KINDS)
     for code in np.flatnonzero(np.bincount(columns.kind)).tolist():

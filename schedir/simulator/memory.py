@@ -95,12 +95,8 @@ def live_activations(moments: Moments) -> Held:
 
 
 def live_bytes(moments: Moments, sizes: Sizes) -> Held:
-    """How many bytes each rank holds.
-
-    Raises ValueError if the sizes belong to another number of stages.
-    """
+    """How many bytes each rank holds."""
     stages = moments.schedule.stages
-    sizes.expect_stages(stages)
     values = _sized(sizes, stages, host=False)
     if not np.any(sizes.boundary):
         values = {name: size for name, size in values.items() if name not in _TRAVEL}
@@ -113,8 +109,7 @@ def live_bytes(moments: Moments, sizes: Sizes) -> Held:
 
 
 def host_bytes(moments: Moments, sizes: Sizes) -> Held:
-    """How many bytes each rank holds on its host. Raises as `live_bytes` does."""
-    sizes.expect_stages(moments.schedule.stages)
+    """How many bytes each rank holds on its host."""
     stored = _sized(sizes, moments.schedule.stages, host=True)
     return _held(moments, np.zeros(moments.schedule.ranks), _changes(moments.graph, stored))
 

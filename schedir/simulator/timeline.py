@@ -10,26 +10,26 @@ A file of timelines has the `.sched` text of each schedule, once, and the times,
     "ends": [1, 2, null]}]}
 
 `schedule` is an index into `schedules`. A timeline simulated under a channel model also has its
-`posting` and `edge_makespan`. `starts` and `ends` have one time per action, rank after rank in list
-order, null for what is not known. What is written is read back exactly: integers stay integers, and
-floats have all their digits.
+`posting` and `edge_makespan`; of these objects, what is left out has its default. `starts` and
+`ends` have one time per action, rank after rank in list order, null for what is not known. What is
+written is read back exactly: integers stay integers, and floats have all their digits.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
 
 from schedir.display import DisplayedTimeline
-from schedir.errors import LoadError, ParseError
+from schedir.errors import LoadError, SchedirError
 from schedir.files import replacing
 from schedir.graph.alive import peak_activations, peak_versions
 from schedir.graph.compile import graph_of
@@ -43,16 +43,17 @@ from schedir.simulator.values import (
     Numbers,
     Sizes,
     Unit,
-    check_field,
+    check_number,
     check_unit,
     clip,
-    expect_number,
+    expect_stages,
     factor,
     kind_of,
     numbers,
     read_json,
 )
 
+T = TypeVar("T", bound=attrs.AttrsInstance)
 _VERSION = 1
 _BEYOND = 2**63  # what no int64 holds
 
@@ -108,10 +109,6 @@ def _one_of(kind: type) -> Callable[..., None]:
     return attrs.validators.optional(attrs.validators.instance_of(kind))
 
 
-def _check_makespan(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    expect_number(attribute.name, value)
-
-
 _SAME_TIMES = attrs.cmp_using(eq=partial(np.array_equal, equal_nan=True), class_name="Times")
 
 
@@ -133,7 +130,8 @@ class Timeline(DisplayedTimeline):
 
     Raises ValueError if the times do not fit the schedule: a wrong number of times, a negative or
     infinite time, an entry that ends before it starts. Also raises ValueError for an unknown unit,
-    and TypeError for a wrong type of `sizes` or `measured`.
+    and TypeError for a wrong type of `sizes` or `measured`. Raises SchedirError if the sizes belong
+    to another number of stages.
 
     >>> import schedir
     >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
@@ -151,7 +149,7 @@ class Timeline(DisplayedTimeline):
     measured: Measured | None = attrs.field(default=None, validator=_one_of(Measured))
     posting: Posting | None = attrs.field(default=None, validator=_one_of(Posting))
     edge_makespan: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_check_makespan)
+        default=None, validator=attrs.validators.optional(check_number)
     )
 
     def __attrs_post_init__(self) -> None:
@@ -166,6 +164,8 @@ class Timeline(DisplayedTimeline):
                 np.isinf(times) | (times < 0), f"{name}: a time must be finite and at least 0"
             )
         self._refuse(self.ends < self.starts, "an entry ends before it starts")
+        if self.sizes is not None:
+            expect_stages(self.sizes, self.schedule)
 
     def _refuse(self, wrong: Bools, why: str) -> None:
         """Raise ValueError with the first place that is wrong, if there is one."""
@@ -300,7 +300,7 @@ class Timeline(DisplayedTimeline):
         """How many bytes the rank holds, in the form of `live`; `schedir.simulator.memory` lists
         what counts.
 
-        Raises ValueError if the sizes are not known, or belong to other stages.
+        Raises ValueError if the sizes are not known.
         """
         return self._live_bytes.curve(rank)
 
@@ -384,7 +384,7 @@ def load_timelines(path: str | Path) -> list[Timeline]:
     content = read_json(path)
     try:
         return _timelines(content)
-    except (ValueError, TypeError, ParseError) as error:
+    except (ValueError, TypeError, SchedirError) as error:
         raise LoadError(f"{path}: {error}") from None
 
 
@@ -461,91 +461,73 @@ def _timelines(content: object) -> list[Timeline]:
         raise ValueError(f"no file of timelines{what}")
     if content[TIMELINES] != _VERSION:
         raise ValueError(f"format {clip(content[TIMELINES])} is unknown; this is format {_VERSION}")
-    whole = _keys(content, "the file", (TIMELINES, "schedules", "timelines"))
+    _expect_keys(content, "the file", dict.fromkeys((TIMELINES, "schedules", "timelines"), True))
     schedules = []
-    for number, text in enumerate(_list(whole["schedules"], "schedules")):
+    for number, text in enumerate(_list(content["schedules"], "schedules")):
         if not isinstance(text, str):
             raise ValueError(f"schedule {number} is not text: {clip(text)}")
         schedules.append(loads(text, f"schedule {number}"))
+
+    def schedule_of(number: object, _: str) -> Schedule:
+        if type(number) is not int or not 0 <= number < len(schedules):
+            raise ValueError(f"there is no schedule {clip(number)}")
+        return schedules[number]
+
     return [
-        _timeline(one, f"timeline {number}", schedules)
-        for number, one in enumerate(_list(whole["timelines"], "timelines"))
+        _record(
+            Timeline,
+            one,
+            f"timeline {number}",
+            schedule=schedule_of,
+            starts=_times,
+            ends=_times,
+            sizes=partial(_record, Sizes),
+            measured=partial(_record, Measured),
+            posting=partial(_record, Posting),
+        )
+        for number, one in enumerate(_list(content["timelines"], "timelines"))
     ]
 
 
-def _timeline(content: object, where: str, schedules: list[Schedule]) -> Timeline:
-    fields = ("schedule", "unit", "measured", "sizes", "posting", "edge_makespan", "starts", "ends")
-    if isinstance(content, dict):  # only what was timed under a channel model has these
-        content = {"posting": None, "edge_makespan": None} | content
-    held = dict(_keys(content, where, fields))
-    number = held["schedule"]
-    if type(number) is not int or not 0 <= number < len(schedules):
-        raise ValueError(f"{where}: there is no schedule {clip(number)}")
-    schedule = schedules[number]
-    times = {name: _times(held[name], f"{where}: {name}", schedule) for name in fields[-2:]}
+def _record(kind: type[T], value: Any, where: str, **read: Callable[[Any, str], Any]) -> T:
+    """An object of this kind, with the fields that an object of JSON has, and the defaults of those
+    that it lacks. `read` says how to read a field that is not null. Raises ValueError, with the
+    place, for any fault."""
+    fields = attrs.fields(kind)
+    _expect_keys(value, where, {field.name: field.default is attrs.NOTHING for field in fields})
     try:
-        if held["sizes"] is not None:
-            held["sizes"] = _sizes(held["sizes"], schedule.stages)
-        if held["measured"] is not None:
-            held["measured"] = _measured(held["measured"])
-        if held["posting"] is not None:
-            held["posting"] = Posting(**_keys(held["posting"], "posting", ("channel", "room")))
-        return Timeline(**held | times | {"schedule": schedule})
-    except (TypeError, ValueError) as error:
+        found = {
+            key: read[key](one, key) if key in read and one is not None else one
+            for key, one in value.items()
+        }
+        return kind(**found)
+    except (TypeError, ValueError, SchedirError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _times(value: object, where: str, schedule: Schedule) -> list[float]:
+def _times(value: object, where: str) -> list[float]:
     times = _list(value, where)
-    columns = schedule.columns
-    if len(times) != len(columns):
-        raise ValueError(
-            f"{where} must hold one time for each of the {len(columns)} actions of {schedule.name}"
-            f", not {len(times)}"
-        )
     for place, time in enumerate(times):
         # A bool is an int, but no time.
-        if time is None or (type(time) in (float, int) and -_BEYOND < time < _BEYOND):
-            continue
-        rank, index = columns.position(place)
-        raise ValueError(
-            f"{where}: rank {rank} #{index} {columns.action(place)}: a time is a finite number, "
-            f"or null where it is not known, not {clip(time)}"
-        )
+        if time is not None and not (type(time) in (float, int) and -_BEYOND < time < _BEYOND):
+            raise ValueError(
+                f"{where}[{place}] must be a finite number, or null where the time is not known, "
+                f"not {clip(time)}"
+            )
     return [math.nan if time is None else time for time in times] if None in times else times
 
 
-def _sizes(value: object, stages: int) -> Sizes:
-    if isinstance(value, dict):  # older files don't have these
-        value = {"deferred": None, "early_gradient": 0, "shard_ways": 1} | value
-    held = _keys(value, "sizes", [field.name for field in attrs.fields(Sizes)])
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in held.items()}
-    sizes = Sizes(**given)
-    sizes.expect_stages(stages)
-    for field in attrs.fields(Sizes):
-        check_field(sizes, field.evolve(name=f"sizes: {field.name}"), getattr(sizes, field.name))
-    return sizes
-
-
-def _measured(value: object) -> Measured:
-    held = _keys(value, "measured", [field.name for field in attrs.fields(Measured)])
-    if type(held["step"]) is not int or held["step"] < 0:
-        raise ValueError(f"measured: step must be an int >= 0, not {clip(held['step'])}")
-    expect_number("measured: clock_error", held["clock_error"])
-    return Measured(**held)
-
-
-def _keys(value: object, where: str, keys: Collection[str]) -> Mapping[str, Any]:
-    """The value as an object that has these keys and no others."""
+def _expect_keys(value: object, where: str, keys: Mapping[str, bool]) -> None:
+    """Raise ValueError if the value is no object that has no keys but these, and all of these for
+    which the value is True."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be an object, not {clip(value)}")
     for key in value:
         if key not in keys:
             raise ValueError(f"{where}: unknown key {clip(key)}; known: {', '.join(keys)}")
-    for key in keys:
-        if key not in value:
+    for key, needed in keys.items():
+        if needed and key not in value:
             raise ValueError(f"{where} lacks {key!r}")
-    return value
 
 
 def _list(value: object, where: str) -> list[Any]:
