@@ -34,8 +34,9 @@ from schedir.graph.compile import Transfers, graph_of
 from schedir.graph.paths import Prices
 from schedir.ir import COMPUTE, COPIES, HOMES, KINDS, Kind, Schedule
 from schedir.ir.kinds import STAGE_WIDE, TIMED, moved
+from schedir.ir.tokens import clip
 from schedir.simulator.fit import fitted, fitted_times
-from schedir.simulator.samples import COSTS, Samples, of_plain
+from schedir.simulator.samples import COSTS, Samples, costs_and_stages, of_plain
 from schedir.simulator.values import (
     Numbers,
     PerLink,
@@ -44,7 +45,6 @@ from schedir.simulator.values import (
     Unit,
     by,
     check_unit,
-    clip,
     expect_stages,
     field_of,
     kind_of,
@@ -634,10 +634,10 @@ def _parts(name: str, value: PerStage | None, stages: int, of: int) -> PerStage 
     if not isinstance(value, tuple):
         return _share(value * of, stages)
     _expect_multiple(name, len(value), stages)
-    if many := len(value) // stages:
-        return tuple(sum(value[s * many : (s + 1) * many]) for s in range(stages))
-    many = stages // len(value)
-    return tuple(_share(one, many) for one in value for _ in range(many))
+    many = max(stages // len(value), 1)
+    parts = [_share(one, many) for one in value for _ in range(many)]
+    each = len(parts) // stages
+    return tuple(sum(parts[s * each : (s + 1) * each]) for s in range(stages))
 
 
 def _edges(name: str, value: PerStage, stages: int, every: int) -> PerStage:
@@ -735,9 +735,6 @@ _FIELDS = {
 
 def _used(schedule: Schedule) -> set[tuple[str, int]]:
     """The things in a schedule that have a cost, each with its stage."""
-    columns = schedule.columns
-    pairs = columns.shared & columns.is_kind(*HOMES)
-    found = {("overlapped", stage) for stage in columns.stage[pairs].tolist()}
-    kinds, stages = (column[~columns.shared].tolist() for column in (columns.kind, columns.stage))
-    found |= {(KINDS[k].cost_name, s) for k, s in {*zip(kinds, stages, strict=True)}}
-    return {(cost, stage) for cost, stage in found if cost in _FIELDS}
+    observed = costs_and_stages(schedule.columns, schedule.columns.heads)
+    used = zip(*(column.tolist() for column in observed), strict=True)
+    return {(COSTS[cost], stage) for cost, stage in {*used} if cost >= 0}

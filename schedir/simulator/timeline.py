@@ -34,6 +34,7 @@ from schedir.files import replacing
 from schedir.graph.alive import peak_activations, peak_versions
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, COPIES, HOMES, Action, Bools, Schedule, dumps, flat, loads
+from schedir.ir.tokens import clip
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
 from schedir.simulator.memory import Held, host_bytes, live_activations, live_bytes
 from schedir.simulator.moments import Moments, Posting, critical_path, moments_of
@@ -45,7 +46,6 @@ from schedir.simulator.values import (
     Unit,
     check_number,
     check_unit,
-    clip,
     expect_stages,
     factor,
     kind_of,

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from schedir.errors import LoadError, ParseError, SchedirError
 from schedir.ir import Schedule, decode, is_number
 from schedir.ir.kinds import Size
+from schedir.ir.tokens import clip
 
 Numbers: TypeAlias = NDArray[Any]
 """Times: all integers, or all floats."""
@@ -147,12 +148,6 @@ def factor(unit: Unit | None, other: Unit) -> float:
     1000.0
     """
     return 1 if unit in (None, other) else _PER_SECOND[other] / _PER_SECOND[unit]
-
-
-def clip(value: object) -> str:
-    """The value in short, for an error message."""
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 @attrs.frozen
