@@ -31,12 +31,12 @@ import numpy as np
 from schedir.display import DisplayedTimeline
 from schedir.errors import LoadError, SchedirError
 from schedir.files import replacing
-from schedir.graph.alive import peak_activations, peak_versions
+from schedir.graph.alive import later_versions, peak_activations
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, COPIES, HOMES, Action, Bools, Schedule, dumps, flat, loads
 from schedir.ir.tokens import clip
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
-from schedir.simulator.memory import Held, host_bytes, live_activations, live_bytes
+from schedir.simulator.memory import Curve, live_activations, live_bytes
 from schedir.simulator.moments import Moments, Posting, critical_path, moments_of
 from schedir.simulator.values import (
     TIMELINES,
@@ -103,6 +103,10 @@ class RankStats:
     weight_versions: int
     peak_bytes: float | None = None
     peak_host_bytes: float | None = None
+
+
+def _peak(curve: Curve) -> float:
+    return float(curve[1].max())
 
 
 def _one_of(kind: type) -> Callable[..., None]:
@@ -238,10 +242,8 @@ class Timeline(DisplayedTimeline):
         # The parts of a pair take the same time.
         computes = columns.is_kind(*COMPUTE) & ~columns.joined
         graph = graph_of(self.schedule)
-        peaks, versions = peak_activations(graph), peak_versions(graph)
-        held = None if self.sizes is None else self._live_bytes.peaks()
-        copied = self.sizes is not None and columns.is_kind(*COPIES).any()
-        on_host = self._host_bytes.peaks() if copied else None
+        peaks, versions = peak_activations(graph), later_versions(graph)
+        sized, copied = self.sizes is not None, columns.is_kind(*COPIES).any()
         found = []
         for rank, (begin, end) in enumerate(pairwise(columns.starts.tolist())):
             starts, ends = self.starts[begin:end], self.ends[begin:end]
@@ -255,9 +257,11 @@ class Timeline(DisplayedTimeline):
                     idle=self.makespan - busy,
                     span=until - since,
                     peak_activations=peaks[rank][0],
-                    weight_versions=versions.get(rank, 1),
-                    peak_bytes=held[rank] if held else None,
-                    peak_host_bytes=on_host[rank] if on_host else None,
+                    weight_versions=max(
+                        (one.peak()[0] for one in versions.get(rank, {}).values()), default=1
+                    ),
+                    peak_bytes=_peak(self.memory(rank)) if sized else None,
+                    peak_host_bytes=_peak(self.host_memory(rank)) if sized and copied else None,
                 )
             )
         return tuple(found)
@@ -271,43 +275,37 @@ class Timeline(DisplayedTimeline):
         return moments_of(self.schedule, self.starts, self.ends, self.posting)
 
     @cached_property
-    def _live_activations(self) -> Held:
+    def _activations(self) -> list[Curve]:
         return live_activations(self._moments)
 
     @cached_property
-    def _live_bytes(self) -> Held:
-        return live_bytes(self._moments, self._known_sizes)
+    def _bytes(self) -> list[Curve]:
+        return live_bytes(self._moments, self.sizes)
 
     @cached_property
-    def _host_bytes(self) -> Held:
-        return host_bytes(self._moments, self._known_sizes)
+    def _host_bytes(self) -> list[Curve]:
+        return live_bytes(self._moments, self.sizes, host=True)
 
-    @property
-    def _known_sizes(self) -> Sizes:
-        if self.sizes is None:
-            raise ValueError("the timeline has no sizes, so its bytes are not known")
-        return self.sizes
-
-    def live(self, rank: int) -> tuple[Numbers, Numbers]:
+    def live(self, rank: int) -> Curve:
         """How many (stage, microbatch) activations the rank holds: `amounts[n]` from `times[n]` on.
 
         Returns two arrays of one shape. The times ascend from 0, and are equal if several changes
         happen at once.
         """
-        return self._live_activations.curve(rank)
+        return self._activations[rank]
 
-    def memory(self, rank: int) -> tuple[Numbers, Numbers]:
+    def memory(self, rank: int) -> Curve:
         """How many bytes the rank holds, in the form of `live`; `schedir.simulator.memory` lists
         what counts.
 
         Raises ValueError if the sizes are not known.
         """
-        return self._live_bytes.curve(rank)
+        return self._bytes[rank]
 
-    def host_memory(self, rank: int) -> tuple[Numbers, Numbers]:
+    def host_memory(self, rank: int) -> Curve:
         """How many bytes the rank keeps on its host, in the form of `memory`. Raises what `memory`
         raises."""
-        return self._host_bytes.curve(rank)
+        return self._host_bytes[rank]
 
     @cached_property
     def idle_columns(self) -> IdleColumns:
