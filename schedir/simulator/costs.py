@@ -108,30 +108,28 @@ class CostModel:
     21.0
     """
 
-    forward: PerStage = attrs.field(default=Kind.FORWARD.meaning.cost, **by("stage"))
-    backward: PerStage = attrs.field(default=Kind.BACKWARD.meaning.cost, **by("stage"))
-    backward_input: PerStage = attrs.field(default=Kind.BACKWARD_INPUT.meaning.cost, **by("stage"))
-    backward_weight: PerStage = attrs.field(
-        default=Kind.BACKWARD_WEIGHT.meaning.cost, **by("stage")
-    )
-    recompute: PerStage | None = attrs.field(default=None, **by("stage"))
-    reduce_grad: PerStage = attrs.field(default=Kind.REDUCE_GRAD.meaning.cost, **by("stage"))
-    unshard: PerStage = attrs.field(default=Kind.UNSHARD.meaning.cost, **by("stage"))
-    optim_step: PerStage = attrs.field(default=Kind.OPTIM_STEP.meaning.cost, **by("stage"))
-    overlapped: PerStage | None = attrs.field(default=None, **by("stage"))
-    latency: PerLink = attrs.field(default=0, **by("link"))
-    bandwidth: PerLink = attrs.field(default=math.inf, **by("link"))
-    host_bandwidth: float = attrs.field(default=math.inf, **by("all"))
-    copy_engine: Mapping[int, int] | None = attrs.field(default=None, **by("rank"))
-    boundary_bytes: PerStage = attrs.field(default=0, **by("boundary"))
-    input_bytes: PerStage = attrs.field(default=0, **by("start"))
-    activation_bytes: PerStage = attrs.field(default=0, **by("stage"))
-    deferred_bytes: PerStage | None = attrs.field(default=None, **by("stage"))
-    weight_bytes: PerStage = attrs.field(default=0, **by("stage"))
-    gradient_bytes: PerStage = attrs.field(default=0, **by("stage"))
-    early_gradient_bytes: PerStage = attrs.field(default=0, **by("stage"))
-    optimizer_bytes: PerStage = attrs.field(default=0, **by("stage"))
-    shard_ways: float = attrs.field(default=1, **by("all"))
+    forward: PerStage = by("stage", Kind.FORWARD.meaning.cost)
+    backward: PerStage = by("stage", Kind.BACKWARD.meaning.cost)
+    backward_input: PerStage = by("stage", Kind.BACKWARD_INPUT.meaning.cost)
+    backward_weight: PerStage = by("stage", Kind.BACKWARD_WEIGHT.meaning.cost)
+    recompute: PerStage | None = by("stage", None)
+    reduce_grad: PerStage = by("stage", Kind.REDUCE_GRAD.meaning.cost)
+    unshard: PerStage = by("stage", Kind.UNSHARD.meaning.cost)
+    optim_step: PerStage = by("stage", Kind.OPTIM_STEP.meaning.cost)
+    overlapped: PerStage | None = by("stage", None)
+    latency: PerLink = by("link")
+    bandwidth: PerLink = by("link", math.inf)
+    host_bandwidth: float = by("all", math.inf)
+    copy_engine: Mapping[int, int] | None = by("rank", None)
+    boundary_bytes: PerStage = by("boundary")
+    input_bytes: PerStage = by("start")
+    activation_bytes: PerStage = by("stage")
+    deferred_bytes: PerStage | None = by("stage", None)
+    weight_bytes: PerStage = by("stage")
+    gradient_bytes: PerStage = by("stage")
+    early_gradient_bytes: PerStage = by("stage")
+    optimizer_bytes: PerStage = by("stage")
+    shard_ways: float = by("all", 1)
     unit: Unit | None = attrs.field(default=None, validator=check_unit)
     samples: Samples | None = attrs.field(
         default=None,
@@ -408,7 +406,23 @@ class CostModel:
 
         Raises SchedirError if there are costs for another number of stages, or none for a link.
         """
-        return _prices(schedule, self)
+        expect_stages(self, schedule)
+        columns, transfers, stages = schedule.columns, graph_of(schedule).transfers, schedule.stages
+        rows: list[Sequence[float]] = [(0,) * stages] * len(KINDS)
+        for code in np.flatnonzero(np.bincount(columns.kind)).tolist():
+            kind = KINDS[code]
+            if kind in COPIES:
+                sizes = self.sizes.of(moved(kind.meaning), stages)
+                rows[code] = [_quotient(size, self.host_bandwidth) for size in sizes]
+            elif kind.cost_name in _FORWARDS:
+                rows[code] = self.by_stage(kind.cost_name, stages)
+        takes = _of_entries(schedule, np.array(rows)[columns.kind, columns.stage], self)
+        arrive, busy = _of_transfers(schedule, transfers, self)
+        takes = takes.astype(np.result_type(takes, arrive), copy=False)
+        holds = takes.copy()
+        for ends in (transfers.send, transfers.receive):
+            takes[ends], holds[ends] = arrive, busy
+        return Prices(takes, holds)
 
     @property
     def stages(self) -> int | None:
@@ -536,26 +550,6 @@ def _quotient(size: float, bandwidth: float) -> float:
     return size // bandwidth if size % bandwidth == 0 else size / bandwidth
 
 
-def _prices(schedule: Schedule, costs: CostModel) -> Prices:
-    expect_stages(costs, schedule)
-    columns, transfers, stages = schedule.columns, graph_of(schedule).transfers, schedule.stages
-    rows: list[Sequence[float]] = [(0,) * stages] * len(KINDS)
-    for code in np.flatnonzero(np.bincount(columns.kind)).tolist():
-        kind = KINDS[code]
-        if kind in COPIES:
-            sizes = costs.sizes.of(moved(kind.meaning), stages)
-            rows[code] = [_quotient(size, costs.host_bandwidth) for size in sizes]
-        elif kind.cost_name in _FORWARDS:
-            rows[code] = costs.by_stage(kind.cost_name, stages)
-    takes = _of_entries(schedule, np.array(rows)[columns.kind, columns.stage], costs)
-    arrive, busy = _of_transfers(schedule, transfers, costs)
-    takes = takes.astype(np.result_type(takes, arrive), copy=False)
-    holds = takes.copy()
-    for ends in (transfers.send, transfers.receive):
-        takes[ends], holds[ends] = arrive, busy
-    return Prices(takes, holds)
-
-
 def _of_entries(schedule: Schedule, alone: Numbers, costs: CostModel) -> Numbers:
     """What every action takes with those that it overlaps, where it takes so long alone."""
     columns, stages = schedule.columns, schedule.stages
@@ -580,19 +574,14 @@ def _of_transfers(
     boundary = transfers.stage - ~transfers.is_gradient
     links = transfers.source * schedule.ranks + transfers.target
     key = links * schedule.stages + boundary
-    if all(
-        isinstance(one, int | float)
-        for one in (costs.boundary_bytes, costs.latency, costs.bandwidth)
-    ):
-        key[1:] = key[:1]  # one stands for all
     used, which = np.unique(key, return_inverse=True)
-    ways: list[tuple[float, float]] = [] if len(used) else [(0, 0)]
+    ways: list[tuple[float, float]] = [(0, 0)]
     for link, crossed in (divmod(one, schedule.stages) for one in used.tolist()):
         a, b = divmod(link, schedule.ranks)
         where = f", on which {schedule.name} sends from rank {a} to rank {b}"
         ways.append(costs.way(a, b, sizes[crossed], where))
     arrive, busy = np.array(ways).T
-    return arrive[which], busy[which]
+    return arrive[which + 1], busy[which + 1]
 
 
 # Another number of stages.

@@ -220,8 +220,7 @@ class Timeline(DisplayedTimeline):
     @cached_property
     def bubble_fraction(self) -> float:
         """The part of all ranks' time in which they do not compute."""
-        busy = sum(rank.busy for rank in self.ranks)
-        return 1 - busy / (self.schedule.ranks * self.makespan) if self.makespan else 0.0
+        return self._idle_part(self.makespan)
 
     @cached_property
     def span_bubble_fraction(self) -> float:
@@ -230,9 +229,11 @@ class Timeline(DisplayedTimeline):
         Such a step takes no longer than the longest span of a rank, because ranks that are done
         begin the next step (zero bubble, arXiv 2401.10241, section 4).
         """
+        return self._idle_part(max((rank.span for rank in self.ranks), default=0.0))
+
+    def _idle_part(self, time: float) -> float:
         busy = sum(rank.busy for rank in self.ranks)
-        span = max((rank.span for rank in self.ranks), default=0.0)
-        return 1 - busy / (self.schedule.ranks * span) if span else 0.0
+        return 1 - busy / (self.schedule.ranks * time) if time else 0.0
 
     @cached_property
     def ranks(self) -> tuple[RankStats, ...]:
@@ -395,20 +396,15 @@ def in_unit(timeline: Timeline, unit: Unit) -> Timeline:
     >>> schedir.simulator.in_unit(line, "ms").makespan
     9000.0
     """
-    times = factor(timeline.unit, unit)
-    if times == 1:
-        return attrs.evolve(timeline, unit=unit)
-    measured = timeline.measured
+    times, measured = factor(timeline.unit, unit), timeline.measured
     if measured is not None:
         measured = attrs.evolve(measured, clock_error=measured.clock_error * times)
-    return attrs.evolve(
-        timeline,
-        starts=timeline.starts * times,
-        ends=timeline.ends * times,
-        unit=unit,
-        measured=measured,
-        edge_makespan=None if timeline.edge_makespan is None else timeline.edge_makespan * times,
-    )
+    scaled = {
+        name: value * times
+        for name in ("starts", "ends", "edge_makespan")
+        if (value := getattr(timeline, name)) is not None
+    }
+    return attrs.evolve(timeline, **scaled, unit=unit, measured=measured)
 
 
 def median_step(timelines: Sequence[Timeline]) -> Timeline:

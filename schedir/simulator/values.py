@@ -63,12 +63,15 @@ stage; the boundary after each stage but the last; a link; a rank; or all at onc
 may be one number for all as well."""
 
 
-def by(what: By) -> dict[str, Any]:
-    """The arguments of a field that has one number for each of these, or one for all."""
-    found = {"validator": check_field, "metadata": {"by": what}}
-    if what == "all":
-        return found
-    return found | {"converter": _plain, "hash": False if what in ("link", "rank") else None}
+def by(what: By, default: float | None = 0) -> Any:
+    """A field that has one number for each of these, or one for all."""
+    return attrs.field(
+        default=default,
+        converter=None if what == "all" else _plain,
+        validator=check_field,
+        hash=False if what in ("link", "rank") else None,
+        metadata={"by": what},
+    )
 
 
 def check_field(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -167,15 +170,15 @@ class Sizes:
     ((4096, 8192), True)
     """
 
-    boundary: PerStage = attrs.field(default=0, **by("boundary"))
-    input: PerStage = attrs.field(default=0, **by("start"))
-    activation: PerStage = attrs.field(default=0, **by("stage"))
-    weight: PerStage = attrs.field(default=0, **by("stage"))
-    gradient: PerStage = attrs.field(default=0, **by("stage"))
-    optimizer: PerStage = attrs.field(default=0, **by("stage"))
-    deferred: PerStage | None = attrs.field(default=None, **by("stage"))
-    early_gradient: PerStage = attrs.field(default=0, **by("stage"))
-    shard_ways: float = attrs.field(default=1, **by("all"))
+    boundary: PerStage = by("boundary")
+    input: PerStage = by("start")
+    activation: PerStage = by("stage")
+    weight: PerStage = by("stage")
+    gradient: PerStage = by("stage")
+    optimizer: PerStage = by("stage")
+    deferred: PerStage | None = by("stage", None)
+    early_gradient: PerStage = by("stage")
+    shard_ways: float = by("all", 1)
 
     @property
     def known(self) -> bool:
