@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.graph.alive import StageVersions, later_versions
-from schedir.graph.compile import Graph, Transfers
+from schedir.graph.compile import Graph
 from schedir.ir import (
     BACKWARDS,
     COMPLETES_GRADIENTS,
@@ -135,7 +135,7 @@ def _changes(graph: Graph, sizes: Mapping[str, Amounts]) -> list[_Change]:
     """What making and ending values of some names changes, of so many bytes by stage."""
     stage, touches = graph.columns.stage, [*graph.touches(*sizes)]
     travel = not _TRAVEL.isdisjoint(sizes)
-    arrived = _arrived(graph.transfers, len(stage)) if travel else stage
+    arrived = _arrived(graph) if travel else stage
     done = {does: np.zeros(graph.base[""], np.bool_) for does in ("make", "read", "end")}
     for touch in touches:
         done[touch.use.does][touch.values] = True
@@ -206,11 +206,11 @@ def _gradients(graph: Graph, size: Amounts, early: Amounts, ways: Amounts) -> li
             (taken, _ADDED, part[stage[taken]]),
             (freed, _FREED, -(part / ways)[stage[freed]]),
         )
-    several = np.array([len(held) > 1 for held in schedule.placement], np.bool_)
-    several &= ways == 1
-    summed = [(place, step) for step, place in graph.sums.items() if several[stage[step]]]
-    shards = np.array([p for p in graph.sums.values() if ways[stage[p]] > 1], np.int64)
-    sums, summing = np.array(summed, np.int64).reshape(-1, 2).T
+    many = np.array([len(held) for held in schedule.placement])
+    summing, sums = np.array([*graph.sums.items()], np.int64).reshape(-1, 2).T
+    shard = ways[stage[sums]] > 1
+    several = (many[stage[sums]] > 1) & ~shard
+    shards, sums, summing = sums[shard], sums[several], summing[several]
     return [
         *changes,
         (shards, _FREED, (size / ways - size)[stage[shards]]),
@@ -219,31 +219,23 @@ def _gradients(graph: Graph, size: Amounts, early: Amounts, ways: Amounts) -> li
     ]
 
 
-def _arrived(transfers: Transfers, places: int) -> Ints:
-    """By the place of a send, the compute at whose start its rank knows that it has arrived."""
-    listed = np.flatnonzero(transfers.matched & (transfers.maker >= 0) & (transfers.user >= 0))
-    found = np.full(places, -1)
-    found[transfers.send[listed]] = _known_by(transfers, listed)
-    return found
-
-
-def _known_by(transfers: Transfers, listed: Ints) -> Ints:
-    """For each of these transfers, the compute at whose start its source knows that it has arrived,
-    -1 where the source never does: it uses what its peer has sent after using the transfer.
+def _arrived(graph: Graph) -> Ints:
+    """By the place of a send, the compute at whose start its rank knows that it has arrived: it
+    uses what its peer has sent after using the transfer. -1 where the rank never knows.
 
         rank 0   SEND_ACT0 ──▶ … RECV_GRAD0  B0       known by B0: rank 1 has sent the gradient
         rank 1   RECV_ACT0  F0  B0  SEND_GRAD0        after its F0
     """
-    ranks = 1 + int(max(transfers.source.max(initial=0), transfers.target.max(initial=0)))
+    transfers, ranks, places = graph.transfers, graph.columns.ranks, len(graph.columns)
+    listed = transfers.matched & (transfers.maker >= 0) & (transfers.user >= 0)
     source, target = transfers.source[listed], transfers.target[listed]
     send, user = transfers.send[listed], transfers.user[listed]
-    channel = source * ranks + target
-    order = np.lexsort((send, channel))
-    beyond = 1 + int(max(send.max(initial=0), user.max(initial=0)))
+    channel, back = source * ranks + target, target * ranks + source
+    sent = channel * places + send
+    order = np.argsort(sent)
     # Of each answer and all after it on its channel, the one that is used first.
-    soonest = np.minimum.accumulate((channel * beyond + user)[order][::-1])[::-1]
-    back = target * ranks + source
-    answer = np.searchsorted((channel * beyond + send)[order], back * beyond + user)
-    padded = np.append(soonest, -1)
-    there = (answer < len(order)) & (padded[answer] // beyond == back)
-    return np.where(there, padded[answer] % beyond, -1)
+    soonest = np.minimum.accumulate((channel * places + user)[order][::-1])[::-1]
+    answer = np.append(soonest, -1)[np.searchsorted(sent[order], back * places + user)]
+    found = np.full(places, -1)
+    found[send] = np.where(answer // places == back, answer % places, -1)
+    return found

@@ -247,10 +247,10 @@ class Timeline(DisplayedTimeline):
         sized, copied = self.sizes is not None, columns.is_kind(*COPIES).any()
         found = []
         for rank, (begin, end) in enumerate(pairwise(columns.starts.tolist())):
-            starts, ends = self.starts[begin:end], self.ends[begin:end]
+            own = slice(begin, end)
             busy = self._work.busy[rank].item()
-            until = np.fmax.reduce(ends[computes[begin:end]], initial=0).item()
-            since = np.fmin.reduce(starts[forwards[begin:end]], initial=until).item()
+            until = np.fmax.reduce(self.ends[own][computes[own]], initial=0).item()
+            since = np.fmin.reduce(self.starts[own][forwards[own]], initial=until).item()
             found.append(
                 RankStats(
                     rank=rank,
