@@ -394,10 +394,16 @@ class CostModel:
         """
         if source == target:
             return 0, 0
-        latency, bandwidth = (
-            _of_link(name, getattr(self, name), (source, target), where)
-            for name in ("latency", "bandwidth")
-        )
+        found = []
+        for name in ("latency", "bandwidth"):
+            value: PerLink = getattr(self, name)
+            if isinstance(value, Mapping):
+                link = source, target
+                if link not in value:
+                    raise SchedirError(f"{name} has no number for the link {link}{where}: add it")
+                value = value[link]
+            found.append(value)
+        latency, bandwidth = found
         holds = _quotient(size, bandwidth)
         return latency + holds, holds
 
@@ -533,14 +539,6 @@ def _key(name: str, key: str) -> int | tuple[int, int]:
 
 
 # The prices of a list.
-
-
-def _of_link(name: str, value: PerLink, link: tuple[int, int], where: str) -> float:
-    if not isinstance(value, Mapping):
-        return value
-    if link not in value:
-        raise SchedirError(f"{name} has no number for the link {link}{where}: add it")
-    return value[link]
 
 
 def _quotient(size: float, bandwidth: float) -> float:
@@ -690,18 +688,17 @@ def unmeasured(schedule: Schedule, costs: CostModel) -> tuple[str, ...]:
         return ()
     stages = len(costs.forward)
     each, parts = divmod(stages, schedule.stages)
-    if parts or not each:
-        found = {_FIELDS[cost] for cost, _ in _used(schedule)}
-    else:
-        derived = {field.name: field.default for field in attrs.fields(CostModel)}
-        derived |= fitted_times(costs.samples, stages)
-        found = {
-            _FIELDS[cost]
-            for cost, stage in _used(schedule)
-            for one in range(stage * each, (stage + 1) * each)
-            if (cost, one) not in costs.samples.groups
-            and getattr(costs, _FIELDS[cost]) == derived[_FIELDS[cost]]
-        }
+    derived = {field.name: field.default for field in attrs.fields(CostModel)}
+    derived |= fitted_times(costs.samples, stages)
+    observed = costs_and_stages(schedule.columns, schedule.columns.heads)
+    found = set()
+    for code, stage in {*zip(*(column.tolist() for column in observed), strict=True)}:
+        if code >= 0:
+            cost, field = COSTS[code], _FIELDS[COSTS[code]]
+            made_of = range(stage * each, (stage + 1) * each)
+            seen = all((cost, one) in costs.samples.groups for one in made_of)
+            if parts or not (seen or getattr(costs, field) != derived[field]):
+                found.add(field)
     return tuple(name for name in dict.fromkeys(_FIELDS.values()) if name in found)
 
 
@@ -720,10 +717,3 @@ _FIELDS = {
     **{kind.cost_name: "host_bandwidth" for kind in COPIES},
 }
 """The field of CostModel that holds the cost of each thing observed."""
-
-
-def _used(schedule: Schedule) -> set[tuple[str, int]]:
-    """The things in a schedule that have a cost, each with its stage."""
-    observed = costs_and_stages(schedule.columns, schedule.columns.heads)
-    used = zip(*(column.tolist() for column in observed), strict=True)
-    return {(COSTS[cost], stage) for cost, stage in {*used} if cost >= 0}
