@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir import Action, CostModel, Kind, Schedule, simulate
 from schedir.finder.orders import schedule_of
-from schedir.finder.terms import Memory, Task
+from schedir.finder.terms import Memory, StageCosts, Task
 from schedir.graph.board import (
     DEFERRED,
     KEPT,
@@ -26,7 +26,6 @@ from schedir.graph.board import (
     take,
 )
 from schedir.ir.kinds import uses_of
-from schedir.simulator.costs import StageCosts
 from tests.oracle import happens
 from tests.stepped import Stepped
 from tests.test_stepped import some_costs, spans_of

@@ -40,7 +40,7 @@ def drawn_sizes(chance: random.Random, stages: int) -> Sizes:
         sizes["early_gradient"] = tuple(
             chance.choice([0, g // 2, 2 * g]) for g in sizes["gradient"]
         )
-    return Sizes(boundary=per(stages - 1), **sizes)
+    return Sizes(boundary=per(stages - 1) or 0, **sizes)
 
 
 class Walk:
@@ -344,7 +344,6 @@ def test_sizes_that_are_not_known_or_do_not_fit() -> None:
     assert [one.peak_bytes for one in line.ranks] == [None] * 4
     with pytest.raises(ValueError, match="the timeline has no sizes"):
         line.memory(0)
-    wrong = attrs.evolve(line, sizes=Sizes(weight=(1, 2)))
-    with pytest.raises(ValueError, match="sizes: weight must be one number or 4, not 2"):
-        wrong.memory(0)
+    with pytest.raises(schedir.SchedirError, match="weight has 2 numbers, but 1f1b has 4 stages"):
+        attrs.evolve(line, sizes=Sizes(weight=(1, 2)))
     assert math.isfinite(line.live(0)[0][-1])

@@ -96,7 +96,7 @@ def content() -> Any:
                 "schedule": 0,
                 "unit": "s",
                 "measured": {"step": 0, "clock_error": 0},
-                "sizes": dict.fromkeys(attrs.asdict(Sizes()), 0),
+                "sizes": dict.fromkeys(attrs.asdict(Sizes()), 0) | {"shard_ways": 1},
                 "starts": [0, 1, 6, 7, 1, 2, 4, 6],
                 "ends": [1, 2, 7, 9, 2, 4, 6, 7],
             }
@@ -114,13 +114,13 @@ def test_a_file_from_before_there_were_deferred_bytes_is_read(tmp_path: Path) ->
 
 BROKEN = [
     (("starts", 5), -1, "starts: a time must be finite and at least 0: rank 1 #1 1F0 is said"),
-    (("starts", 5), True, "starts: rank 1 #1 1F0: a time is a finite number, .*, not True"),
-    (("starts", 5), "2", "starts: rank 1 #1 1F0: a time is .* not '2'"),
-    (("starts", 5), math.nan, "starts: rank 1 #1 1F0: a time is .* not nan"),
-    (("ends", 5), 10**30, "ends: rank 1 #1 1F0: a time is .* not 1000"),
+    (("starts", 5), True, r"starts\[5\] must be a finite number, .*, not True"),
+    (("starts", 5), "2", r"starts\[5\] must be .* not '2'"),
+    (("starts", 5), math.nan, r"starts\[5\] must be .* not nan"),
+    (("ends", 5), 10**30, r"ends\[5\] must be .* not 1000"),
     (("ends", 5), 1, "an entry ends before it starts: rank 1 #1 1F0 is said to run from 2 to 1"),
-    (("starts",), [0] * 7, "starts must hold one time for each of the 8 actions of listed, not 7"),
-    (("ends",), [9] * 9, "ends must hold one time for each of the 8 actions of listed, not 9"),
+    (("starts",), [0] * 7, "starts must hold one time for each of the 8 actions, .* shape .7,"),
+    (("ends",), [9] * 9, "ends must hold one time for each of the 8 actions, .* shape .9,"),
     (("ends",), 9, "ends must be a list, not 9"),
     (("schedule",), 1, "there is no schedule 1"),
     (("schedule",), -1, "there is no schedule -1"),
@@ -131,13 +131,13 @@ BROKEN = [
     (("measured", "clock_error"), 10**400, "measured: clock_error must be finite and >= 0"),
     (("measured", "when"), 0, "measured: unknown key 'when'; known: step, clock_error"),
     (("sizes", "weight"), None, "sizes: weight must be a number, not None"),
-    (("sizes", "deferred"), [1], "sizes: deferred must be one number or 2, not 1"),
+    (("sizes", "deferred"), [1], "deferred has 1 numbers, but listed has 2 stages"),
     (("sizes", "weight"), -1, "sizes: weight must be finite and >= 0 .*, not -1"),
     (("sizes", "weight"), [1, "2"], "sizes: weight of stage 1 must be a number, not '2'"),
-    (("sizes", "weight"), [1, 2, 3], "sizes: weight must be one number or 2, not 3"),
-    (("sizes", "boundary"), [1, 2], "sizes: boundary must be one number or 1, not 2"),
+    (("sizes", "weight"), [1, 2, 3], "weight has 3 numbers, but listed has 2 stages"),
+    (("sizes", "boundary"), [1, 2], "boundary has 2 numbers, but listed has 1 boundaries"),
     (("sizes", "wieght"), 1, "sizes: unknown key 'wieght'; known: boundary, input, activation"),
-    (("begins",), [], "unknown key 'begins'; known: schedule, unit, measured"),
+    (("begins",), [], "unknown key 'begins'; known: schedule, starts, ends, sizes"),
 ]
 
 

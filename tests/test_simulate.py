@@ -278,8 +278,8 @@ def test_durations_are_those_of_the_lists_as_given() -> None:
 @pytest.mark.parametrize(
     ("durations", "message"),
     [
-        ({(0, 12): 1}, r"durations\[0, 12\] is of no entry of listed: rank 0 has 8"),
-        ({(0, 1): 1, (2, 0): 1}, r"durations\[2, 0\] is of no entry of listed: there are 2 ranks"),
+        ({(0, 12): 1}, r"durations\[0, 12\] is of no entry of listed: .* \[8, 8\] entries"),
+        ({(0, 1): 1, (2, 0): 1}, r"durations\[2, 0\] is of no entry of listed"),
         ({(0, -1): 1}, r"durations\[0, -1\] is of no entry"),
         ({(2**70, 0): 1}, r"durations\[1180591620717411303424, 0\] is of no entry"),
         ({0: 1}, r"durations must be by \(rank, index\), not by 0"),

@@ -22,9 +22,8 @@ from functools import cached_property
 
 import attrs
 
-from schedir.finder.terms import Objective, memory_in_activations, memory_in_bytes
+from schedir.finder.terms import Objective, StageCosts, memory_in_activations, memory_in_bytes
 from schedir.simulator import CostModel
-from schedir.simulator.costs import StageCosts
 
 
 def lower_bound(

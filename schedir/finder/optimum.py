@@ -26,12 +26,11 @@ import attrs
 from schedir.checker import prove
 from schedir.errors import SchedirError
 from schedir.finder.searching import Found
-from schedir.finder.terms import Memory, Objective, Task, Terms
+from schedir.finder.terms import Memory, Objective, StageCosts, Task, Terms
 from schedir.graph.alive import HeldUntil
 from schedir.ir import Action, Kind, Schedule
 from schedir.passes import append_steps
 from schedir.simulator import CostModel, simulate
-from schedir.simulator.costs import StageCosts
 
 EXACT_SECONDS = 60.0
 # Parts of the largest cost: all that is told apart where costs are no round numbers.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -21,7 +22,6 @@ from schedir.graph.board import WAYS, Steps, steps_of
 from schedir.ir import DEFAULT_CHANNEL, Kind, Placement, channel_model
 from schedir.library import Pipeline, expect_fewer, wave, wrapped
 from schedir.simulator import CostModel, Timeline
-from schedir.simulator.costs import StageCosts
 
 FORWARD, LEAN, BACKWARD, INPUT, WEIGHT, RECOMPUTE = (
     WAYS.index(way)
@@ -179,6 +179,57 @@ class Terms:
         else:
             asked = self.recompute and memory.limited
         return asked and any(a < b for a, b in zip(memory.lean, memory.full, strict=True))
+
+
+@attrs.frozen
+class StageCosts:
+    """The costs of a pipeline with stage s on rank `placement[s]`, one number per stage.
+
+    `down[s]` is how long the output of stage s - 1 takes to reach stage s, `up[s]` how long the
+    gradient of stage s + 1 takes: 0 on one rank, and if there is no such stage. `down_holds` and
+    `up_holds` are how long the channel is occupied.
+    """
+
+    placement: tuple[int, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    recompute: tuple[float, ...]
+    optim_step: tuple[float, ...]
+    down: tuple[float, ...]
+    up: tuple[float, ...]
+    down_holds: tuple[float, ...]
+    up_holds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, placement: Sequence[int], costs: CostModel) -> StageCosts:
+        """Look them up. Raises SchedirError for costs of other stages, or that lack a link."""
+        stages = len(placement)
+        sizes = costs.by_stage("boundary_bytes", stages - 1)
+        links = [(a, b, size) for (a, b), size in zip(pairwise(placement), sizes, strict=True)]
+        down = (0, 0), *(costs.way(a, b, size) for a, b, size in links)
+        up = *(costs.way(b, a, size) for a, b, size in links), (0, 0)
+        names = [field.name for field in attrs.fields(cls)][1:7]
+        return cls(
+            tuple(placement),
+            *(costs.by_stage(name, stages) for name in names),
+            *(tuple(way[part] for way in ways) for part in (0, 1) for ways in (down, up)),
+        )
+
+    @property
+    def stages(self) -> range:
+        """The numbers of the stages."""
+        return range(len(self.placement))
+
+    @property
+    def ranks(self) -> range:
+        """The numbers of the ranks."""
+        return range(1 + max(self.placement))
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, ascending."""
+        return [s for s in self.stages if self.placement[s] == rank]
 
 
 @attrs.frozen(eq=False)

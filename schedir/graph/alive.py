@@ -123,13 +123,9 @@ _HOMES, _STEPS = ({KIND_INDEX[kind] for kind in kinds} for kinds in (HOMES, STEP
 _CONCERNED = [KIND_INDEX[kind] for kind in (*READS_WEIGHTS, *STEPS)]
 
 
-def peak_versions(graph: Graph) -> dict[int, int]:
-    """The most weight versions of a stage alive at once, by rank, for ranks that may have
-    several."""
+def later_versions(graph: Graph) -> dict[int, dict[int, StageVersions]]:
+    """The weight versions of every stage on each rank that may have several of one: where something
+    of a rank's stages comes after their steps."""
     columns = graph.columns
-    # Where nothing of a rank's stages comes after their steps, one version is all there is.
     reading = columns.is_kind(*READS_WEIGHTS) & (graph.turn > 0)
-    return {
-        rank: max(stage.peak()[0] for stage in weight_versions(columns, rank).values())
-        for rank in set(columns.rank[reading].tolist())
-    }
+    return {rank: weight_versions(columns, rank) for rank in set(columns.rank[reading].tolist())}

@@ -176,6 +176,7 @@ def printable(text: str) -> str:
     )
 
 
-def clip(text: str) -> str:
-    """`text` in quotes, cut to a length that fits a message."""
-    return repr(text if len(text) <= 40 else text[:37] + "...")
+def clip(value: object) -> str:
+    """The value as Python writes it, cut to a length that fits a message."""
+    text = repr(value)
+    return text if len(text) <= 42 else f"{text[:38]}...{text[-1]}"

@@ -21,9 +21,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import numpy as np
@@ -34,9 +34,9 @@ from schedir.graph.compile import Transfers, graph_of
 from schedir.graph.paths import Prices
 from schedir.ir import COMPUTE, COPIES, HOMES, KINDS, Kind, Schedule
 from schedir.ir.kinds import STAGE_WIDE, TIMED, moved
+from schedir.ir.tokens import clip
 from schedir.simulator.fit import fitted, fitted_times
-from schedir.simulator.samples import COSTS, Samples, of_plain
-from schedir.simulator.transformer import Transformer, split
+from schedir.simulator.samples import COSTS, Samples, costs_and_stages, of_plain
 from schedir.simulator.values import (
     Numbers,
     PerLink,
@@ -45,10 +45,9 @@ from schedir.simulator.values import (
     Unit,
     by,
     check_unit,
-    clip,
+    expect_stages,
     field_of,
     kind_of,
-    misfit,
     one_each,
     read_json,
 )
@@ -109,30 +108,28 @@ class CostModel:
     21.0
     """
 
-    forward: PerStage = attrs.field(default=Kind.FORWARD.meaning.cost, **by("stage"))
-    backward: PerStage = attrs.field(default=Kind.BACKWARD.meaning.cost, **by("stage"))
-    backward_input: PerStage = attrs.field(default=Kind.BACKWARD_INPUT.meaning.cost, **by("stage"))
-    backward_weight: PerStage = attrs.field(
-        default=Kind.BACKWARD_WEIGHT.meaning.cost, **by("stage")
-    )
-    recompute: PerStage | None = attrs.field(default=None, **by("stage"))
-    reduce_grad: PerStage = attrs.field(default=Kind.REDUCE_GRAD.meaning.cost, **by("stage"))
-    unshard: PerStage = attrs.field(default=Kind.UNSHARD.meaning.cost, **by("stage"))
-    optim_step: PerStage = attrs.field(default=Kind.OPTIM_STEP.meaning.cost, **by("stage"))
-    overlapped: PerStage | None = attrs.field(default=None, **by("stage"))
-    latency: PerLink = attrs.field(default=0, **by("link"))
-    bandwidth: PerLink = attrs.field(default=math.inf, **by("link"))
-    host_bandwidth: float = attrs.field(default=math.inf, **by("all"))
-    copy_engine: Mapping[int, int] | None = attrs.field(default=None, **by("rank"))
-    boundary_bytes: PerStage = attrs.field(default=0, **by("boundary"))
-    input_bytes: PerStage = attrs.field(default=0, **by("start"))
-    activation_bytes: PerStage = attrs.field(default=0, **by("stage"))
-    deferred_bytes: PerStage | None = attrs.field(default=None, **by("stage"))
-    weight_bytes: PerStage = attrs.field(default=0, **by("stage"))
-    gradient_bytes: PerStage = attrs.field(default=0, **by("stage"))
-    early_gradient_bytes: PerStage = attrs.field(default=0, **by("stage"))
-    optimizer_bytes: PerStage = attrs.field(default=0, **by("stage"))
-    shard_ways: float = attrs.field(default=1, **by("all"))
+    forward: PerStage = by("stage", Kind.FORWARD.meaning.cost)
+    backward: PerStage = by("stage", Kind.BACKWARD.meaning.cost)
+    backward_input: PerStage = by("stage", Kind.BACKWARD_INPUT.meaning.cost)
+    backward_weight: PerStage = by("stage", Kind.BACKWARD_WEIGHT.meaning.cost)
+    recompute: PerStage | None = by("stage", None)
+    reduce_grad: PerStage = by("stage", Kind.REDUCE_GRAD.meaning.cost)
+    unshard: PerStage = by("stage", Kind.UNSHARD.meaning.cost)
+    optim_step: PerStage = by("stage", Kind.OPTIM_STEP.meaning.cost)
+    overlapped: PerStage | None = by("stage", None)
+    latency: PerLink = by("link")
+    bandwidth: PerLink = by("link", math.inf)
+    host_bandwidth: float = by("all", math.inf)
+    copy_engine: Mapping[int, int] | None = by("rank", None)
+    boundary_bytes: PerStage = by("boundary")
+    input_bytes: PerStage = by("start")
+    activation_bytes: PerStage = by("stage")
+    deferred_bytes: PerStage | None = by("stage", None)
+    weight_bytes: PerStage = by("stage")
+    gradient_bytes: PerStage = by("stage")
+    early_gradient_bytes: PerStage = by("stage")
+    optimizer_bytes: PerStage = by("stage")
+    shard_ways: float = by("all", 1)
     unit: Unit | None = attrs.field(default=None, validator=check_unit)
     samples: Samples | None = attrs.field(
         default=None,
@@ -214,6 +211,11 @@ class CostModel:
     ) -> CostModel:
         """The costs of a GPT-like transformer on paper, in seconds and bytes of one device.
 
+        The model is that of Narayanan et al. (2021, arXiv 2104.04473, section 5.1 and appendix):
+        token and position embeddings, layers of attention and a feed-forward part with biases,
+        dropout and two layer norms, a last layer norm, and a head that is the token embedding once
+        more.
+
         `layers` are split evenly into `stages`, or given for each stage. The other sizes are
         `hidden` h, `heads` a, `vocabulary` V, `sequence` s, and `microbatch` b samples;
         `feed_forward` is 4 h by default. A device computes `flops` × `utilisation` a second; choose
@@ -269,13 +271,98 @@ class CostModel:
         >>> costs.stages, costs.unit, costs.forward[0] < costs.forward[3]
         (4, 's', True)
         """
-        sizes = locals()
-        sizes["layers"] = split(layers, stages)
-        sizes["feed_forward"] = 4 * hidden if feed_forward is None else feed_forward
-        model = Transformer(
-            **{field.name: sizes[field.name] for field in attrs.fields(Transformer)}
+        given = locals()
+        each = _split(layers, stages)
+        feed_forward = given["feed_forward"] = 4 * hidden if feed_forward is None else feed_forward
+        for name in _WHOLE:
+            _expect_whole(name, given[name])
+        for name in ("hidden", "heads", "feed_forward"):
+            if given[name] % tensor:
+                raise ValueError(
+                    f"{name} must be a multiple of tensor, {tensor}, not {given[name]}"
+                )
+        if not (_is_real(flops) and 0 < flops < math.inf):
+            raise ValueError(f"flops must be a finite number > 0, not {flops!r}")
+        if not (_is_real(utilisation) and 0 < utilisation <= 1):
+            raise ValueError(f"utilisation must be above 0 and at most 1, not {utilisation!r}")
+
+        def by_stage(layer: float, first: float, last: float, per: float = 1) -> tuple[float, ...]:
+            """The sum over each stage's layers, plus what the first and the last stage have in
+            addition; times `per`."""
+            found = [many * layer for many in each]
+            found[0] += first
+            found[-1] += last
+            return tuple(one * per for one in found)
+
+        tokens = sequence * microbatch
+        embedded = tokens * hidden
+
+        # How long each stage computes. 24 b s h² where the feed-forward part has 4 h.
+        multiplied = 4 * embedded * (2 * hidden + feed_forward) / tensor
+        attended = 4 * embedded * sequence / tensor
+
+        def seconds(attentions: int) -> tuple[float, ...]:
+            """`attentions` is the number of products of activations with each other for one product
+            with weights: 1 in the forward, 2 in the backward for the input (3 if it computes the
+            forward's again), 0 in the backward for the weights."""
+            head = 2 * embedded * vocabulary / tensor
+            many = by_stage(multiplied + attentions * attended, 0, head)
+            return tuple(one / (flops * utilisation) for one in many)
+
+        of_input, of_weight = seconds(3 if selective else 2), seconds(0)
+
+        # The parameters of each stage on one device. The last terms of a layer are the rest of the
+        # biases, and two norms. The head is a copy of the embedding, where they are on two stages.
+        embedding = vocabulary * hidden / tensor
+        matrices = 4 * hidden * hidden + 2 * hidden * feed_forward
+        parameters = partial(
+            by_stage,
+            (matrices + 3 * hidden + feed_forward) / tensor + 6 * hidden,
+            embedding + sequence * hidden,
+            (embedding if len(each) > 1 else 0) + 2 * hidden,
         )
-        return cls(**model.costs(), latency=latency, bandwidth=bandwidth, unit="s")
+        # A ring passes each byte on twice, but for what every copy has already. No bandwidth at all
+        # is for the cost model to refuse.
+        speed = bandwidth if _is_real(bandwidth) and bandwidth else math.inf
+        ring = 2 * (data - 1) / data / speed
+        gradient = parameters(gradient_element)
+
+        # The bytes of a microbatch.
+        element, around = activation_element, tensor if sequence_parallel else 1
+        boundary, logits = element * embedded / around, 4 * tokens * vocabulary / tensor
+        # Queries, keys, values and the projection's input; both inputs of the feed-forward part's
+        # second half.
+        shared = (4 * element + 2 * element * feed_forward / hidden) / tensor
+        # The inputs of attention, feed-forward part and norms, and two masks of dropout.
+        whole = (4 * element + 2) / around
+        # Softmax, its dropout's mask and output.
+        scores = (2 * element + 1) * (heads * sequence**2 * microbatch) / tensor
+        layer = embedded * (shared + whole) + (0 if selective else scores)
+        # Queries, keys, values, the projection's input, and what is between the feed-forward parts;
+        # the inputs of attention and feed-forward part, and what these add to the residual.
+        deferred = element * embedded * ((4 + 2 * feed_forward / hidden) / tensor + 4 / around)
+        return cls(
+            forward=seconds(1),
+            backward=tuple(map(sum, zip(of_input, of_weight, strict=True))),
+            backward_input=of_input,
+            backward_weight=of_weight,
+            reduce_grad=tuple(many * ring for many in gradient),
+            latency=latency,
+            bandwidth=bandwidth,
+            boundary_bytes=boundary,
+            input_bytes=(8 * tokens, *[boundary] * (len(each) - 1)),
+            activation_bytes=by_stage(
+                layer, embedded / around, 2 * element * embedded / around + logits
+            ),
+            # The inputs of products with weights, and the gradients of what these made.
+            deferred_bytes=by_stage(deferred, 0, boundary + logits),
+            weight_bytes=parameters(weight_element),
+            gradient_bytes=gradient,
+            optimizer_bytes=tuple(
+                one / (data if shard_optimizer else 1) for one in parameters(optimizer_element)
+            ),
+            unit="s",
+        )
 
     def by_stage(self, name: str, many: int) -> tuple[float, ...]:
         """The field `name`, as one number for each of so many stages, or of `boundary_bytes` for
@@ -307,10 +394,16 @@ class CostModel:
         """
         if source == target:
             return 0, 0
-        latency, bandwidth = (
-            _of_link(name, getattr(self, name), (source, target), where)
-            for name in ("latency", "bandwidth")
-        )
+        found = []
+        for name in ("latency", "bandwidth"):
+            value: PerLink = getattr(self, name)
+            if isinstance(value, Mapping):
+                link = source, target
+                if link not in value:
+                    raise SchedirError(f"{name} has no number for the link {link}{where}: add it")
+                value = value[link]
+            found.append(value)
+        latency, bandwidth = found
         holds = _quotient(size, bandwidth)
         return latency + holds, holds
 
@@ -319,7 +412,23 @@ class CostModel:
 
         Raises SchedirError if there are costs for another number of stages, or none for a link.
         """
-        return _prices(schedule, self)
+        expect_stages(self, schedule)
+        columns, transfers, stages = schedule.columns, graph_of(schedule).transfers, schedule.stages
+        rows: list[Sequence[float]] = [(0,) * stages] * len(KINDS)
+        for code in np.flatnonzero(np.bincount(columns.kind)).tolist():
+            kind = KINDS[code]
+            if kind in COPIES:
+                sizes = self.sizes.of(moved(kind.meaning), stages)
+                rows[code] = [_quotient(size, self.host_bandwidth) for size in sizes]
+            elif kind.cost_name in _FORWARDS:
+                rows[code] = self.by_stage(kind.cost_name, stages)
+        takes = _of_entries(schedule, np.array(rows)[columns.kind, columns.stage], self)
+        arrive, busy = _of_transfers(schedule, transfers, self)
+        takes = takes.astype(np.result_type(takes, arrive), copy=False)
+        holds = takes.copy()
+        for ends in (transfers.send, transfers.receive):
+            takes[ends], holds[ends] = arrive, busy
+        return Prices(takes, holds)
 
     @property
     def stages(self) -> int | None:
@@ -344,6 +453,41 @@ OF_A_PART = tuple(
 )
 """The costs and bytes that add up if two stages become one. The others belong to a boundary or a
 link."""
+
+
+# Of a transformer.
+
+_WHOLE = "hidden", "heads", "vocabulary", "sequence", "microbatch", "feed_forward", "tensor", "data"
+
+
+def _split(layers: int | Sequence[int], stages: int | None) -> tuple[int, ...]:
+    """The layers of each stage. Raises ValueError for layers that can't be split evenly."""
+    if not isinstance(layers, int):
+        found = tuple(layers)
+        if stages is not None and stages != len(found):
+            raise ValueError(f"layers are given for {len(found)} stages, not {stages}")
+    elif stages is None:
+        raise ValueError("pass `stages`, the number of stages to split the layers into")
+    else:
+        _expect_whole("stages", stages)
+        if layers % stages:
+            raise ValueError(
+                f"{layers} layers can't be split evenly into {stages} stages: give those of each "
+                "stage"
+            )
+        found = (layers // stages,) * stages
+    if not found or any(type(each) is not int or each < 0 for each in found):
+        raise ValueError(f"layers must be one number >= 0 for each stage, not {found!r}")
+    return found
+
+
+def _expect_whole(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be an int >= 1, not {value!r}")
+
+
+def _is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 # In files.
@@ -394,66 +538,7 @@ def _key(name: str, key: str) -> int | tuple[int, int]:
     return int(found[1]) if of_rank else (int(found[1]), int(found[2]))
 
 
-# Looked up, for a pipeline and for a list.
-
-
-@attrs.frozen
-class StageCosts:
-    """The costs of a pipeline with stage s on rank `placement[s]`, one number per stage.
-
-    `down[s]` is how long the output of stage s - 1 takes to reach stage s, `up[s]` how long the
-    gradient of stage s + 1 takes: 0 on one rank, and if there is no such stage. `down_holds` and
-    `up_holds` are how long the channel is occupied.
-    """
-
-    placement: tuple[int, ...]
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    backward_input: tuple[float, ...]
-    backward_weight: tuple[float, ...]
-    recompute: tuple[float, ...]
-    optim_step: tuple[float, ...]
-    down: tuple[float, ...]
-    up: tuple[float, ...]
-    down_holds: tuple[float, ...]
-    up_holds: tuple[float, ...]
-
-    @classmethod
-    def of(cls, placement: Sequence[int], costs: CostModel) -> StageCosts:
-        """Look them up. Raises SchedirError for costs of other stages, or that lack a link."""
-        stages = len(placement)
-        sizes = costs.by_stage("boundary_bytes", stages - 1)
-        links = [(a, b, size) for (a, b), size in zip(pairwise(placement), sizes, strict=True)]
-        down = (0, 0), *(costs.way(a, b, size) for a, b, size in links)
-        up = *(costs.way(b, a, size) for a, b, size in links), (0, 0)
-        names = [name for name in _FORWARDS if name in attrs.fields_dict(cls)]
-        return cls(
-            tuple(placement),
-            *(costs.by_stage(name, stages) for name in names),
-            *(tuple(way[part] for way in ways) for part in (0, 1) for ways in (down, up)),
-        )
-
-    @property
-    def stages(self) -> range:
-        """The numbers of the stages."""
-        return range(len(self.placement))
-
-    @property
-    def ranks(self) -> range:
-        """The numbers of the ranks."""
-        return range(1 + max(self.placement))
-
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, ascending."""
-        return [s for s in self.stages if self.placement[s] == rank]
-
-
-def _of_link(name: str, value: PerLink, link: tuple[int, int], where: str) -> float:
-    if not isinstance(value, Mapping):
-        return value
-    if link not in value:
-        raise SchedirError(f"{name} has no number for the link {link}{where}: add it")
-    return value[link]
+# The prices of a list.
 
 
 def _quotient(size: float, bandwidth: float) -> float:
@@ -461,31 +546,6 @@ def _quotient(size: float, bandwidth: float) -> float:
     if not size or bandwidth == math.inf:
         return 0
     return size // bandwidth if size % bandwidth == 0 else size / bandwidth
-
-
-def _prices(schedule: Schedule, costs: CostModel) -> Prices:
-    if wrong := misfit(costs, schedule.stages):
-        field, had, needed, what = wrong
-        raise SchedirError(
-            f"{field} has {had} numbers, but {schedule.name} has {needed} {what}: give one for "
-            "each, or one number for all"
-        )
-    columns, transfers, stages = schedule.columns, graph_of(schedule).transfers, schedule.stages
-    rows: list[Sequence[float]] = [(0,) * stages] * len(KINDS)
-    for code in np.flatnonzero(np.bincount(columns.kind)).tolist():
-        kind = KINDS[code]
-        if kind in COPIES:
-            sizes = costs.sizes.of(moved(kind.meaning), stages)
-            rows[code] = [_quotient(size, costs.host_bandwidth) for size in sizes]
-        elif kind.cost_name in _FORWARDS:
-            rows[code] = costs.by_stage(kind.cost_name, stages)
-    takes = _of_entries(schedule, np.array(rows)[columns.kind, columns.stage], costs)
-    arrive, busy = _of_transfers(schedule, transfers, costs)
-    takes = takes.astype(np.result_type(takes, arrive), copy=False)
-    holds = takes.copy()
-    for ends in (transfers.send, transfers.receive):
-        takes[ends], holds[ends] = arrive, busy
-    return Prices(takes, holds)
 
 
 def _of_entries(schedule: Schedule, alone: Numbers, costs: CostModel) -> Numbers:
@@ -512,19 +572,14 @@ def _of_transfers(
     boundary = transfers.stage - ~transfers.is_gradient
     links = transfers.source * schedule.ranks + transfers.target
     key = links * schedule.stages + boundary
-    if all(
-        isinstance(one, int | float)
-        for one in (costs.boundary_bytes, costs.latency, costs.bandwidth)
-    ):
-        key[1:] = key[:1]  # one stands for all
     used, which = np.unique(key, return_inverse=True)
-    ways: list[tuple[float, float]] = [] if len(used) else [(0, 0)]
+    ways: list[tuple[float, float]] = [(0, 0)]
     for link, crossed in (divmod(one, schedule.stages) for one in used.tolist()):
         a, b = divmod(link, schedule.ranks)
         where = f", on which {schedule.name} sends from rank {a} to rank {b}"
         ways.append(costs.way(a, b, sizes[crossed], where))
     arrive, busy = np.array(ways).T
-    return arrive[which], busy[which]
+    return arrive[which + 1], busy[which + 1]
 
 
 # Another number of stages.
@@ -566,10 +621,10 @@ def _parts(name: str, value: PerStage | None, stages: int, of: int) -> PerStage 
     if not isinstance(value, tuple):
         return _share(value * of, stages)
     _expect_multiple(name, len(value), stages)
-    if many := len(value) // stages:
-        return tuple(sum(value[s * many : (s + 1) * many]) for s in range(stages))
-    many = stages // len(value)
-    return tuple(_share(one, many) for one in value for _ in range(many))
+    many = max(stages // len(value), 1)
+    parts = [_share(one, many) for one in value for _ in range(many)]
+    each = len(parts) // stages
+    return tuple(sum(parts[s * each : (s + 1) * each]) for s in range(stages))
 
 
 def _edges(name: str, value: PerStage, stages: int, every: int) -> PerStage:
@@ -633,18 +688,17 @@ def unmeasured(schedule: Schedule, costs: CostModel) -> tuple[str, ...]:
         return ()
     stages = len(costs.forward)
     each, parts = divmod(stages, schedule.stages)
-    if parts or not each:
-        found = {_FIELDS[cost] for cost, _ in _used(schedule)}
-    else:
-        derived = {field.name: field.default for field in attrs.fields(CostModel)}
-        derived |= fitted_times(costs.samples, stages)
-        found = {
-            _FIELDS[cost]
-            for cost, stage in _used(schedule)
-            for one in range(stage * each, (stage + 1) * each)
-            if (cost, one) not in costs.samples.groups
-            and getattr(costs, _FIELDS[cost]) == derived[_FIELDS[cost]]
-        }
+    derived = {field.name: field.default for field in attrs.fields(CostModel)}
+    derived |= fitted_times(costs.samples, stages)
+    observed = costs_and_stages(schedule.columns, schedule.columns.heads)
+    found = set()
+    for code, stage in {*zip(*(column.tolist() for column in observed), strict=True)}:
+        if code >= 0:
+            cost, field = COSTS[code], _FIELDS[COSTS[code]]
+            made_of = range(stage * each, (stage + 1) * each)
+            seen = all((cost, one) in costs.samples.groups for one in made_of)
+            if parts or not (seen or getattr(costs, field) != derived[field]):
+                found.add(field)
     return tuple(name for name in dict.fromkeys(_FIELDS.values()) if name in found)
 
 
@@ -663,13 +717,3 @@ _FIELDS = {
     **{kind.cost_name: "host_bandwidth" for kind in COPIES},
 }
 """The field of CostModel that holds the cost of each thing observed."""
-
-
-def _used(schedule: Schedule) -> set[tuple[str, int]]:
-    """The things in a schedule that have a cost, each with its stage."""
-    columns = schedule.columns
-    pairs = columns.shared & columns.is_kind(*HOMES)
-    found = {("overlapped", stage) for stage in columns.stage[pairs].tolist()}
-    kinds, stages = (column[~columns.shared].tolist() for column in (columns.kind, columns.stage))
-    found |= {(KINDS[k].cost_name, s) for k, s in {*zip(kinds, stages, strict=True)}}
-    return {(cost, stage) for cost, stage in found if cost in _FIELDS}

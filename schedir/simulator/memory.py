@@ -28,27 +28,27 @@ CPU:
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import TypeAlias
 
-import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.graph.alive import StageVersions, weight_versions
-from schedir.graph.compile import Graph, Touch, Transfers
+from schedir.graph.alive import StageVersions, later_versions
+from schedir.graph.compile import Graph
 from schedir.ir import (
     BACKWARDS,
     COMPLETES_GRADIENTS,
     COMPUTE,
     COPIES,
-    READS_WEIGHTS,
     SENDS,
     VALUES,
     Ints,
 )
 from schedir.simulator.moments import Moments
-from schedir.simulator.values import Numbers, Sizes
+from schedir.simulator.values import Numbers, Sizes, numbers
 
 _TRAVEL = {
     name
@@ -66,71 +66,43 @@ _Change: TypeAlias = tuple[Ints, int, Amounts]
 """At these places, at that point of their entries, so much more is held."""
 
 
-@attrs.frozen(eq=False)
-class Held:
-    """How much each rank holds: `base[rank]` before its list begins, and `change` more from `times`
-    on, in order. Shape [changes], rank after rank; `bounds[rank]` is the first of a rank."""
-
-    base: Amounts
-    bounds: Ints
-    times: Numbers
-    change: Amounts
-
-    def peaks(self) -> list[float]:
-        """The most that each rank holds."""
-        return [float(self.curve(rank)[1].max()) for rank in range(len(self.base))]
-
-    def curve(self, rank: int) -> tuple[Numbers, Amounts]:
-        """How much the rank holds: `amounts[n]` from `times[n]` on."""
-        own = slice(self.bounds[rank], self.bounds[rank + 1])
-        held: Amounts = np.cumsum(np.append(self.base[rank], self.change[own]))
-        return np.append(0.0, self.times[own]), held
+Curve: TypeAlias = tuple[Numbers, Amounts]
+"""How much a rank holds: `amounts[n]` from `times[n]` on. The times ascend from 0, and are equal if
+several changes happen at once."""
 
 
-def live_activations(moments: Moments) -> Held:
+def live_activations(moments: Moments) -> list[Curve]:
     """How many (stage, microbatch) activations each rank holds."""
     one = np.ones(moments.schedule.stages)
     sizes = {"saved": one, "deferred": one}
-    return _held(moments, np.zeros(moments.schedule.ranks), _changes(moments.graph, sizes))
+    return _curves(moments, np.zeros(moments.schedule.ranks), _changes(moments.graph, sizes))
 
 
-def live_bytes(moments: Moments, sizes: Sizes) -> Held:
-    """How many bytes each rank holds.
-
-    Raises ValueError if the sizes belong to another number of stages.
-    """
-    stages = moments.schedule.stages
-    sizes.expect_stages(stages)
-    values = _sized(sizes, stages, host=False)
-    if not np.any(sizes.boundary):
-        values = {name: size for name, size in values.items() if name not in _TRAVEL}
-    gradient = np.full(stages, sizes.gradient, np.float64)
-    early = np.minimum(sizes.early_gradient, gradient)
-    ways = np.where(moments.graph.sharded, sizes.shard_ways, 1)
-    base = _base(moments.graph, sizes, gradient, ways)
-    changes = _changes(moments.graph, values)
-    return _held(moments, base, [*changes, *_gradients(moments.graph, gradient, early, ways)])
-
-
-def host_bytes(moments: Moments, sizes: Sizes) -> Held:
-    """How many bytes each rank holds on its host. Raises as `live_bytes` does."""
-    sizes.expect_stages(moments.schedule.stages)
-    stored = _sized(sizes, moments.schedule.stages, host=True)
-    return _held(moments, np.zeros(moments.schedule.ranks), _changes(moments.graph, stored))
-
-
-def _sized(sizes: Sizes, stages: int, *, host: bool) -> dict[str, Amounts]:
-    """The bytes, by stage, of each value on the device, or on the host, that has any."""
-    return {
+def live_bytes(moments: Moments, sizes: Sizes | None, *, host: bool = False) -> list[Curve]:
+    """How many bytes each rank holds, or has on its `host`. Raises ValueError without sizes."""
+    if sizes is None:
+        raise ValueError("the timeline has no sizes, so its bytes are not known")
+    graph, stages = moments.graph, moments.schedule.stages
+    travels = np.any(sizes.boundary)
+    values = {
         name: np.array(sizes.of(value.size, stages), np.float64)
         for name, value in VALUES.items()
-        if value.size and value.host == host
+        if value.size and value.host == host and (travels or name not in _TRAVEL)
     }
+    base, changes = np.zeros(moments.schedule.ranks), _changes(graph, values)
+    if not host:
+        gradient = np.full(stages, sizes.gradient, np.float64)
+        early = np.minimum(sizes.early_gradient, gradient)
+        ways = np.where(graph.sharded, sizes.shard_ways, 1)
+        base = _base(graph, sizes, gradient, ways)
+        changes += _gradients(graph, gradient, early, ways)
+    return _curves(moments, base, changes)
 
 
-def _held(moments: Moments, base: Amounts, changes: Iterable[_Change]) -> Held:
-    """The changes in the order of the lists, those at one point of an entry as one; what a copy
-    changes, in the order of time."""
+def _curves(moments: Moments, base: Amounts, changes: Iterable[_Change]) -> list[Curve]:
+    """What each rank holds, from `base[rank]` before its list begins on: the changes in the order
+    of the lists, those at one point of an entry as one; what a copy changes, in the order of
+    time."""
     columns = moments.columns
     places, points, amounts = zip(*changes, strict=True)
     place: Ints = np.concatenate(places)
@@ -143,29 +115,31 @@ def _held(moments: Moments, base: Amounts, changes: Iterable[_Change]) -> Held:
     change: Amounts = np.add.reduceat(np.concatenate(amounts)[order], first)
     place, point = np.divmod(key[order][first], _FREED + 1)
     before = moments.compute_before[place]
-    listed = np.where(before < 0, 0, moments.ends[before])
     times = np.where(point < _HANDED_ON, moments.begins[place], moments.ends[place])
-    copies = columns.is_kind(*COPIES)[place]
+    listed = np.where(before < 0, 0, moments.ends[before])
     listed = np.where(columns.is_kind(*COMPUTE)[place], times, listed)
-    bounds = np.searchsorted(place, columns.starts)
-    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        own = slice(begin, end)
+    beside = np.where(columns.is_kind(*COPIES)[place], times, np.nan)
+    found = []
+    for rank, (begin, end) in enumerate(pairwise(np.searchsorted(place, columns.starts).tolist())):
         # What is not known is as early as it can be.
-        listed[own] = np.fmax.accumulate(np.append(0.0, listed[own]))[1:]
-        if copies[own].any():
-            known = copies[own] & ~np.isnan(times[own])
-            listed[own] = np.where(known, times[own], listed[own])
-            order = np.argsort(listed[own], kind="stable")
-            listed[own], change[own] = listed[own][order], change[own][order]
-    return Held(base, bounds, listed, change)
+        when = np.fmax.accumulate(np.append(0.0, listed[begin:end]))
+        own = np.append(np.nan, beside[begin:end])
+        when = np.where(np.isnan(own), when, own)
+        order = np.argsort(when, kind="stable")
+        held = np.cumsum(np.append(base[rank], change[begin:end])[order])
+        found.append((numbers(when[order]), numbers(held)))
+    return found
 
 
 def _changes(graph: Graph, sizes: Mapping[str, Amounts]) -> list[_Change]:
     """What making and ending values of some names changes, of so many bytes by stage."""
     stage, touches = graph.columns.stage, [*graph.touches(*sizes)]
     travel = not _TRAVEL.isdisjoint(sizes)
-    made, ended = (_touched(graph, touches if travel else (), does) for does in ("make", "end"))
-    arrived = _arrived(graph.transfers, len(stage)) if travel else stage
+    arrived = _arrived(graph) if travel else stage
+    done = {does: np.zeros(graph.base[""], np.bool_) for does in ("make", "read", "end")}
+    for touch in touches:
+        done[touch.use.does][touch.values] = True
+    whole = done["make"] & done["end"]
     found = []
     for touch in touches:
         name, make, places = touch.use.value, touch.use.does == "make", touch.places
@@ -179,18 +153,9 @@ def _changes(graph: Graph, sizes: Mapping[str, Amounts]) -> list[_Change]:
             elif touch.kind in SENDS:
                 places, point = arrived[places], _FREED_FIRST
             # Nobody's is what crosses ranks in a list without communication.
-            known = made[touch.values] & ended[touch.values] & (places >= 0) & (size != 0)
+            known = whole[touch.values] & (places >= 0) & (size != 0)
             places, size = places[known], size[known]
         found.append((places, point, size if make else -size))
-    return found
-
-
-def _touched(graph: Graph, touches: Iterable[Touch], does: str) -> NDArray[np.bool_]:
-    """Which values are made, or ended."""
-    found = np.zeros(graph.base[""], np.bool_)
-    for touch in touches:
-        if touch.use.does == does:
-            found[touch.values] = True
     return found
 
 
@@ -205,10 +170,8 @@ def _base(graph: Graph, sizes: Sizes, gradient: Amounts, ways: Amounts) -> Amoun
     makers = np.bincount(graph.holding[columns.where(*COMPLETES_GRADIENTS)], minlength=len(stages))
     left = (makers > 0) & (graph.steps_of == 0)
     np.add.at(base, ranks[left], (gradient / ways)[stages[left]])
-    # Where nothing of a rank's stages comes after their steps, there are no copies.
-    reading = columns.is_kind(*READS_WEIGHTS) & (graph.turn > 0)
-    for rank in np.unique(columns.rank[reading]).tolist():
-        for stage, versions in weight_versions(columns, rank).items():
+    for rank, held in later_versions(graph).items():
+        for stage, versions in held.items():
             base[rank] += _copies(versions) * weight[stage]
     return base
 
@@ -216,15 +179,9 @@ def _base(graph: Graph, sizes: Sizes, gradient: Amounts, ways: Amounts) -> Amoun
 def _copies(versions: StageVersions) -> int:
     """The most copies of older weights at once. There is a copy of each version that outlives its
     OPTIM_STEP, from when it is made to its last read."""
-    changes = []
-    for version in filter(versions.outlives_its_step, range(len(versions.steps))):
-        made = versions.steps[version - 1] if version else -1
-        changes += [(made, 1), (versions.last_read[version], -1)]
-    most = now = 0
-    for _, change in sorted(changes):
-        now += change
-        most = max(most, now)
-    return most
+    kept = [*filter(versions.outlives_its_step, range(len(versions.steps)))]
+    made, gone = [-1, *versions.steps], sorted(versions.last_read[version] for version in kept)
+    return max((n - bisect(gone, made[v]) for n, v in enumerate(kept, 1)), default=0)
 
 
 def _gradients(graph: Graph, size: Amounts, early: Amounts, ways: Amounts) -> list[_Change]:
@@ -249,11 +206,11 @@ def _gradients(graph: Graph, size: Amounts, early: Amounts, ways: Amounts) -> li
             (taken, _ADDED, part[stage[taken]]),
             (freed, _FREED, -(part / ways)[stage[freed]]),
         )
-    several = np.array([len(held) > 1 for held in schedule.placement], np.bool_)
-    several &= ways == 1
-    summed = [(place, step) for step, place in graph.sums.items() if several[stage[step]]]
-    shards = np.array([p for p in graph.sums.values() if ways[stage[p]] > 1], np.int64)
-    sums, summing = np.array(summed, np.int64).reshape(-1, 2).T
+    many = np.array([len(held) for held in schedule.placement])
+    summing, sums = np.array([*graph.sums.items()], np.int64).reshape(-1, 2).T
+    shard = ways[stage[sums]] > 1
+    several = (many[stage[sums]] > 1) & ~shard
+    shards, sums, summing = sums[shard], sums[several], summing[several]
     return [
         *changes,
         (shards, _FREED, (size / ways - size)[stage[shards]]),
@@ -262,31 +219,23 @@ def _gradients(graph: Graph, size: Amounts, early: Amounts, ways: Amounts) -> li
     ]
 
 
-def _arrived(transfers: Transfers, places: int) -> Ints:
-    """By the place of a send, the compute at whose start its rank knows that it has arrived."""
-    listed = np.flatnonzero(transfers.matched & (transfers.maker >= 0) & (transfers.user >= 0))
-    found = np.full(places, -1)
-    found[transfers.send[listed]] = _known_by(transfers, listed)
-    return found
-
-
-def _known_by(transfers: Transfers, listed: Ints) -> Ints:
-    """For each of these transfers, the compute at whose start its source knows that it has arrived,
-    -1 where the source never does: it uses what its peer has sent after using the transfer.
+def _arrived(graph: Graph) -> Ints:
+    """By the place of a send, the compute at whose start its rank knows that it has arrived: it
+    uses what its peer has sent after using the transfer. -1 where the rank never knows.
 
         rank 0   SEND_ACT0 ──▶ … RECV_GRAD0  B0       known by B0: rank 1 has sent the gradient
         rank 1   RECV_ACT0  F0  B0  SEND_GRAD0        after its F0
     """
-    ranks = 1 + int(max(transfers.source.max(initial=0), transfers.target.max(initial=0)))
+    transfers, ranks, places = graph.transfers, graph.columns.ranks, len(graph.columns)
+    listed = transfers.matched & (transfers.maker >= 0) & (transfers.user >= 0)
     source, target = transfers.source[listed], transfers.target[listed]
     send, user = transfers.send[listed], transfers.user[listed]
-    channel = source * ranks + target
-    order = np.lexsort((send, channel))
-    beyond = 1 + int(max(send.max(initial=0), user.max(initial=0)))
+    channel, back = source * ranks + target, target * ranks + source
+    sent = channel * places + send
+    order = np.argsort(sent)
     # Of each answer and all after it on its channel, the one that is used first.
-    soonest = np.minimum.accumulate((channel * beyond + user)[order][::-1])[::-1]
-    back = target * ranks + source
-    answer = np.searchsorted((channel * beyond + send)[order], back * beyond + user)
-    padded = np.append(soonest, -1)
-    there = (answer < len(order)) & (padded[answer] // beyond == back)
-    return np.where(there, padded[answer] % beyond, -1)
+    soonest = np.minimum.accumulate((channel * places + user)[order][::-1])[::-1]
+    answer = np.append(soonest, -1)[np.searchsorted(sent[order], back * places + user)]
+    found = np.full(places, -1)
+    found[send] = np.where(answer // places == back, answer % places, -1)
+    return found

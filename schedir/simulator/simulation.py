@@ -25,6 +25,7 @@ take, its receive until the payload has arrived:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal, TypeAlias
 
 import attrs
@@ -37,10 +38,10 @@ from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
     COPIES,
-    Ints,
     Schedule,
     expect_schedule,
 )
+from schedir.ir.tokens import clip
 from schedir.passes.receives import SPARE_BYTES
 from schedir.simulator.costs import CostModel
 from schedir.simulator.moments import CHANNEL, Posting, as_run
@@ -107,12 +108,12 @@ def simulate(
     edge_makespan, ahead = None, receives == "ahead"
     posting = posting_of(complete, costs, channel, ahead=ahead)
     if posting is None:
-        starts = _starts(complete, costs, priced, ahead)
+        starts = _starts(complete, costs, priced, None, CHANNEL, ahead)
     else:
         priced = priced.by_ends(graph_of(complete).transfers.receive)
-        starts = _posted_starts(complete, costs, priced, posting, posting.channel)
+        starts = _starts(complete, costs, priced, posting, posting.channel)
         if posting.channel == "rank":
-            free = _posted_starts(complete, costs, priced, posting, CHANNEL)
+            free = _starts(complete, costs, priced, posting, CHANNEL)
             edge_makespan = (free + priced.takes).max(initial=0).item()
     sizes = costs.sizes if costs.sizes.known else None
     ends = starts + priced.takes
@@ -145,15 +146,20 @@ def posting_of(
 
 
 def waits_of(
-    schedule: Schedule, costs: CostModel, priced: Prices, posting: Posting | None
+    schedule: Schedule,
+    costs: CostModel,
+    priced: Prices,
+    posting: Posting | None,
+    channel: str | None = None,
+    ahead: bool = True,
 ) -> Waits:
-    """What waits for what when a complete schedule runs as posted, by default with all receives
-    ahead. Raises ScheduleError if it blocks."""
-    waiting = _waits(schedule) if posting is None else posting.waits(schedule)
+    """What waits for what when a complete schedule runs as posted, under another `channel` model if
+    one is named; without a posting, with receives `ahead`. Raises ScheduleError if it blocks."""
+    waiting = _waits(schedule, ahead) if posting is None else posting.waits(schedule, channel)
     return _sharing_engines(waiting, costs, priced)
 
 
-def _waits(schedule: Schedule, ahead: bool = True) -> Waits:
+def _waits(schedule: Schedule, ahead: bool) -> Waits:
     """What waits for what where posts never block, kept for the next costs if the list is short."""
     waiting = schedule.memo.get((_waits, ahead))
     if not isinstance(waiting, Waits):
@@ -196,29 +202,27 @@ def _sharing_engines(waiting: Waits, costs: CostModel, priced: Prices) -> Waits:
     return shared
 
 
-def _posted_starts(
-    schedule: Schedule, costs: CostModel, priced: Prices, posting: Posting, channel: str
+def _starts(
+    schedule: Schedule,
+    costs: CostModel,
+    priced: Prices,
+    posting: Posting | None,
+    channel: str,
+    ahead: bool = True,
 ) -> Numbers:
-    """When each action starts if it is posted like this, under this channel model."""
+    """When each action of a complete schedule starts: posted like this under a channel model, or
+    with receives `ahead` where posts never block. Raises ScheduleError if it blocks."""
     if _is_textbook(schedule, priced):
+        freely = partial(textbook, as_run(schedule), CHANNEL)
+        starts = freely(ahead=ahead) if posting is None else textbook(schedule, channel)
+        starts = _of_places(schedule, starts)
         # Receives are posted between ahead and listed, and transfers take no time.
-        soonest, latest = _starts(schedule, costs, priced, True), textbook(schedule, channel)
-        latest = _of_places(schedule, latest)
-        if posting.stays or np.array_equal(soonest, latest):
-            return latest
-    waiting = _sharing_engines(posting.waits(schedule, channel), costs, priced)
+        settled = posting is None or posting.stays
+        settled = settled or np.array_equal(starts, _of_places(schedule, freely(ahead=True)))
+        if settled and starts.min(initial=0) >= 0:
+            return starts
+    waiting = waits_of(schedule, costs, priced, posting, channel, ahead)
     return _of_places(schedule, finish(waiting, priced.takes, priced.holds))
-
-
-def _starts(schedule: Schedule, costs: CostModel, priced: Prices, ahead: bool) -> Numbers:
-    """When each action of a complete schedule starts. Raises ScheduleError where it blocks."""
-    starts = None
-    if _is_textbook(schedule, priced):
-        starts = textbook(as_run(schedule), CHANNEL, ahead=ahead)
-    if starts is None or (starts < 0).any():
-        waiting = _sharing_engines(_waits(schedule, ahead), costs, priced)
-        starts = finish(waiting, priced.takes, priced.holds)
-    return _of_places(schedule, starts)
 
 
 def _of_places(schedule: Schedule, starts: Numbers) -> Numbers:
@@ -245,14 +249,29 @@ def _overridden(
     Raises ValueError for a key that names no entry, ValueError or TypeError for what is no finite
     time >= 0.
     """
-    heads, times = _heads(given, durations), _times(given, durations)
-    columns, graph = complete.columns, graph_of(complete)
+    columns, graph, heads = complete.columns, graph_of(complete), given.columns.heads
+    first = np.searchsorted(heads, given.columns.starts)
+    lengths, times = np.diff(first).tolist(), np.array([*durations.values()])
+    fine = times.dtype.kind in "iuf" and ((times >= 0) & (times <= MOST)).all()
+    for key, time in durations.items():
+        whole = isinstance(key, tuple) and all(isinstance(at, int | np.integer) for at in key)
+        if not whole or len(key) != 2:
+            raise ValueError(f"durations must be by (rank, index), not by {key!r}")
+        rank, index = key
+        name = f"durations[{rank}, {index}]"
+        if not (0 <= rank < given.ranks and 0 <= index < lengths[rank]):
+            why = f"its ranks have {clip(lengths)} entries"
+            raise ValueError(f"{name} is of no entry of {given.name}: {why}")
+        if not fine:
+            expect_number(f"{name}, of {given.actions[rank][index]},", time)
+    ranks, indices = np.array([*durations]).T
     if complete is not given:
         # Both have the same entries, but for communication.
         heads = np.flatnonzero(~columns.is_kind(*COMMUNICATION))[heads]
     # The time given to the entry of each place, -1 for none.
-    by_entry = np.full(len(columns.heads), -1, times.dtype)
-    by_entry[columns.entry[heads]] = times
+    dtype = np.float64 if times.dtype.kind == "f" else np.int64
+    by_entry = np.full(len(columns.heads), -1, dtype)
+    by_entry[columns.entry[heads[first[ranks] + indices]]] = times
     longest = by_entry[columns.entry]
     send, receive = graph.transfers.send, graph.transfers.receive
     longest[send] = longest[receive] = np.maximum(longest[send], longest[receive])
@@ -263,36 +282,3 @@ def _overridden(
     for ends in (send, receive):
         holds[ends] = np.minimum(priced.holds[ends], takes[ends])
     return Prices(takes, holds)
-
-
-def _heads(given: Schedule, durations: Durations) -> Ints:
-    """The place of the first action of each entry that is named."""
-    heads = given.columns.heads
-    first = np.searchsorted(heads, given.columns.starts)
-    lengths = np.diff(first).tolist()
-    for key in durations:
-        if not (isinstance(key, tuple) and len(key) == 2 and all(map(_is_int, key))):
-            raise ValueError(f"durations must be by (rank, index), not by {key!r}")
-        rank, index = key
-        if not 0 <= rank < given.ranks:
-            why = f"there are {given.ranks} ranks"
-        elif not 0 <= index < lengths[rank]:
-            why = f"rank {rank} has {lengths[rank]}"
-        else:
-            continue
-        raise ValueError(f"durations[{rank}, {index}] is of no entry of {given.name}: {why}")
-    ranks, indices = np.array([*durations]).T
-    found: Ints = heads[first[ranks] + indices]
-    return found
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _times(given: Schedule, durations: Durations) -> Numbers:
-    times = np.array([*durations.values()])
-    if times.dtype.kind not in "iuf" or not ((times >= 0) & (times <= MOST)).all():
-        for (rank, index), time in durations.items():
-            expect_number(f"durations[{rank}, {index}], of {given.actions[rank][index]},", time)
-    return times.astype(np.float64 if times.dtype.kind == "f" else np.int64)

@@ -10,32 +10,33 @@ A file of timelines has the `.sched` text of each schedule, once, and the times,
     "ends": [1, 2, null]}]}
 
 `schedule` is an index into `schedules`. A timeline simulated under a channel model also has its
-`posting` and `edge_makespan`. `starts` and `ends` have one time per action, rank after rank in list
-order, null for what is not known. What is written is read back exactly: integers stay integers, and
-floats have all their digits.
+`posting` and `edge_makespan`; of these objects, what is left out has its default. `starts` and
+`ends` have one time per action, rank after rank in list order, null for what is not known. What is
+written is read back exactly: integers stay integers, and floats have all their digits.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
 
 from schedir.display import DisplayedTimeline
-from schedir.errors import LoadError, ParseError
+from schedir.errors import LoadError, SchedirError
 from schedir.files import replacing
-from schedir.graph.alive import peak_activations, peak_versions
+from schedir.graph.alive import later_versions, peak_activations
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, COPIES, HOMES, Action, Bools, Schedule, dumps, flat, loads
+from schedir.ir.tokens import clip
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
-from schedir.simulator.memory import Held, host_bytes, live_activations, live_bytes
+from schedir.simulator.memory import Curve, live_activations, live_bytes
 from schedir.simulator.moments import Moments, Posting, critical_path, moments_of
 from schedir.simulator.values import (
     TIMELINES,
@@ -43,16 +44,16 @@ from schedir.simulator.values import (
     Numbers,
     Sizes,
     Unit,
-    check_field,
+    check_number,
     check_unit,
-    clip,
-    expect_number,
+    expect_stages,
     factor,
     kind_of,
     numbers,
     read_json,
 )
 
+T = TypeVar("T", bound=attrs.AttrsInstance)
 _VERSION = 1
 _BEYOND = 2**63  # what no int64 holds
 
@@ -104,12 +105,12 @@ class RankStats:
     peak_host_bytes: float | None = None
 
 
+def _peak(curve: Curve) -> float:
+    return float(curve[1].max())
+
+
 def _one_of(kind: type) -> Callable[..., None]:
     return attrs.validators.optional(attrs.validators.instance_of(kind))
-
-
-def _check_makespan(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    expect_number(attribute.name, value)
 
 
 _SAME_TIMES = attrs.cmp_using(eq=partial(np.array_equal, equal_nan=True), class_name="Times")
@@ -133,7 +134,8 @@ class Timeline(DisplayedTimeline):
 
     Raises ValueError if the times do not fit the schedule: a wrong number of times, a negative or
     infinite time, an entry that ends before it starts. Also raises ValueError for an unknown unit,
-    and TypeError for a wrong type of `sizes` or `measured`.
+    and TypeError for a wrong type of `sizes` or `measured`. Raises SchedirError if the sizes belong
+    to another number of stages.
 
     >>> import schedir
     >>> line = schedir.simulate(schedir.build("1f1b", ranks=2, microbatches=2))
@@ -151,7 +153,7 @@ class Timeline(DisplayedTimeline):
     measured: Measured | None = attrs.field(default=None, validator=_one_of(Measured))
     posting: Posting | None = attrs.field(default=None, validator=_one_of(Posting))
     edge_makespan: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_check_makespan)
+        default=None, validator=attrs.validators.optional(check_number)
     )
 
     def __attrs_post_init__(self) -> None:
@@ -166,6 +168,8 @@ class Timeline(DisplayedTimeline):
                 np.isinf(times) | (times < 0), f"{name}: a time must be finite and at least 0"
             )
         self._refuse(self.ends < self.starts, "an entry ends before it starts")
+        if self.sizes is not None:
+            expect_stages(self.sizes, self.schedule)
 
     def _refuse(self, wrong: Bools, why: str) -> None:
         """Raise ValueError with the first place that is wrong, if there is one."""
@@ -216,8 +220,7 @@ class Timeline(DisplayedTimeline):
     @cached_property
     def bubble_fraction(self) -> float:
         """The part of all ranks' time in which they do not compute."""
-        busy = sum(rank.busy for rank in self.ranks)
-        return 1 - busy / (self.schedule.ranks * self.makespan) if self.makespan else 0.0
+        return self._idle_part(self.makespan)
 
     @cached_property
     def span_bubble_fraction(self) -> float:
@@ -226,9 +229,11 @@ class Timeline(DisplayedTimeline):
         Such a step takes no longer than the longest span of a rank, because ranks that are done
         begin the next step (zero bubble, arXiv 2401.10241, section 4).
         """
+        return self._idle_part(max((rank.span for rank in self.ranks), default=0.0))
+
+    def _idle_part(self, time: float) -> float:
         busy = sum(rank.busy for rank in self.ranks)
-        span = max((rank.span for rank in self.ranks), default=0.0)
-        return 1 - busy / (self.schedule.ranks * span) if span else 0.0
+        return 1 - busy / (self.schedule.ranks * time) if time else 0.0
 
     @cached_property
     def ranks(self) -> tuple[RankStats, ...]:
@@ -238,16 +243,14 @@ class Timeline(DisplayedTimeline):
         # The parts of a pair take the same time.
         computes = columns.is_kind(*COMPUTE) & ~columns.joined
         graph = graph_of(self.schedule)
-        peaks, versions = peak_activations(graph), peak_versions(graph)
-        held = None if self.sizes is None else self._live_bytes.peaks()
-        copied = self.sizes is not None and columns.is_kind(*COPIES).any()
-        on_host = self._host_bytes.peaks() if copied else None
+        peaks, versions = peak_activations(graph), later_versions(graph)
+        sized, copied = self.sizes is not None, columns.is_kind(*COPIES).any()
         found = []
         for rank, (begin, end) in enumerate(pairwise(columns.starts.tolist())):
-            starts, ends = self.starts[begin:end], self.ends[begin:end]
+            own = slice(begin, end)
             busy = self._work.busy[rank].item()
-            until = np.fmax.reduce(ends[computes[begin:end]], initial=0).item()
-            since = np.fmin.reduce(starts[forwards[begin:end]], initial=until).item()
+            until = np.fmax.reduce(self.ends[own][computes[own]], initial=0).item()
+            since = np.fmin.reduce(self.starts[own][forwards[own]], initial=until).item()
             found.append(
                 RankStats(
                     rank=rank,
@@ -255,9 +258,11 @@ class Timeline(DisplayedTimeline):
                     idle=self.makespan - busy,
                     span=until - since,
                     peak_activations=peaks[rank][0],
-                    weight_versions=versions.get(rank, 1),
-                    peak_bytes=held[rank] if held else None,
-                    peak_host_bytes=on_host[rank] if on_host else None,
+                    weight_versions=max(
+                        (one.peak()[0] for one in versions.get(rank, {}).values()), default=1
+                    ),
+                    peak_bytes=_peak(self.memory(rank)) if sized else None,
+                    peak_host_bytes=_peak(self.host_memory(rank)) if sized and copied else None,
                 )
             )
         return tuple(found)
@@ -271,43 +276,37 @@ class Timeline(DisplayedTimeline):
         return moments_of(self.schedule, self.starts, self.ends, self.posting)
 
     @cached_property
-    def _live_activations(self) -> Held:
+    def _activations(self) -> list[Curve]:
         return live_activations(self._moments)
 
     @cached_property
-    def _live_bytes(self) -> Held:
-        return live_bytes(self._moments, self._known_sizes)
+    def _bytes(self) -> list[Curve]:
+        return live_bytes(self._moments, self.sizes)
 
     @cached_property
-    def _host_bytes(self) -> Held:
-        return host_bytes(self._moments, self._known_sizes)
+    def _host_bytes(self) -> list[Curve]:
+        return live_bytes(self._moments, self.sizes, host=True)
 
-    @property
-    def _known_sizes(self) -> Sizes:
-        if self.sizes is None:
-            raise ValueError("the timeline has no sizes, so its bytes are not known")
-        return self.sizes
-
-    def live(self, rank: int) -> tuple[Numbers, Numbers]:
+    def live(self, rank: int) -> Curve:
         """How many (stage, microbatch) activations the rank holds: `amounts[n]` from `times[n]` on.
 
         Returns two arrays of one shape. The times ascend from 0, and are equal if several changes
         happen at once.
         """
-        return self._live_activations.curve(rank)
+        return self._activations[rank]
 
-    def memory(self, rank: int) -> tuple[Numbers, Numbers]:
+    def memory(self, rank: int) -> Curve:
         """How many bytes the rank holds, in the form of `live`; `schedir.simulator.memory` lists
         what counts.
 
-        Raises ValueError if the sizes are not known, or belong to other stages.
+        Raises ValueError if the sizes are not known.
         """
-        return self._live_bytes.curve(rank)
+        return self._bytes[rank]
 
-    def host_memory(self, rank: int) -> tuple[Numbers, Numbers]:
+    def host_memory(self, rank: int) -> Curve:
         """How many bytes the rank keeps on its host, in the form of `memory`. Raises what `memory`
         raises."""
-        return self._host_bytes.curve(rank)
+        return self._host_bytes[rank]
 
     @cached_property
     def idle_columns(self) -> IdleColumns:
@@ -384,7 +383,7 @@ def load_timelines(path: str | Path) -> list[Timeline]:
     content = read_json(path)
     try:
         return _timelines(content)
-    except (ValueError, TypeError, ParseError) as error:
+    except (ValueError, TypeError, SchedirError) as error:
         raise LoadError(f"{path}: {error}") from None
 
 
@@ -397,20 +396,15 @@ def in_unit(timeline: Timeline, unit: Unit) -> Timeline:
     >>> schedir.simulator.in_unit(line, "ms").makespan
     9000.0
     """
-    times = factor(timeline.unit, unit)
-    if times == 1:
-        return attrs.evolve(timeline, unit=unit)
-    measured = timeline.measured
+    times, measured = factor(timeline.unit, unit), timeline.measured
     if measured is not None:
         measured = attrs.evolve(measured, clock_error=measured.clock_error * times)
-    return attrs.evolve(
-        timeline,
-        starts=timeline.starts * times,
-        ends=timeline.ends * times,
-        unit=unit,
-        measured=measured,
-        edge_makespan=None if timeline.edge_makespan is None else timeline.edge_makespan * times,
-    )
+    scaled = {
+        name: value * times
+        for name in ("starts", "ends", "edge_makespan")
+        if (value := getattr(timeline, name)) is not None
+    }
+    return attrs.evolve(timeline, **scaled, unit=unit, measured=measured)
 
 
 def median_step(timelines: Sequence[Timeline]) -> Timeline:
@@ -461,91 +455,73 @@ def _timelines(content: object) -> list[Timeline]:
         raise ValueError(f"no file of timelines{what}")
     if content[TIMELINES] != _VERSION:
         raise ValueError(f"format {clip(content[TIMELINES])} is unknown; this is format {_VERSION}")
-    whole = _keys(content, "the file", (TIMELINES, "schedules", "timelines"))
+    _expect_keys(content, "the file", dict.fromkeys((TIMELINES, "schedules", "timelines"), True))
     schedules = []
-    for number, text in enumerate(_list(whole["schedules"], "schedules")):
+    for number, text in enumerate(_list(content["schedules"], "schedules")):
         if not isinstance(text, str):
             raise ValueError(f"schedule {number} is not text: {clip(text)}")
         schedules.append(loads(text, f"schedule {number}"))
+
+    def schedule_of(number: object, _: str) -> Schedule:
+        if type(number) is not int or not 0 <= number < len(schedules):
+            raise ValueError(f"there is no schedule {clip(number)}")
+        return schedules[number]
+
     return [
-        _timeline(one, f"timeline {number}", schedules)
-        for number, one in enumerate(_list(whole["timelines"], "timelines"))
+        _record(
+            Timeline,
+            one,
+            f"timeline {number}",
+            schedule=schedule_of,
+            starts=_times,
+            ends=_times,
+            sizes=partial(_record, Sizes),
+            measured=partial(_record, Measured),
+            posting=partial(_record, Posting),
+        )
+        for number, one in enumerate(_list(content["timelines"], "timelines"))
     ]
 
 
-def _timeline(content: object, where: str, schedules: list[Schedule]) -> Timeline:
-    fields = ("schedule", "unit", "measured", "sizes", "posting", "edge_makespan", "starts", "ends")
-    if isinstance(content, dict):  # only what was timed under a channel model has these
-        content = {"posting": None, "edge_makespan": None} | content
-    held = dict(_keys(content, where, fields))
-    number = held["schedule"]
-    if type(number) is not int or not 0 <= number < len(schedules):
-        raise ValueError(f"{where}: there is no schedule {clip(number)}")
-    schedule = schedules[number]
-    times = {name: _times(held[name], f"{where}: {name}", schedule) for name in fields[-2:]}
+def _record(kind: type[T], value: Any, where: str, **read: Callable[[Any, str], Any]) -> T:
+    """An object of this kind, with the fields that an object of JSON has, and the defaults of those
+    that it lacks. `read` says how to read a field that is not null. Raises ValueError, with the
+    place, for any fault."""
+    fields = attrs.fields(kind)
+    _expect_keys(value, where, {field.name: field.default is attrs.NOTHING for field in fields})
     try:
-        if held["sizes"] is not None:
-            held["sizes"] = _sizes(held["sizes"], schedule.stages)
-        if held["measured"] is not None:
-            held["measured"] = _measured(held["measured"])
-        if held["posting"] is not None:
-            held["posting"] = Posting(**_keys(held["posting"], "posting", ("channel", "room")))
-        return Timeline(**held | times | {"schedule": schedule})
-    except (TypeError, ValueError) as error:
+        found = {
+            key: read[key](one, key) if key in read and one is not None else one
+            for key, one in value.items()
+        }
+        return kind(**found)
+    except (TypeError, ValueError, SchedirError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _times(value: object, where: str, schedule: Schedule) -> list[float]:
+def _times(value: object, where: str) -> list[float]:
     times = _list(value, where)
-    columns = schedule.columns
-    if len(times) != len(columns):
-        raise ValueError(
-            f"{where} must hold one time for each of the {len(columns)} actions of {schedule.name}"
-            f", not {len(times)}"
-        )
     for place, time in enumerate(times):
         # A bool is an int, but no time.
-        if time is None or (type(time) in (float, int) and -_BEYOND < time < _BEYOND):
-            continue
-        rank, index = columns.position(place)
-        raise ValueError(
-            f"{where}: rank {rank} #{index} {columns.action(place)}: a time is a finite number, "
-            f"or null where it is not known, not {clip(time)}"
-        )
+        if time is not None and not (type(time) in (float, int) and -_BEYOND < time < _BEYOND):
+            raise ValueError(
+                f"{where}[{place}] must be a finite number, or null where the time is not known, "
+                f"not {clip(time)}"
+            )
     return [math.nan if time is None else time for time in times] if None in times else times
 
 
-def _sizes(value: object, stages: int) -> Sizes:
-    if isinstance(value, dict):  # older files don't have these
-        value = {"deferred": None, "early_gradient": 0, "shard_ways": 1} | value
-    held = _keys(value, "sizes", [field.name for field in attrs.fields(Sizes)])
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in held.items()}
-    sizes = Sizes(**given)
-    sizes.expect_stages(stages)
-    for field in attrs.fields(Sizes):
-        check_field(sizes, field.evolve(name=f"sizes: {field.name}"), getattr(sizes, field.name))
-    return sizes
-
-
-def _measured(value: object) -> Measured:
-    held = _keys(value, "measured", [field.name for field in attrs.fields(Measured)])
-    if type(held["step"]) is not int or held["step"] < 0:
-        raise ValueError(f"measured: step must be an int >= 0, not {clip(held['step'])}")
-    expect_number("measured: clock_error", held["clock_error"])
-    return Measured(**held)
-
-
-def _keys(value: object, where: str, keys: Collection[str]) -> Mapping[str, Any]:
-    """The value as an object that has these keys and no others."""
+def _expect_keys(value: object, where: str, keys: Mapping[str, bool]) -> None:
+    """Raise ValueError if the value is no object that has no keys but these, and all of these for
+    which the value is True."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be an object, not {clip(value)}")
     for key in value:
         if key not in keys:
             raise ValueError(f"{where}: unknown key {clip(key)}; known: {', '.join(keys)}")
-    for key in keys:
-        if key not in value:
+    for key, needed in keys.items():
+        if needed and key not in value:
             raise ValueError(f"{where} lacks {key!r}")
-    return value
 
 
 def _list(value: object, where: str) -> list[Any]:

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from schedir.errors import LoadError, ParseError, SchedirError
-from schedir.ir import decode, is_number
+from schedir.ir import Schedule, decode, is_number
 from schedir.ir.kinds import Size
+from schedir.ir.tokens import clip
 
 Numbers: TypeAlias = NDArray[Any]
 """Times: all integers, or all floats."""
@@ -27,20 +28,6 @@ def numbers(values: ArrayLike) -> Numbers:
     times = times.astype(np.int64 if whole else np.float64)
     times.flags.writeable = False
     return times
-
-
-@attrs.frozen
-class Measured:
-    """How a timeline was measured: its `step`, and `clock_error`, the most by which the clocks of
-    two ranks may differ, in the timeline's unit of time.
-
-    >>> import schedir
-    >>> schedir.simulator.Measured(step=3, clock_error=0.02)
-    Measured(step=3, clock_error=0.02)
-    """
-
-    step: int
-    clock_error: float = 0.0
 
 
 PerStage: TypeAlias = float | tuple[float, ...]
@@ -65,18 +52,26 @@ def expect_number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be finite and >= 0 (at most {MOST:.0e}), not {clip(value)}")
 
 
+def check_number(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    """The validator of a field that is a number as a cost is."""
+    expect_number(attribute.name, value)
+
+
 By: TypeAlias = Literal["stage", "start", "boundary", "link", "rank", "all"]
 """What a field has one number for: each stage, of parts of which it is the sum; the start of each
 stage; the boundary after each stage but the last; a link; a rank; or all at once. The first four
 may be one number for all as well."""
 
 
-def by(what: By) -> dict[str, Any]:
-    """The arguments of a field that has one number for each of these, or one for all."""
-    found = {"validator": check_field, "metadata": {"by": what}}
-    if what == "all":
-        return found
-    return found | {"converter": _plain, "hash": False if what in ("link", "rank") else None}
+def by(what: By, default: float | None = 0) -> Any:
+    """A field that has one number for each of these, or one for all."""
+    return attrs.field(
+        default=default,
+        converter=None if what == "all" else _plain,
+        validator=check_field,
+        hash=False if what in ("link", "rank") else None,
+        metadata={"by": what},
+    )
 
 
 def check_field(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -131,18 +126,15 @@ def one_each(name: str, value: PerStage, many: int, needed: str = "") -> tuple[f
     return value
 
 
-def misfit(fields: Any, stages: int) -> tuple[str, int, int, str] | None:
-    """The first field of a CostModel or of Sizes that belongs to another number of stages: its
-    name, how many numbers it has, how many it needs, and of what."""
+def expect_stages(fields: Any, schedule: Schedule) -> None:
+    """Raise SchedirError for a field of a CostModel or of Sizes that belongs to another number of
+    stages than the schedule has."""
     for field in attrs.fields(type(fields)):
-        value = getattr(fields, field.name)
-        if isinstance(value, tuple):
-            of_boundaries = field.metadata["by"] == "boundary"
-            needed = stages - of_boundaries
-            if len(value) != needed:
-                what = "boundaries" if of_boundaries else "stages"
-                return field.name, len(value), needed, what
-    return None
+        edge = field.metadata.get("by") == "boundary"
+        needed, what = schedule.stages - edge, "boundaries" if edge else "stages"
+        one_each(
+            field.name, getattr(fields, field.name), needed, f"{schedule.name} has {needed} {what}"
+        )
 
 
 def check_unit(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -161,12 +153,6 @@ def factor(unit: Unit | None, other: Unit) -> float:
     return 1 if unit in (None, other) else _PER_SECOND[other] / _PER_SECOND[unit]
 
 
-def clip(value: object) -> str:
-    """The value in short, for an error message."""
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
 @attrs.frozen
 class Sizes:
     """The bytes of what is kept: each one number, or one per stage (`boundary`: one per boundary).
@@ -175,21 +161,24 @@ class Sizes:
     activation. `early_gradient` is the part of `gradient` that an I adds. `shard_ways` is the
     number of ranks that share the weights of a sharded stage.
 
+    Raises TypeError or ValueError, with the name of the field, for anything but a finite number >=
+    0.
+
     >>> import schedir
     >>> costs = schedir.CostModel(activation_bytes=(4096, 8192))
     >>> costs.sizes.activation, costs.sizes.known
     ((4096, 8192), True)
     """
 
-    boundary: PerStage = attrs.field(default=0, metadata={"by": "boundary"})
-    input: PerStage = attrs.field(default=0, metadata={"by": "start"})
-    activation: PerStage = attrs.field(default=0, metadata={"by": "stage"})
-    weight: PerStage = attrs.field(default=0, metadata={"by": "stage"})
-    gradient: PerStage = attrs.field(default=0, metadata={"by": "stage"})
-    optimizer: PerStage = attrs.field(default=0, metadata={"by": "stage"})
-    deferred: PerStage | None = attrs.field(default=None, metadata={"by": "stage"})
-    early_gradient: PerStage = attrs.field(default=0, metadata={"by": "stage"})
-    shard_ways: float = attrs.field(default=1, metadata={"by": "all"})
+    boundary: PerStage = by("boundary")
+    input: PerStage = by("start")
+    activation: PerStage = by("stage")
+    weight: PerStage = by("stage")
+    gradient: PerStage = by("stage")
+    optimizer: PerStage = by("stage")
+    deferred: PerStage | None = by("stage", None)
+    early_gradient: PerStage = by("stage")
+    shard_ways: float = by("all", 1)
 
     @property
     def known(self) -> bool:
@@ -207,11 +196,27 @@ class Sizes:
         whole = size == "deferred" and self.deferred is None
         return one_each(size, self.activation if whole else getattr(self, size), stages)
 
-    def expect_stages(self, stages: int) -> None:
-        """Raise ValueError if some size belongs to another number of stages."""
-        if wrong := misfit(self, stages):
-            name, had, wanted, _ = wrong
-            raise ValueError(f"sizes: {name} must be one number or {wanted}, not {had}")
+
+@attrs.frozen
+class Measured:
+    """How a timeline was measured: its `step`, and `clock_error`, the most by which the clocks of
+    two ranks may differ, in the timeline's unit of time.
+
+    Raises ValueError or TypeError for a step that is no int >= 0, and for anything but a finite
+    number >= 0.
+
+    >>> import schedir
+    >>> schedir.simulator.Measured(step=3, clock_error=0.02)
+    Measured(step=3, clock_error=0.02)
+    """
+
+    step: int = attrs.field()
+    clock_error: float = attrs.field(default=0.0, validator=check_number)
+
+    @step.validator
+    def _check_step(self, attribute: object, value: object) -> None:
+        if type(value) is not int or value < 0:
+            raise ValueError(f"step must be an int >= 0, not {clip(value)}")
 
 
 def field_of(size: str) -> str:
@@ -229,15 +234,22 @@ def read_json(path: str | Path) -> object:
     cut short. Raises LoadError if it can't be read, or has a key twice.
     """
     file = str(path)
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:  # only one value would count
+                raise LoadError(f"{file}: the key {clip(key)} is in the file twice")
+            found[key] = value
+        return found
+
     try:
-        return json.loads(decode(Path(path).read_bytes(), file), object_pairs_hook=_once)
+        return json.loads(decode(Path(path).read_bytes(), file), object_pairs_hook=once)
     except OSError as error:
         raise LoadError(f"{file}: {error.strerror}") from error
     except json.JSONDecodeError as error:
         why = f"not JSON, or cut short: {error.msg}"
         raise ParseError(why, file, error.lineno, error.colno) from None
-    except _TwiceError as error:
-        raise LoadError(f"{file}: the key {clip(error.args[0])} is in the file twice") from None
     except (ValueError, RecursionError, MemoryError):
         # A number of thousands of digits, brackets in brackets without end.
         raise LoadError(f"{file}: its JSON is beyond what can be read") from None
@@ -261,16 +273,3 @@ def kind_of(content: object) -> str:
     it."""
     keys = content if isinstance(content, dict) else {}
     return next((f", but {what}" for key, what in _KINDS.items() if key in keys), "")
-
-
-class _TwiceError(ValueError):
-    """A key that occurs twice in an object, so that only one value would count."""
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _TwiceError(key)
-        found[key] = value
-    return found
