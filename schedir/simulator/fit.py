@@ -23,7 +23,6 @@ from schedir.simulator.samples import (
     TRANSFER,
     WITHIN,
     Samples,
-    agreed,
     observe,
 )
 from schedir.simulator.values import MOST, Numbers, Sizes, field_of
@@ -44,9 +43,25 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
     Raises SchedirError if there is no timeline, if the timelines differ in stages or unit, or if
     some stage has no forward or no backward.
     """
-    stages, unit = agreed(timelines)
+    if not timelines:
+        raise SchedirError(
+            "there is no timeline to fit costs to: run steps with Executor(…, trace=True) and "
+            "take executor.timelines() on rank 0"
+        )
+    first, stages = timelines[0], timelines[0].schedule.stages
+    for line in timelines:
+        if line.schedule.stages != stages:
+            raise SchedirError(
+                f"{line.schedule.name} has {line.schedule.stages} stages, {first.schedule.name} "
+                f"{stages}: costs belong to one cut of a model; fit them separately"
+            )
+        if line.unit != first.unit:
+            raise SchedirError(
+                f"the times of {line.schedule.name} are in {line.unit or 'any unit'}, those of "
+                f"{first.schedule.name} in {first.unit or 'any unit'}: fit them separately"
+            )
     samples = observe(timelines)
-    fields = fitted_times(samples, stages) | {"unit": unit, "samples": samples}
+    fields = fitted_times(samples, stages) | {"unit": first.unit, "samples": samples}
     sizes = next((line.sizes for line in reversed(timelines) if line.sizes is not None), Sizes())
     held = attrs.asdict(sizes, recurse=False)
     fields |= {field_of(name): size for name, size in held.items()}

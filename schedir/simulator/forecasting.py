@@ -239,7 +239,7 @@ def _drawn_prices(
     chance, steps = np.random.default_rng(seed), len(samples.steps)
     graph, columns = graph_of(schedule), schedule.columns
     transfers = graph.transfers
-    heads = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
+    heads = columns.computes
     entries = np.concatenate((heads, columns.where(*COPIES)))
     sums = np.array([places[0] for places in graph.collectives], np.int64)
     exchanges = node[np.concatenate((transfers.send, sums))]

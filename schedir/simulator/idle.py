@@ -44,7 +44,6 @@ from schedir.ir import (
     Bools,
     Columns,
     Ints,
-    Schedule,
 )
 from schedir.simulator.moments import Moments
 from schedir.simulator.values import Numbers
@@ -160,47 +159,42 @@ class IdleColumns:
         return total
 
 
-def idle_columns(schedule: Schedule, work: Work, moments: Moments, makespan: float) -> IdleColumns:
+def idle_columns(work: Work, moments: Moments, makespan: float) -> IdleColumns:
     """The idle time of every rank, taken apart by its causes.
 
     The intervals of a rank, together with its compute, are exactly the time from 0 to the makespan.
     Raises UnsoundError where the lists are too wrong to tell what waits for what.
     """
-    parts = [_before_compute(_gaps_of(work, moments), work), _at_the_end(work, moments, makespan)]
-    rank, start, end, *rest = map(np.concatenate, zip(*parts, strict=True))
+    gaps, ranks = _gaps_of(work, moments), np.arange(work.columns.ranks)
+    own, entry, via = work.rank[gaps.number], work.place[gaps.number], gaps.via
+    start, posted, begins, arrives, end = gaps.cuts
+    data, root = _data_causes(gaps, work)
+    moving = np.where(gaps.summed, _SUMMED, _MOVING)
+    late = np.where(gaps.unknown, _UNKNOWN, _OVERHEAD)
+    last, over, reduce, done = _at_the_end(work, moments, makespan)
+    parts = (
+        # rank, start, end, cause, entry, blamed, transfer, root
+        (own, start, posted, data, entry, gaps.post, via, root),
+        (own, posted, begins, moving, entry, gaps.busy, via, -1),
+        (own, begins, arrives, moving, entry, gaps.sent, via, -1),
+        (own, arrives, end, late, entry, -1, -1, -1),
+        (ranks, last, over, _SUMMED, -1, reduce, reduce, -1),
+        (ranks, over, makespan, done, -1, -1, -1, -1),
+    )
+    columns = zip(*(np.broadcast_arrays(*part) for part in parts), strict=True)
+    rank, start, end, *rest = map(np.concatenate, columns)
     order = np.lexsort((start, rank))
     order = order[end[order] > start[order]]
-    bounds = np.searchsorted(rank[order], np.arange(schedule.ranks + 1))
+    bounds = np.searchsorted(rank[order], np.arange(len(ranks) + 1))
     times = (times[order].astype(work.start.dtype) for times in (start, end))
     return IdleColumns(bounds, *times, *(column[order] for column in rest))
 
 
-def _intervals(cuts: Numbers, rank: Ints, *rest: Ints) -> list[Ints]:
-    """The columns of the intervals between each row of `cuts` and the next: the rank, start and
-    end, then the `rest`, each for all intervals or for each."""
-    columns = (rank, cuts[:-1], cuts[1:], *rest)
-    return [np.broadcast_to(column, cuts[1:].shape).ravel() for column in columns]
-
-
-def _before_compute(gaps: _Gaps, work: Work) -> list[Ints]:
-    """The gaps, each in its four parts, as `_intervals`."""
-    none = np.full(len(gaps.number), -1)
-    data, root = _data_causes(gaps, work)
-    moving = np.where(gaps.summed, _SUMMED, _MOVING)
-    return _intervals(
-        gaps.cuts,
-        work.rank[gaps.number],
-        np.stack((data, moving, moving, np.where(gaps.unknown, _UNKNOWN, _OVERHEAD))),
-        work.place[gaps.number],
-        np.stack((gaps.post, gaps.busy, gaps.sent, none)),
-        np.stack((gaps.via, gaps.via, gaps.via, none)),
-        np.stack((root, none, none, none)),
-    )
-
-
-def _at_the_end(work: Work, moments: Moments, makespan: float) -> list[Ints]:
-    """What is left to each rank after its last compute, as `_intervals`: a sum that goes on, then
-    nothing."""
+def _at_the_end(
+    work: Work, moments: Moments, makespan: float
+) -> tuple[Numbers, Numbers, Ints, Ints]:
+    """For each rank, when its last compute has ended, and when the sum at a place that goes on
+    then; this place, -1 for none; and why it is idle afterwards."""
     columns, last = work.columns, np.zeros(work.columns.ranks, work.until.dtype)
     last[work.rank] = work.until  # ascending: the last one stays
     reduce = _last_of_ranks(columns, columns.where(*GROUPS), -1)
@@ -209,16 +203,7 @@ def _at_the_end(work: Work, moments: Moments, makespan: float) -> list[Ints]:
     reached = _last_of_ranks(columns, work.place, -1)
     since = np.where(reached < 0, columns.starts[:-1], reached)
     unknown = work.lost[columns.starts[1:]] > work.lost[since]
-    none = np.full(len(last), -1)
-    return _intervals(
-        np.stack((last, over, np.full(len(last), makespan))),
-        np.arange(len(last)),
-        np.stack((np.full(len(last), _SUMMED), np.where(unknown, _UNKNOWN, _DONE))),
-        none,
-        np.stack((reduce, none)),
-        np.stack((reduce, none)),
-        none,
-    )
+    return last, over, reduce, np.where(unknown, _UNKNOWN, _DONE)
 
 
 def _last_of_ranks(columns: Columns, places: Ints, none: int) -> Ints:
@@ -239,7 +224,7 @@ def _data_causes(gaps: _Gaps, work: Work) -> tuple[Ints, Ints]:
     slower = (more > 0) & (2 * more >= (gaps.cuts[1] - gaps.cuts[0]) * forwards[rank])
 
     last = _last_of_ranks(columns, homes, len(columns))
-    first = _entered(columns)[_last_of_ranks(columns, backwards[::-1], -1)]
+    first = np.append(columns.first, -1)[_last_of_ranks(columns, backwards[::-1], -1)]
     cause = np.select(
         [work.first[gaps.number], slower, entry <= first[rank], entry > last[rank]],
         [_WARMUP, _SLOWER, _WARMUP, _DRAIN],
@@ -248,17 +233,12 @@ def _data_causes(gaps: _Gaps, work: Work) -> tuple[Ints, Ints]:
     return cause, np.where(cause == _SLOWER, root, -1)
 
 
-def _entered(columns: Columns) -> Ints:
-    """For every place, the first of its entry; one more for -1."""
-    return np.append(columns.heads[columns.entry], -1)
-
-
 def _roots(gaps: _Gaps, work: Work, forwards: Ints) -> Ints:
     """For each gap the one at the root of its wait for compute."""
     number_of = np.full(len(work.columns) + 1, -1)
     number_of[work.place] = np.arange(len(work.place))
     latest = np.append(np.cumsum(work.waits), 0) - 1  # the gap before each compute, or further back
-    maker = number_of[_entered(work.columns)[gaps.post]]
+    maker = number_of[np.append(work.columns.first, -1)[gaps.post]]
     before = latest[maker]
     # That wait has to be of the same rank, for compute, and to end before this one.
     start, posted, *_, end = gaps.cuts
@@ -356,14 +336,14 @@ def _waited_for(moments: Moments, entry: Ints, start: Numbers) -> Ints:
         user, made = np.append(user, entry), np.append(made, entry - 1)
     began = np.full(len(columns), np.nan)
     began[entry] = start
-    wanted = (made >= 0) & (began[columns.heads[columns.entry[user]]] >= 0)
+    wanted = (made >= 0) & (began[columns.first[user]] >= 0)
     user, made = user[wanted], made[wanted]
     batched = columns.is_kind(*COMMUNICATION)[made]
-    first = np.where(batched, columns.heads[columns.entry[made]], made)
+    first = np.where(batched, columns.first[made], made)
     many = np.where(batched, columns.last[made] - first, 0) + 1
     via = np.repeat(first - np.cumsum(many) + many, many) + np.arange(many.sum())
     user, made = np.repeat(user, many), np.repeat(made, many)
-    head, own = columns.heads[columns.entry[user]], via == made
+    head, own = columns.first[user], via == made
     end, latest = moments.ends[via], began[head]
     # What seems late, or is not known, explains all of a gap.
     over = np.where(own, np.fmin(end, latest), np.where(end <= latest, end, -np.inf))
@@ -467,9 +447,8 @@ class Work:
 def work_of(columns: Columns, starts: Numbers, ends: Numbers) -> Work:
     """The compute of all ranks, given the times of every place."""
     # The parts of a pair take the same time.
-    heads = columns.is_kind(*COMPUTE) & ~columns.joined
-    known = ~np.isnan(ends - starts)
-    place = np.flatnonzero(heads & known)
+    known = ~np.isnan(ends - starts)[columns.computes]
+    place, unknown = columns.computes[known], columns.computes[~known]
     rank, start = columns.rank[place], starts[place]
     first = _first_of_ranks(rank)
     if (~first[1:] & (start[1:] < start[:-1])).any():
@@ -480,7 +459,8 @@ def work_of(columns: Columns, starts: Numbers, ends: Numbers) -> Work:
         for own in np.split(until, np.flatnonzero(first)[1:]):
             np.maximum.accumulate(own, out=own)
     before = np.where(first, 0, np.roll(until, 1))
-    return Work(columns, np.append(0, np.cumsum(heads & ~known)), place, rank, start, before, until)
+    lost = np.bincount(unknown + 1, minlength=len(columns) + 1).cumsum()
+    return Work(columns, lost, place, rank, start, before, until)
 
 
 def _first_of_ranks(rank: Ints) -> Bools:

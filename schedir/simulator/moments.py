@@ -182,7 +182,7 @@ def critical_path(moments: Moments, clock_error: float) -> tuple[int, ...]:
     if np.isnan(ends).all():
         return ()
     receive, send = moments.graph.transfers.receive, moments.graph.transfers.send
-    shown = np.append(columns.heads[columns.entry], -1)
+    shown = np.append(columns.first, -1)
     shown[receive] = shown[send] = np.where(receive >= 0, receive, send)
     # Of several that end last the one that is listed last, which waits for the others if any.
     place = int(np.flatnonzero(ends == np.fmax.reduce(ends))[-1])
