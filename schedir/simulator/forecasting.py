@@ -74,7 +74,6 @@ from schedir.simulator.values import Numbers, numbers
 
 FEWEST = 5
 """The fewest steps besides the first one of a run: fewer don't show how much steps vary."""
-_EQUAL = attrs.cmp_using(eq=np.array_equal, class_name="Makespans")
 
 
 def _ascending(values: Numbers) -> Numbers:
@@ -94,7 +93,9 @@ class Band(Displayed):
     (12.0, 12.0, 13.0)
     """
 
-    makespans: Numbers = attrs.field(converter=_ascending, eq=_EQUAL, hash=False)
+    makespans: Numbers = attrs.field(
+        converter=_ascending, eq=attrs.cmp_using(eq=np.array_equal), hash=False
+    )
     unmeasured: tuple[str, ...] = ()
 
     @property
@@ -271,10 +272,9 @@ def _drawn_prices(
         step = int(turns_of_steps[draw % steps])
         chosen = np.append(step, chance.integers(steps, size=blocks))
         sample, known = computed.drawn(chosen, chance)
-        jitter, other = ratios[sample], samples.step[sample] != step
-        jitter[other] *= pace[step, rank[other]] / own_pace[sample[other]]
+        other = np.where(samples.step[sample] == step, 1, pace[step, rank] / own_pace[sample])
         takes = priced.takes.astype(np.float64)
-        takes[entries] *= np.where(sample >= 0, jitter, 1)
+        takes[entries] *= np.where(sample >= 0, ratios[sample] * other, 1)
         takes[first] += entered[step, begins]
         sample, known = exchanged.drawn(chosen, chance)
         took = np.maximum(samples.duration[sample] + dearer, 0)
@@ -446,22 +446,15 @@ def _changes(samples: Samples) -> Iterator[tuple[float, int, int, int]]:
 
     Runs of fewer than 6 steps can't be told from jitter, so they show no change.
     """
-    series = _speeds(samples)
-    for (rank, stage), (steps, speeds) in series.items():
-        sure = (1 + 8 / len(steps)) * np.sqrt(_SURE**2 + 2 * np.log(len(series)))
+    rows = np.flatnonzero(samples.cost < TRANSFER)
+    lanes = grouped(rows, samples.rank[rows], samples.stage[rows])
+    for (rank, stage), own in lanes.items():
+        steps, speeds = _medians_by(samples.ratios[own], samples.step[own])
+        sure = (1 + 8 / len(steps)) * np.sqrt(_SURE**2 + 2 * np.log(len(lanes)))
         at = _turn(speeds, sure)
         ratio = _ratio(speeds, at) if at else 1.0
         if abs(ratio - 1) > _TOLERATED:
             yield ratio, rank, stage, samples.steps[steps[at]]
-
-
-def _speeds(samples: Samples) -> dict[tuple[int, int], tuple[Ints, Numbers]]:
-    """For each stage on each rank, the steps in which it ran, and its speed in each."""
-    rows = np.flatnonzero(samples.cost < TRANSFER)
-    return {
-        lane: _medians_by(samples.ratios[own], samples.step[own])
-        for lane, own in grouped(rows, samples.rank[rows], samples.stage[rows]).items()
-    }
 
 
 def _turn(speeds: Numbers, sure: float) -> int:

@@ -220,7 +220,7 @@ def _waited_for(moments: Moments, place: int, clock_error: float) -> int:
             ended = end == begin
         if awaited >= 0 and (let_go or ended):
             # What seems late, or is not known, explains all of a gap.
-            until = begin if let_go or (why == NEEDS and not end < begin) else min(end, begin)
+            until = begin if why == NEEDS and not end < begin else min(end, begin)
             on_its_way = waiting.by_ends and end > begin
             # Of those that end at once the compute before it, at its send, comes first.
             order = why == QUEUED, why, receives, waiter
