@@ -61,7 +61,11 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
     sizes = next((line.sizes for line in reversed(timelines) if line.sizes is not None), Sizes())
     held = attrs.asdict(sizes, recurse=False)
     fields |= {field_of(name): size for name, size in held.items()}
-    fields |= usual_links(samples, sizes.boundary, _neighbours(1 + int(samples.rank.max())))
+    ranks = 1 + int(samples.rank.max())
+    # The links of a chain and a ring of ranks, which schedules use: a measured run may have had no
+    # transfer on some of them, and another schedule may need one.
+    links = [(r, (r + far) % ranks) for r in range(ranks) for far in (1, -1) if ranks > 1]
+    fields |= usual_links(samples, sizes.boundary, links)
     return fields | {"host_bandwidth": _host_bandwidth(samples, sizes, stages)}
 
 
@@ -193,10 +197,3 @@ def _slope(sizes: Numbers, durations: Numbers, within: Bools) -> float:
         slope = np.average(medians[some] / distinct[some], weights=counts[some])
     # No more than rounding, where a bandwidth is more than any cost can be.
     return float(slope) if slope * MOST > 1 else 0.0
-
-
-def _neighbours(ranks: int) -> list[tuple[int, int]]:
-    """The links of a chain and a ring of ranks, which schedules use. A measured run may have had no
-    transfer on some of them, and another schedule may need one."""
-    links = ((r, (r + further) % ranks) for r in range(ranks) for further in (1, -1))
-    return [link for link in links if link[0] != link[1]]

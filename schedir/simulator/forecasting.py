@@ -255,7 +255,7 @@ def _drawn_prices(
     own_pace = pace[samples.step, samples.rank]
     computed = _lenders(_keys(schedule, entries), samples)
     exchanged = _lenders([*ends, *_keys(schedule, sums)], samples)
-    blocks = max(int((each.turn // each.most).max(initial=0)) for each in (computed, exchanged))
+    blocks = max(int(each.block.max(initial=0)) for each in (computed, exchanged))
 
     # The first compute of each rank that waits for nobody, and how long after the first rank it
     # began in each step.
@@ -322,17 +322,18 @@ def _rows_of(samples: Samples, what: str | int, where: int) -> Ints:
 
 @attrs.frozen(eq=False)
 class _Lenders:
-    """What each of several entries draws from: the `turn`-th of `wanted` ones of its `key`.
+    """What each of several entries draws from: of its `key`, the sample of a `turn` in the
+    `block`-th step, or of one up to `spare` turns later.
 
-    `table[key, step, turn]` is the sample of an entry that was observed, -1 where none is known;
-    the steps have up to `most` turns. `pool[key]` holds all samples of a key, of which there are
-    `size`. All but these two tables are by entry.
+    `table[key, step, turn]` is the sample of an entry that was observed, -1 where none is known.
+    `pool[key]` holds all samples of a key, of which there are `size`. All but these two tables are
+    by entry.
     """
 
     key: Ints
+    block: Ints
     turn: Ints
-    wanted: Ints
-    most: Ints
+    spare: Ints
     size: Ints
     table: Ints
     pool: Ints
@@ -340,11 +341,9 @@ class _Lenders:
     def drawn(self, steps: Ints, chance: np.random.Generator) -> tuple[Ints, Bools]:
         """The sample of each, of these steps one after the other, and where there is one. Where
         there is none, it is any, -1 if there are none at all."""
-        block, turn = np.divmod(self.turn, self.most)
         # Some that follow each other, where a block needs fewer than a step has.
-        spare = self.most - np.minimum(self.wanted - block * self.most, self.most)
-        turn = turn + (chance.random() * (spare + 1)).astype(np.int64)
-        found = self.table[self.key, steps[block], turn]
+        turn = self.turn + (chance.random() * (self.spare + 1)).astype(np.int64)
+        found = self.table[self.key, steps[self.block], turn]
         anyone = (chance.random(len(self.key)) * self.size).astype(np.int64)
         return np.where(found >= 0, found, self.pool[self.key, anyone]), found >= 0
 
@@ -364,8 +363,10 @@ def _lenders(keys: Sequence[_Key], samples: Samples) -> _Lenders:
     for number, rows in enumerate(found):
         table[number, samples.step[rows], samples.turn[rows]] = rows
         pool[number, : len(rows)] = rows
-    wanted = np.bincount(own)[own]
-    return _Lenders(own, turns(own), wanted, most[own], size[own], table, pool)
+    wanted, most = np.bincount(own)[own], most[own]
+    block, turn = np.divmod(turns(own), most)
+    spare = np.maximum(most - wanted + block * most, 0)
+    return _Lenders(own, block, turn, spare, size[own], table, pool)
 
 
 def _pace(samples: Samples, chance: np.random.Generator, ranks: int) -> Numbers:

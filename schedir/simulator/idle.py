@@ -221,13 +221,12 @@ def _at_the_end(
     reduce = _last_of_ranks(columns, columns.where(*GROUPS), -1)
     over = moments.ends[reduce]
     over = np.clip(np.where(np.isnan(over), last, over), last, makespan)
-    reached = _last_of_ranks(columns, work.place, -1)
-    since = np.where(reached < 0, columns.starts[:-1], reached)
+    since = _last_of_ranks(columns, work.place, columns.starts[:-1])
     unknown = work.lost[columns.starts[1:]] > work.lost[since]
     return last, over, reduce, np.where(unknown, _UNKNOWN, _DONE)
 
 
-def _last_of_ranks(columns: Columns, places: Ints, none: int) -> Ints:
+def _last_of_ranks(columns: Columns, places: Ints, none: int | Ints) -> Ints:
     """The last of the places on each rank, in the order given; `none` where there is none."""
     found = np.full(columns.ranks, none)
     found[columns.rank[places]] = places
@@ -362,24 +361,20 @@ class Work:
         rank 0   0F0  0F1            0B0------          gaps: 2..4
         rank 1        1F0  1B0------                    gaps: 0..1, and the tail 4..6
 
-    Arrays of shape [compute]: `place` is that of the first action of an entry; `start` is when it
-    starts, `before` when all of its rank before it has ended (0 for the first), `until` when it and
-    all before it has. `lost[place]` is how much compute of unknown times is listed before a place;
-    shape [actions + 1].
+    Arrays of shape [compute]: `place` is that of the first action of an entry; `first` says whether
+    it is the first of its rank; `start` is when it starts, `before` when all of its rank before it
+    has ended (0 for the first), `until` when it and all before it has. `lost[place]` is how much
+    compute of unknown times is listed before a place; shape [actions + 1].
     """
 
     columns: Columns
     lost: Ints
     place: Ints
     rank: Ints
+    first: Bools
     start: Numbers
     before: Numbers
     until: Numbers
-
-    @cached_property
-    def first(self) -> Bools:
-        """The first of each rank."""
-        return _first_of_ranks(self.rank)
 
     @cached_property
     def waits(self) -> Bools:
@@ -403,19 +398,11 @@ def work_of(columns: Columns, starts: Numbers, ends: Numbers) -> Work:
     # The parts of a pair take the same time.
     known = ~np.isnan(ends - starts)[columns.computes]
     place, unknown = columns.computes[known], columns.computes[~known]
-    rank, start = columns.rank[place], starts[place]
-    first = _first_of_ranks(rank)
-    if (~first[1:] & (start[1:] < start[:-1])).any():
-        order = np.lexsort((start, rank))
-        place, start = place[order], start[order]
-    until = ends[place]
-    if (~first[1:] & (until[1:] < until[:-1])).any():
-        for own in np.split(until, np.flatnonzero(first)[1:]):
-            np.maximum.accumulate(own, out=own)
+    place = place[np.lexsort((starts[place], columns.rank[place]))]
+    rank, until = columns.rank[place], ends[place]
+    first = np.diff(rank, prepend=-1) > 0
+    for own in np.split(until, np.flatnonzero(first)):
+        np.maximum.accumulate(own, out=own)
     before = np.where(first, 0, np.roll(until, 1))
     lost = np.bincount(unknown + 1, minlength=len(columns) + 1).cumsum()
-    return Work(columns, lost, place, rank, start, before, until)
-
-
-def _first_of_ranks(rank: Ints) -> Bools:
-    return np.diff(rank, prepend=-1) > 0
+    return Work(columns, lost, place, rank, first, starts[place], before, until)

@@ -165,9 +165,8 @@ def of_plain(content: object) -> Samples:
 def turns(key: Ints) -> Ints:
     """For each row, how many rows before it have the same key."""
     order = np.argsort(key, kind="stable")
-    _, first, many = np.unique(key[order], return_index=True, return_counts=True)
     found = np.empty_like(order)
-    found[order] = np.arange(len(order)) - np.repeat(first, many)
+    found[order] = np.arange(len(order)) - np.searchsorted(key[order], key[order])
     return found
 
 
@@ -183,16 +182,21 @@ def grouped(rows: Ints, one: Ints, other: Ints) -> dict[tuple[int, int], Ints]:
 
 # What timelines show.
 
-_COST_OF_KIND = np.array([COSTS.index(k.cost_name) if k.cost_name in COSTS else -1 for k in KINDS])
+_COST_OF_KIND = np.array(
+    [COSTS.index(kind.cost_name if kind.cost_name in COSTS else "transfer") for kind in KINDS]
+)
+_BACK = np.array([kind in SENDS and COUNTERPARTS[kind][1] < 0 for kind in KINDS])
 _PAIR = COSTS.index("overlapped")
 
 
 def costs_and_stages(columns: Columns, heads: Ints) -> tuple[Ints, Ints]:
-    """What is observed of each entry of compute, copy or collective: the index of its cost, and its
-    stage. `heads` are the first places of the entries."""
+    """What is observed of each entry of compute, copy, collective or send: the index of its cost,
+    and its stage, of a send its boundary. `heads` are the first places of the entries."""
     pair = (columns.shared & columns.is_kind(*COMPUTE))[heads]
     forward = heads + (pair & ~columns.is_kind(*HOMES)[heads])
-    return np.where(pair, _PAIR, _COST_OF_KIND[columns.kind[heads]]), columns.stage[forward]
+    kind = columns.kind[heads]
+    # The boundary below a stage, which its gradient is sent over, has the number before.
+    return np.where(pair, _PAIR, _COST_OF_KIND[kind]), columns.stage[forward] - _BACK[kind]
 
 
 def observe(timelines: Sequence[Any]) -> Samples:
@@ -215,11 +219,8 @@ def observe(timelines: Sequence[Any]) -> Samples:
 
 def _rows(line: Any, step: int) -> tuple[Ints, ...]:
     """What a timeline shows, as columns of `Samples`."""
-    columns, (places, cost, durations) = line.schedule.columns, observed(line)
+    columns, (places, cost, stage, durations) = line.schedule.columns, observed(line)
     transfer = np.isin(cost, _TRANSFERS)
-    _, stage = costs_and_stages(columns, places)
-    # The boundary below a stage, which its gradient is sent over, has the number before.
-    stage -= columns.is_kind(*(send for send in SENDS if COUNTERPARTS[send][1] < 0))[places]
     rank, peer = columns.rank[places], np.where(transfer, graph_of(line.schedule).peers[places], -1)
     links = rank * columns.ranks + peer + columns.ranks**2 * (cost == DELAYED)
     turn = turns(np.where(transfer, -1 - links, cost * line.schedule.stages + stage))
@@ -228,10 +229,10 @@ def _rows(line: Any, step: int) -> tuple[Ints, ...]:
     return tuple(column[known] for column in found)
 
 
-def observed(timeline: Any) -> tuple[Ints, Ints, Numbers]:
+def observed(timeline: Any) -> tuple[Ints, Ints, Ints, Numbers]:
     """What a timeline shows: compute first; then when ranks began, transfers, copies, and
-    collectives. The first place of each entry, the index of its cost, and its duration, NaN where
-    that is not known."""
+    collectives. The first place of each entry, the index of its cost, its stage or boundary, and
+    its duration, NaN where that is not known."""
     schedule: Schedule = timeline.schedule
     columns, graph, transfers = schedule.columns, graph_of(schedule), graph_of(schedule).transfers
     starts, ends = timeline.starts.astype(np.float64), timeline.ends.astype(np.float64)
@@ -272,7 +273,7 @@ def observed(timeline: Any) -> tuple[Ints, Ints, Numbers]:
     work = np.where(follows, np.fmin(_filled(gaps, cost), most), 0)
     durations, done = durations + work, done + work
     durations[1:] += np.nan_to_num(gaps - work)[:-1]
-    found = [(heads, cost, durations)]
+    found: list[tuple[Any, ...]] = [(heads, -1, durations)]
 
     # Posting a send is work of the entry before it, and no part of the transfer.
     posted, arrives = done[maker], ends[receive]
@@ -280,7 +281,7 @@ def observed(timeline: Any) -> tuple[Ints, Ints, Numbers]:
     if timeline.measured is not None:
         alone = first & (start > 0) & (not in_turn)
         alone[user] = False
-        found.append((heads[alone], np.full(alone.sum(), ENTRY), start[alone]))
+        found.append((heads[alone], ENTRY, start[alone]))
         seen, queued = arrives > ended[user], np.zeros(len(transfers), np.bool_)
         arrives = np.where(seen, arrives, np.where(first, start, ended)[user])
         behind, ahead = transfers.in_turn  # one before whose start the one ahead had not arrived
@@ -288,15 +289,17 @@ def observed(timeline: Any) -> tuple[Ints, Ints, Numbers]:
         kind[~seen | queued] = WITHIN
         delayed = np.where(seen, queued | (begun > posted), first[user])
         late = np.where(delayed, np.maximum(arrives - posted, 0), np.nan)
-        found.append((send, np.full(len(transfers), DELAYED), late))
+        found.append((send, DELAYED, late))
     found.append((send, kind, np.maximum(arrives - begun, 0)))
 
     # All places of a collective have the same times.
     sums = np.array([turn[0] for turn in graph.collectives], np.int64)
-    for places in (columns.where(*COPIES), sums):
-        found.append((places, costs_and_stages(columns, places)[0], ends[places] - starts[places]))
-    places, cost, durations = map(np.concatenate, zip(*found, strict=True))
-    return places, cost, durations
+    places = np.append(columns.where(*COPIES), sums)
+    found.append((places, -1, ends[places] - starts[places]))
+    each = zip(*(np.broadcast_arrays(*part) for part in found), strict=True)
+    places, named, durations = map(np.concatenate, each)
+    cost, stage = costs_and_stages(columns, places)
+    return places, np.where(named < 0, cost, named), stage, durations
 
 
 def _in_turn(starts: Numbers, ends: Numbers, arrived: Numbers) -> bool:
