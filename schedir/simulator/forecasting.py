@@ -425,9 +425,20 @@ _FEWEST = 6
 
 
 def _expect_steady(samples: Samples) -> None:
-    """Raise SchedirError if the run was not steady, with the rank, stage and step of the largest
-    change."""
-    found = list(_changes(samples))
+    """Raise SchedirError if the run was not steady: if the level of some stage changes by more than
+    _TOLERATED, which is not chance. It names the rank, stage and step of the largest change.
+
+    Runs of fewer than 6 steps can't be told from jitter, so they show no change.
+    """
+    rows, found = np.flatnonzero(samples.cost < TRANSFER), []
+    lanes = grouped(rows, samples.rank[rows], samples.stage[rows])
+    for (rank, stage), own in lanes.items():
+        steps, speeds = _medians_by(samples.ratios[own], samples.step[own])
+        sure = (1 + 8 / len(steps)) * np.sqrt(_SURE**2 + 2 * np.log(len(lanes)))
+        at = _turn(speeds, sure)
+        ratio = _ratio(speeds, at) if at else 1.0
+        if abs(ratio - 1) > _TOLERATED:
+            found.append((ratio, rank, stage, samples.steps[steps[at]]))
     if not found:
         return
     ratio, rank, stage, step = max(found, key=lambda change: abs(np.log(change[0])))
@@ -439,23 +450,6 @@ def _expect_steady(samples: Samples) -> None:
         f"{more}; no cost fits both parts. Measure again, longer or on a quiet machine, "
         f"or fit only the steps before step {step} or only the steps from it on"
     )
-
-
-def _changes(samples: Samples) -> Iterator[tuple[float, int, int, int]]:
-    """The changes of a stage's level by more than _TOLERATED that are not chance: (level after /
-    level before, rank, stage, first step).
-
-    Runs of fewer than 6 steps can't be told from jitter, so they show no change.
-    """
-    rows = np.flatnonzero(samples.cost < TRANSFER)
-    lanes = grouped(rows, samples.rank[rows], samples.stage[rows])
-    for (rank, stage), own in lanes.items():
-        steps, speeds = _medians_by(samples.ratios[own], samples.step[own])
-        sure = (1 + 8 / len(steps)) * np.sqrt(_SURE**2 + 2 * np.log(len(lanes)))
-        at = _turn(speeds, sure)
-        ratio = _ratio(speeds, at) if at else 1.0
-        if abs(ratio - 1) > _TOLERATED:
-            yield ratio, rank, stage, samples.steps[steps[at]]
 
 
 def _turn(speeds: Numbers, sure: float) -> int:

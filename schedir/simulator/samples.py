@@ -98,8 +98,6 @@ class Samples:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Samples) and self.plain() == other.plain()
 
-    __hash__ = None  # type: ignore[assignment]
-
     @cached_property
     def groups(self) -> Mapping[tuple[str, int], Ints]:
         """The rows of each (cost, stage) that was observed, in the order of the steps."""
