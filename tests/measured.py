@@ -74,7 +74,7 @@ def durations_of(timeline: Timeline) -> dict[tuple[int, int], float]:
     sends, receives = transfers.send, transfers.receive
     behind, ahead = transfers.in_turn
     queued = sends[behind[timeline.ends[receives[ahead]] > timeline.starts[sends[behind]]]]
-    places, costs, durations = observed(timeline)
+    places, costs, _, durations = observed(timeline)
     used = ~np.isnan(durations) & (costs != WITHIN)
     if timeline.measured is not None:
         used &= ~np.isin(places, queued)

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedir.ir.action import Action, Entry, Together
-from schedir.ir.kinds import Kind
+from schedir.ir.kinds import COMPUTE, Kind
 
 Ints: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
@@ -101,6 +101,16 @@ class Columns:
         shared = self.joined.copy()
         shared[:-1] |= self.joined[1:]
         return shared
+
+    @cached_property
+    def computes(self) -> Ints:
+        """The place of the first action of every entry of compute, ascending."""
+        return np.flatnonzero(self.is_kind(*COMPUTE) & ~self.joined)
+
+    @property
+    def first(self) -> Ints:
+        """For every place, the place of the first action of its entry."""
+        return self.heads[self.entry]
 
     @cached_property
     def last(self) -> Ints:

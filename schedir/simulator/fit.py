@@ -8,7 +8,7 @@ both. A recomputation that was never seen takes as long as the forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -23,19 +23,14 @@ from schedir.simulator.samples import (
     TRANSFER,
     WITHIN,
     Samples,
-    agreed,
     observe,
 )
 from schedir.simulator.values import MOST, Numbers, Sizes, field_of
 
-_PARTS = {
-    kind: kind.meaning.cost / Kind.BACKWARD.meaning.cost
-    for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-}
+_PARTS = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _UNLIKE, _MATTERS = 2, 0.05
 """Links get separate latencies if one is this many times another, and if the difference is at least
 this part of the shortest forward. Jitter of tiny latencies is no reason."""
-_Costs = dict[int, float]  # by stage
 
 
 def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
@@ -44,13 +39,33 @@ def fitted(timelines: Sequence[Any]) -> dict[str, Any]:
     Raises SchedirError if there is no timeline, if the timelines differ in stages or unit, or if
     some stage has no forward or no backward.
     """
-    stages, unit = agreed(timelines)
+    if not timelines:
+        raise SchedirError(
+            "there is no timeline to fit costs to: run steps with Executor(…, trace=True) and "
+            "take executor.timelines() on rank 0"
+        )
+    first, stages = timelines[0], timelines[0].schedule.stages
+    for line in timelines:
+        if line.schedule.stages != stages:
+            raise SchedirError(
+                f"{line.schedule.name} has {line.schedule.stages} stages, {first.schedule.name} "
+                f"{stages}: costs belong to one cut of a model; fit them separately"
+            )
+        if line.unit != first.unit:
+            raise SchedirError(
+                f"the times of {line.schedule.name} are in {line.unit or 'any unit'}, those of "
+                f"{first.schedule.name} in {first.unit or 'any unit'}: fit them separately"
+            )
     samples = observe(timelines)
-    fields = fitted_times(samples, stages) | {"unit": unit, "samples": samples}
+    fields = fitted_times(samples, stages) | {"unit": first.unit, "samples": samples}
     sizes = next((line.sizes for line in reversed(timelines) if line.sizes is not None), Sizes())
     held = attrs.asdict(sizes, recurse=False)
     fields |= {field_of(name): size for name, size in held.items()}
-    fields |= usual_links(samples, sizes.boundary, _neighbours(1 + int(samples.rank.max())))
+    ranks = 1 + int(samples.rank.max())
+    # The links of a chain and a ring of ranks, which schedules use: a measured run may have had no
+    # transfer on some of them, and another schedule may need one.
+    links = [(r, (r + far) % ranks) for r in range(ranks) for far in (1, -1) if ranks > 1]
+    fields |= usual_links(samples, sizes.boundary, links)
     return fields | {"host_bandwidth": _host_bandwidth(samples, sizes, stages)}
 
 
@@ -61,54 +76,43 @@ def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
     Raises SchedirError if some stage has no forward or no backward.
     """
     found = {name: _medians(samples, name) for name in COSTS}
-    fields: dict[str, Any] = {
-        "forward": _every(found["forward"], stages, "FORWARD"),
-        **_backwards(found, stages),
-    }
+    parts = [found[kind.cost_name] for kind in _PARTS]
+    split = set.intersection(*map(set, parts))
+    found["backward"] = {s: sum(costs[s] for costs in parts) for s in split} | found["backward"]
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for stage in range(stages):
+            if stage not in found[kind.cost_name]:
+                raise SchedirError(
+                    f"no timeline shows how long a {kind.name} of stage {stage} takes: give those "
+                    "of steps that ran it and whose times are known"
+                )
+    forward, backward = (
+        np.array([found[name][s] for s in range(stages)]) for name in ("forward", "backward")
+    )
+    # What takes the place of a cost that was not seen: the usual one, or as in the textbook.
+    usual = {"overlapped": forward + backward}
     for kind in TIMED:
-        name = kind.cost_name
-        if name not in fields and found[name]:
-            # The usual one for a stage that has none, or as many forwards as in the textbook.
-            usual = dict.fromkeys(range(stages), float(np.median([*found[name].values()])))
-            forwards = {s: kind.meaning.cost * one for s, one in enumerate(fields["forward"])}
-            others = usual if kind in STAGE_WIDE else forwards
-            fields[name] = tuple((others | found[name]).values())
-    if found["overlapped"]:
-        both = zip(fields["forward"], fields["backward"], strict=True)
-        sums = dict(enumerate(forward + backward for forward, backward in both))
-        fields["overlapped"] = tuple((sums | found["overlapped"]).values())
-    return fields
+        of, costs = kind.meaning.cost, found[kind.cost_name]
+        if kind in STAGE_WIDE:
+            usual[kind.cost_name] = np.full(stages, np.median([*costs.values()]) if costs else 0)
+        elif kind in (Kind.BACKWARD, *_PARTS):
+            usual[kind.cost_name] = of / Kind.BACKWARD.meaning.cost * backward
+        else:
+            usual[kind.cost_name] = of * forward
+    return {
+        name: tuple((dict(enumerate(instead.tolist())) | found[name]).values())
+        for name, instead in usual.items()
+        if found[name] or name in {kind.cost_name for kind in _PARTS}
+    }
 
 
-def _medians(samples: Samples, name: str) -> _Costs:
+def _medians(samples: Samples, name: str) -> dict[int, float]:
+    """The median of what was observed of a cost, by stage."""
     return {
         stage: float(np.median(samples.duration[rows]))
         for (cost, stage), rows in samples.groups.items()
         if cost == name
     }
-
-
-def _every(found: Mapping[int, float], stages: int, what: str) -> tuple[float, ...]:
-    for stage in range(stages):
-        if stage not in found:
-            raise SchedirError(
-                f"no timeline shows how long a {what} of stage {stage} takes: give those of steps "
-                "that ran it and whose times are known"
-            )
-    return tuple(found[stage] for stage in range(stages))
-
-
-def _backwards(found: Mapping[str, _Costs], stages: int) -> dict[str, tuple[float, ...]]:
-    whole = dict(found["backward"])
-    parts = {kind: dict(found[kind.name.lower()]) for kind in _PARTS}
-    split = set.intersection(*map(set, parts.values()))
-    for stage in split - set(whole):
-        whole[stage] = sum(costs[stage] for costs in parts.values())
-    fields = {"backward": _every(whole, stages, "BACKWARD")}
-    for kind, costs in parts.items():
-        halves = {stage: _PARTS[kind] * cost for stage, cost in whole.items()}
-        fields[kind.name.lower()] = _every(halves | costs, stages, kind.name)
-    return fields
 
 
 def usual_links(
@@ -121,19 +125,18 @@ def usual_links(
     Latency and bandwidth can be told apart if boundaries differ in size; otherwise all is latency.
     """
     rows = np.flatnonzero(np.isin(samples.cost, (TRANSFER, WITHIN)))
-    by_boundary = isinstance(boundary_bytes, tuple)
     sizes = np.zeros(len(samples))
-    if by_boundary:
+    if isinstance(boundary_bytes, tuple):
         sizes[rows] = np.array(boundary_bytes)[samples.stage[rows]]
     late = samples.cost == WITHIN
     per_byte = _slope(sizes[rows], samples.duration[rows], late[rows])
-    rest = samples.duration
-    if per_byte:
-        rest = np.maximum(rest - per_byte * sizes, 0)
-    # What tells of a link is at least one transfer a step that was waited for.
-    own = {link: each[samples.cost[each] != DELAYED] for link, each in samples.links.items()}
-    often = [link for link, each in own.items() if (~late[each]).sum() >= len(samples.steps)]
-    by_link = {link: usual(rest[own[link]], late[own[link]]) for link in often}
+    rest = np.maximum(samples.duration - per_byte * sizes, 0)
+    by_link = {}
+    for link, each in samples.links.items():
+        own = each[samples.cost[each] != DELAYED]
+        # What tells of a link is at least one transfer a step that was waited for.
+        if (~late[own]).sum() >= len(samples.steps):
+            by_link[link] = usual(rest[own], late[own])
     low, high = min(by_link.values(), default=0), max(by_link.values(), default=0)
     shortest = min(_medians(samples, "forward").values(), default=0)
     unlike = high > _UNLIKE * low and high - low > _MATTERS * shortest
@@ -194,10 +197,3 @@ def _slope(sizes: Numbers, durations: Numbers, within: Bools) -> float:
         slope = np.average(medians[some] / distinct[some], weights=counts[some])
     # No more than rounding, where a bandwidth is more than any cost can be.
     return float(slope) if slope * MOST > 1 else 0.0
-
-
-def _neighbours(ranks: int) -> list[tuple[int, int]]:
-    """The links of a chain and a ring of ranks, which schedules use. A measured run may have had no
-    transfer on some of them, and another schedule may need one."""
-    links = ((r, (r + further) % ranks) for r in range(ranks) for further in (1, -1))
-    return [link for link in links if link[0] != link[1]]

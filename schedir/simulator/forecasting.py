@@ -74,7 +74,6 @@ from schedir.simulator.values import Numbers, numbers
 
 FEWEST = 5
 """The fewest steps besides the first one of a run: fewer don't show how much steps vary."""
-_EQUAL = attrs.cmp_using(eq=np.array_equal, class_name="Makespans")
 
 
 def _ascending(values: Numbers) -> Numbers:
@@ -94,7 +93,9 @@ class Band(Displayed):
     (12.0, 12.0, 13.0)
     """
 
-    makespans: Numbers = attrs.field(converter=_ascending, eq=_EQUAL, hash=False)
+    makespans: Numbers = attrs.field(
+        converter=_ascending, eq=attrs.cmp_using(eq=np.array_equal), hash=False
+    )
     unmeasured: tuple[str, ...] = ()
 
     @property
@@ -239,7 +240,7 @@ def _drawn_prices(
     chance, steps = np.random.default_rng(seed), len(samples.steps)
     graph, columns = graph_of(schedule), schedule.columns
     transfers = graph.transfers
-    heads = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)
+    heads = columns.computes
     entries = np.concatenate((heads, columns.where(*COPIES)))
     sums = np.array([places[0] for places in graph.collectives], np.int64)
     exchanges = node[np.concatenate((transfers.send, sums))]
@@ -254,7 +255,7 @@ def _drawn_prices(
     own_pace = pace[samples.step, samples.rank]
     computed = _lenders(_keys(schedule, entries), samples)
     exchanged = _lenders([*ends, *_keys(schedule, sums)], samples)
-    blocks = max(int((each.turn // each.most).max(initial=0)) for each in (computed, exchanged))
+    blocks = max(int(each.block.max(initial=0)) for each in (computed, exchanged))
 
     # The first compute of each rank that waits for nobody, and how long after the first rank it
     # began in each step.
@@ -271,10 +272,9 @@ def _drawn_prices(
         step = int(turns_of_steps[draw % steps])
         chosen = np.append(step, chance.integers(steps, size=blocks))
         sample, known = computed.drawn(chosen, chance)
-        jitter, other = ratios[sample], samples.step[sample] != step
-        jitter[other] *= pace[step, rank[other]] / own_pace[sample[other]]
+        other = np.where(samples.step[sample] == step, 1, pace[step, rank] / own_pace[sample])
         takes = priced.takes.astype(np.float64)
-        takes[entries] *= np.where(sample >= 0, jitter, 1)
+        takes[entries] *= np.where(sample >= 0, ratios[sample] * other, 1)
         takes[first] += entered[step, begins]
         sample, known = exchanged.drawn(chosen, chance)
         took = np.maximum(samples.duration[sample] + dearer, 0)
@@ -322,17 +322,18 @@ def _rows_of(samples: Samples, what: str | int, where: int) -> Ints:
 
 @attrs.frozen(eq=False)
 class _Lenders:
-    """What each of several entries draws from: the `turn`-th of `wanted` ones of its `key`.
+    """What each of several entries draws from: of its `key`, the sample of a `turn` in the
+    `block`-th step, or of one up to `spare` turns later.
 
-    `table[key, step, turn]` is the sample of an entry that was observed, -1 where none is known;
-    the steps have up to `most` turns. `pool[key]` holds all samples of a key, of which there are
-    `size`. All but these two tables are by entry.
+    `table[key, step, turn]` is the sample of an entry that was observed, -1 where none is known.
+    `pool[key]` holds all samples of a key, of which there are `size`. All but these two tables are
+    by entry.
     """
 
     key: Ints
+    block: Ints
     turn: Ints
-    wanted: Ints
-    most: Ints
+    spare: Ints
     size: Ints
     table: Ints
     pool: Ints
@@ -340,11 +341,9 @@ class _Lenders:
     def drawn(self, steps: Ints, chance: np.random.Generator) -> tuple[Ints, Bools]:
         """The sample of each, of these steps one after the other, and where there is one. Where
         there is none, it is any, -1 if there are none at all."""
-        block, turn = np.divmod(self.turn, self.most)
         # Some that follow each other, where a block needs fewer than a step has.
-        spare = self.most - np.minimum(self.wanted - block * self.most, self.most)
-        turn = turn + (chance.random() * (spare + 1)).astype(np.int64)
-        found = self.table[self.key, steps[block], turn]
+        turn = self.turn + (chance.random() * (self.spare + 1)).astype(np.int64)
+        found = self.table[self.key, steps[self.block], turn]
         anyone = (chance.random(len(self.key)) * self.size).astype(np.int64)
         return np.where(found >= 0, found, self.pool[self.key, anyone]), found >= 0
 
@@ -364,8 +363,10 @@ def _lenders(keys: Sequence[_Key], samples: Samples) -> _Lenders:
     for number, rows in enumerate(found):
         table[number, samples.step[rows], samples.turn[rows]] = rows
         pool[number, : len(rows)] = rows
-    wanted = np.bincount(own)[own]
-    return _Lenders(own, turns(own), wanted, most[own], size[own], table, pool)
+    wanted, most = np.bincount(own)[own], most[own]
+    block, turn = np.divmod(turns(own), most)
+    spare = np.maximum(most - wanted + block * most, 0)
+    return _Lenders(own, block, turn, spare, size[own], table, pool)
 
 
 def _pace(samples: Samples, chance: np.random.Generator, ranks: int) -> Numbers:
@@ -424,9 +425,20 @@ _FEWEST = 6
 
 
 def _expect_steady(samples: Samples) -> None:
-    """Raise SchedirError if the run was not steady, with the rank, stage and step of the largest
-    change."""
-    found = list(_changes(samples))
+    """Raise SchedirError if the run was not steady: if the level of some stage changes by more than
+    _TOLERATED, which is not chance. It names the rank, stage and step of the largest change.
+
+    Runs of fewer than 6 steps can't be told from jitter, so they show no change.
+    """
+    rows, found = np.flatnonzero(samples.cost < TRANSFER), []
+    lanes = grouped(rows, samples.rank[rows], samples.stage[rows])
+    for (rank, stage), own in lanes.items():
+        steps, speeds = _medians_by(samples.ratios[own], samples.step[own])
+        sure = (1 + 8 / len(steps)) * np.sqrt(_SURE**2 + 2 * np.log(len(lanes)))
+        at = _turn(speeds, sure)
+        ratio = _ratio(speeds, at) if at else 1.0
+        if abs(ratio - 1) > _TOLERATED:
+            found.append((ratio, rank, stage, samples.steps[steps[at]]))
     if not found:
         return
     ratio, rank, stage, step = max(found, key=lambda change: abs(np.log(change[0])))
@@ -438,30 +450,6 @@ def _expect_steady(samples: Samples) -> None:
         f"{more}; no cost fits both parts. Measure again, longer or on a quiet machine, "
         f"or fit only the steps before step {step} or only the steps from it on"
     )
-
-
-def _changes(samples: Samples) -> Iterator[tuple[float, int, int, int]]:
-    """The changes of a stage's level by more than _TOLERATED that are not chance: (level after /
-    level before, rank, stage, first step).
-
-    Runs of fewer than 6 steps can't be told from jitter, so they show no change.
-    """
-    series = _speeds(samples)
-    for (rank, stage), (steps, speeds) in series.items():
-        sure = (1 + 8 / len(steps)) * np.sqrt(_SURE**2 + 2 * np.log(len(series)))
-        at = _turn(speeds, sure)
-        ratio = _ratio(speeds, at) if at else 1.0
-        if abs(ratio - 1) > _TOLERATED:
-            yield ratio, rank, stage, samples.steps[steps[at]]
-
-
-def _speeds(samples: Samples) -> dict[tuple[int, int], tuple[Ints, Numbers]]:
-    """For each stage on each rank, the steps in which it ran, and its speed in each."""
-    rows = np.flatnonzero(samples.cost < TRANSFER)
-    return {
-        lane: _medians_by(samples.ratios[own], samples.step[own])
-        for lane, own in grouped(rows, samples.rank[rows], samples.stage[rows]).items()
-    }
 
 
 def _turn(speeds: Numbers, sure: float) -> int:

@@ -26,25 +26,22 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
 from functools import cached_property
 
 import attrs
 import numpy as np
 
-from schedir.graph.paths import QUEUED, last_before
+from schedir.graph.paths import QUEUED
 from schedir.ir import (
     BACKWARDS,
     COMMUNICATION,
     COMPUTE,
-    COPIES,
     GROUPS,
     HOMES,
     Bools,
     Columns,
     Ints,
-    Schedule,
 )
 from schedir.simulator.moments import Moments
 from schedir.simulator.values import Numbers
@@ -160,173 +157,28 @@ class IdleColumns:
         return total
 
 
-def idle_columns(schedule: Schedule, work: Work, moments: Moments, makespan: float) -> IdleColumns:
+def idle_columns(work: Work, moments: Moments, makespan: float) -> IdleColumns:
     """The idle time of every rank, taken apart by its causes.
 
     The intervals of a rank, together with its compute, are exactly the time from 0 to the makespan.
     Raises UnsoundError where the lists are too wrong to tell what waits for what.
     """
-    parts = [_before_compute(_gaps_of(work, moments), work), _at_the_end(work, moments, makespan)]
-    rank, start, end, *rest = map(np.concatenate, zip(*parts, strict=True))
-    order = np.lexsort((start, rank))
-    order = order[end[order] > start[order]]
-    bounds = np.searchsorted(rank[order], np.arange(schedule.ranks + 1))
-    times = (times[order].astype(work.start.dtype) for times in (start, end))
-    return IdleColumns(bounds, *times, *(column[order] for column in rest))
-
-
-def _intervals(cuts: Numbers, rank: Ints, *rest: Ints) -> list[Ints]:
-    """The columns of the intervals between each row of `cuts` and the next: the rank, start and
-    end, then the `rest`, each for all intervals or for each."""
-    columns = (rank, cuts[:-1], cuts[1:], *rest)
-    return [np.broadcast_to(column, cuts[1:].shape).ravel() for column in columns]
-
-
-def _before_compute(gaps: _Gaps, work: Work) -> list[Ints]:
-    """The gaps, each in its four parts, as `_intervals`."""
-    none = np.full(len(gaps.number), -1)
-    data, root = _data_causes(gaps, work)
-    moving = np.where(gaps.summed, _SUMMED, _MOVING)
-    return _intervals(
-        gaps.cuts,
-        work.rank[gaps.number],
-        np.stack((data, moving, moving, np.where(gaps.unknown, _UNKNOWN, _OVERHEAD))),
-        work.place[gaps.number],
-        np.stack((gaps.post, gaps.busy, gaps.sent, none)),
-        np.stack((gaps.via, gaps.via, gaps.via, none)),
-        np.stack((root, none, none, none)),
-    )
-
-
-def _at_the_end(work: Work, moments: Moments, makespan: float) -> list[Ints]:
-    """What is left to each rank after its last compute, as `_intervals`: a sum that goes on, then
-    nothing."""
-    columns, last = work.columns, np.zeros(work.columns.ranks, work.until.dtype)
-    last[work.rank] = work.until  # ascending: the last one stays
-    reduce = _last_of_ranks(columns, columns.where(*GROUPS), -1)
-    over = moments.ends[reduce]
-    over = np.clip(np.where(np.isnan(over), last, over), last, makespan)
-    reached = _last_of_ranks(columns, work.place, -1)
-    since = np.where(reached < 0, columns.starts[:-1], reached)
-    unknown = work.lost[columns.starts[1:]] > work.lost[since]
-    none = np.full(len(last), -1)
-    return _intervals(
-        np.stack((last, over, np.full(len(last), makespan))),
-        np.arange(len(last)),
-        np.stack((np.full(len(last), _SUMMED), np.where(unknown, _UNKNOWN, _DONE))),
-        none,
-        np.stack((reduce, none)),
-        np.stack((reduce, none)),
-        none,
-    )
-
-
-def _last_of_ranks(columns: Columns, places: Ints, none: int) -> Ints:
-    """The last of the places on each rank, in the order given; `none` where there is none."""
-    found = np.full(columns.ranks, none)
-    found[columns.rank[places]] = places
-    return found
-
-
-def _data_causes(gaps: _Gaps, work: Work) -> tuple[Ints, Ints]:
-    """For each gap the cause of its wait for compute, and the place of its root where that is of a
-    slower stage."""
-    columns, rank, entry = work.columns, work.rank[gaps.number], work.place[gaps.number]
-    homes, backwards = columns.where(*HOMES), columns.where(*BACKWARDS)
-    forwards = np.bincount(columns.rank[homes], minlength=columns.ranks)
-    root = gaps.post[_roots(gaps, work, forwards)]
-    more = np.where(root >= 0, work.busy[columns.rank[root]] - work.busy[rank], 0)
-    slower = (more > 0) & (2 * more >= (gaps.cuts[1] - gaps.cuts[0]) * forwards[rank])
-
-    last = _last_of_ranks(columns, homes, len(columns))
-    first = _entered(columns)[_last_of_ranks(columns, backwards[::-1], -1)]
-    cause = np.select(
-        [work.first[gaps.number], slower, entry <= first[rank], entry > last[rank]],
-        [_WARMUP, _SLOWER, _WARMUP, _DRAIN],
-        _DATA,
-    )
-    return cause, np.where(cause == _SLOWER, root, -1)
-
-
-def _entered(columns: Columns) -> Ints:
-    """For every place, the first of its entry; one more for -1."""
-    return np.append(columns.heads[columns.entry], -1)
-
-
-def _roots(gaps: _Gaps, work: Work, forwards: Ints) -> Ints:
-    """For each gap the one at the root of its wait for compute."""
-    number_of = np.full(len(work.columns) + 1, -1)
-    number_of[work.place] = np.arange(len(work.place))
-    latest = np.append(np.cumsum(work.waits), 0) - 1  # the gap before each compute, or further back
-    maker = number_of[_entered(work.columns)[gaps.post]]
-    before = latest[maker]
-    # That wait has to be of the same rank, for compute, and to end before this one.
-    start, posted, *_, end = gaps.cuts
-    period = (work.busy / forwards.clip(min=1))[work.rank[maker]]
-    leads = (before >= 0) & (work.rank[gaps.number[before]] == work.rank[maker])
-    leads &= (posted[before] > start[before]) & (end[before] < end)
-    leads &= posted[before] > start - period
-    root = np.where(leads, before, np.arange(len(before)))
-    while ((further := root[root]) != root).any():
-        root = further
-    return root
-
-
-# The gaps before compute, each with the points in time at which its cause changes.
-
-
-@attrs.frozen(eq=False)
-class _Gaps:
-    """Every gap before an entry of compute. Arrays of shape [gaps].
-
-    `number` is that of the compute in the work. `cuts`, of shape [5, gaps], ascend: the start of
-    the gap; when its payload is posted, after the compute at `post`; when its transfer begins, and
-    arrives; and the end. `via` is the receive, REDUCE_GRAD or copy, `busy` the send or copy that
-    its channel is busy with first, `sent` the one that it waits for itself; `summed` says where
-    that is a sum, and `unknown` where the times that would tell are not known.
-    """
-
-    number: Ints
-    cuts: Numbers
-    post: Ints
-    via: Ints
-    busy: Ints
-    sent: Ints
-    summed: Bools
-    unknown: Bools
-
-
-def _gaps_of(work: Work, moments: Moments) -> _Gaps:
-    """All gaps. Raises UnsoundError where the lists are too wrong to tell what waits for what."""
     number = np.flatnonzero(work.waits)
+    columns, ends, ranks = work.columns, moments.ends, np.arange(work.columns.ranks)
+    own, entry = work.rank[number], work.place[number]
     start, end = work.before[number], work.start[number]
-    columns, graph, ends = moments.columns, moments.graph, moments.ends
-    via = _waited_for(moments, work.place[number], end)
+    via = _waited_for(moments, entry, end)
     group, compute = ((via >= 0) & columns.is_kind(*kinds)[via] for kinds in (GROUPS, COMPUTE))
-    # By place: what is sent, after which compute, and behind what. A copy is all three itself.
-    send, receive = graph.transfers.send, graph.transfers.receive
-    sent = np.arange(len(columns) + 1)
-    post, behind = (
-        np.append(b, -1) for b in (moments.compute_before, last_before(columns, COPIES))
-    )
-    sent[receive], post[receive] = send, _posted_after(moments)
-    behind[receive] = _queued_behind(moments)
-    sent[-1] = post[-1] = behind[-1] = -1
-    sent, post, behind = sent[via], post[via], behind[via]
-    met = {place: turn for turn in graph.collectives for place in turn} if group.any() else {}
-    for gap in np.flatnonzero(group).tolist():
-        place = int(via[gap])
-        post[gap] = _held_up_by(moments, met.get(place, (place,)))
+    sent, post, behind = (each[via] for each in _ways(moments))
     # In lists without communication, compute waits for compute itself.
-    post, sent = np.where(compute, via, post), np.where(compute, -1, sent)
-
+    post = np.where(compute, via, post)
     posted = np.where(post >= 0, ends[post], 0)
     begins = np.where(group | compute, posted, moments.begins[via])
     arrives = np.where(compute, np.nan, ends[via])
-    is_busy = (behind >= 0) & (ends[behind] >= begins) & (begins > posted)
+    busy = np.where((behind >= 0) & (ends[behind] >= begins) & (begins > posted), behind, sent)
     # The rank may have computed meanwhile, in compute of unknown times.
     since = np.where(work.first, columns.starts[work.rank], np.roll(work.place, 1))
-    unknown = work.lost[work.place[number]] > work.lost[since[number]]
+    unknown = work.lost[entry] > work.lost[since[number]]
     unknown |= np.isnan(posted) & np.isnan(begins)
     points = (
         np.where(np.isnan(posted), begins, posted),
@@ -334,16 +186,122 @@ def _gaps_of(work: Work, moments: Moments) -> _Gaps:
         np.where(np.isnan(arrives), end, arrives),
     )
     cuts = np.stack((start, *np.where(unknown | (via < 0), start, points), end))
-    return _Gaps(
-        number=number,
-        cuts=np.maximum.accumulate(np.clip(cuts, start, end)),
-        post=post,
-        via=np.where(compute, -1, via),
-        busy=np.where(is_busy, behind, sent),
-        sent=sent,
-        summed=group,
-        unknown=unknown,
+    cuts = np.maximum.accumulate(np.clip(cuts, start, end))
+    _, posted, begins, arrives, _ = cuts
+    via, sent = np.where(compute, -1, (via, sent))
+    data, root = _data_causes(work, number, cuts, post)
+    moving = np.where(group, _SUMMED, _MOVING)
+    late = np.where(unknown, _UNKNOWN, _OVERHEAD)
+    last, over, reduce, done = _at_the_end(work, moments, makespan)
+    parts = (
+        # rank, start, end, cause, entry, blamed, transfer, root
+        (own, start, posted, data, entry, post, via, root),
+        (own, posted, begins, moving, entry, busy, via, -1),
+        (own, begins, arrives, moving, entry, sent, via, -1),
+        (own, arrives, end, late, entry, -1, -1, -1),
+        (ranks, last, over, _SUMMED, -1, reduce, reduce, -1),
+        (ranks, over, makespan, done, -1, -1, -1, -1),
     )
+    each = zip(*(np.broadcast_arrays(*part) for part in parts), strict=True)
+    rank, start, end, *rest = map(np.concatenate, each)
+    order = np.lexsort((start, rank))
+    order = order[end[order] > start[order]]
+    bounds = np.searchsorted(rank[order], np.arange(len(ranks) + 1))
+    times = (times[order].astype(work.start.dtype) for times in (start, end))
+    return IdleColumns(bounds, *times, *(column[order] for column in rest))
+
+
+def _at_the_end(
+    work: Work, moments: Moments, makespan: float
+) -> tuple[Numbers, Numbers, Ints, Ints]:
+    """For each rank, when its last compute has ended, and when the sum at a place that goes on
+    then; this place, -1 for none; and why it is idle afterwards."""
+    columns, last = work.columns, np.zeros(work.columns.ranks, work.until.dtype)
+    last[work.rank] = work.until  # ascending: the last one stays
+    reduce = _last_of_ranks(columns, columns.where(*GROUPS), -1)
+    over = moments.ends[reduce]
+    over = np.clip(np.where(np.isnan(over), last, over), last, makespan)
+    since = _last_of_ranks(columns, work.place, columns.starts[:-1])
+    unknown = work.lost[columns.starts[1:]] > work.lost[since]
+    return last, over, reduce, np.where(unknown, _UNKNOWN, _DONE)
+
+
+def _last_of_ranks(columns: Columns, places: Ints, none: int | Ints) -> Ints:
+    """The last of the places on each rank, in the order given; `none` where there is none."""
+    found = np.full(columns.ranks, none)
+    found[columns.rank[places]] = places
+    return found
+
+
+def _data_causes(work: Work, number: Ints, cuts: Numbers, post: Ints) -> tuple[Ints, Ints]:
+    """For each gap the cause of its wait for compute, and the place of its root where that is of a
+    slower stage.
+
+    `number` is that of the compute behind a gap in the work, `post` is the place of the compute
+    that it waits for. `cuts` begin with the start of the gaps and the end of these waits, and end
+    with that of the gaps.
+    """
+    columns, rank, entry = work.columns, work.rank[number], work.place[number]
+    start, posted, *_, end = cuts
+    homes, backwards = columns.where(*HOMES), columns.where(*BACKWARDS)
+    forwards = np.bincount(columns.rank[homes], minlength=columns.ranks)
+
+    number_of = np.full(len(columns) + 1, -1)
+    number_of[work.place] = np.arange(len(work.place))
+    first_of = np.append(columns.first, -1)
+    maker = number_of[first_of[post]]
+    # The gap before the maker, or further back. It has to be of the same rank, to be a wait for
+    # compute, and to end before this one.
+    before = (np.append(np.cumsum(work.waits), 0) - 1)[maker]
+    period = (work.busy / forwards.clip(min=1))[work.rank[maker]]
+    leads = (before >= 0) & (rank[before] == work.rank[maker])
+    leads &= (posted[before] > start[before]) & (end[before] < end)
+    leads &= posted[before] > start - period
+    at = np.where(leads, before, np.arange(len(before)))
+    while ((further := at[at]) != at).any():
+        at = further
+
+    root = post[at]
+    more = np.where(root >= 0, work.busy[columns.rank[root]] - work.busy[rank], 0)
+    slower = (more > 0) & (2 * more >= (posted - start) * forwards[rank])
+    last = _last_of_ranks(columns, homes, len(columns))
+    first = first_of[_last_of_ranks(columns, backwards[::-1], -1)]
+    cause = np.select(
+        [work.first[number], slower, entry <= first[rank], entry > last[rank]],
+        [_WARMUP, _SLOWER, _WARMUP, _DRAIN],
+        _DATA,
+    )
+    return cause, np.where(cause == _SLOWER, root, -1)
+
+
+# What the gaps before compute are waits for.
+
+
+def _ways(moments: Moments) -> tuple[Ints, Ints, Ints]:
+    """For every place, what is sent there; after which compute on its source, which makes the
+    payload, or stands between that and its send; and what the send stood behind last in a queue. A
+    copy is what is sent, and a sum comes after the last compute before it on all its ranks. -1 for
+    none, and for one place more, which stands for -1."""
+    columns, transfers, waiting = moments.columns, moments.graph.transfers, moments.waits
+    begins, ends, before = moments.begins, moments.ends, moments.compute_before
+    sent, post = np.arange(len(columns) + 1), np.append(before, -1)
+    sent[transfers.receive] = transfers.send
+    last, maker = before[transfers.send], transfers.maker
+    is_makers = (last >= 0) & (maker >= 0) & (columns.entry[last] == columns.entry[maker])
+    post[transfers.receive] = np.where((transfers.send < 0) | is_makers, maker, last)
+    for turn in map(list, moments.graph.collectives):
+        over = np.nan_to_num(ends[before[turn]], nan=-1)
+        post[turn] = before[turn][over.argmax()] if over.max() >= 0 else -1
+    sent[-1] = post[-1] = -1
+
+    queued = np.flatnonzero(waiting.why == QUEUED)
+    node, place = waiting.node[waiting.later[queued]], waiting.earlier[queued]
+    # What has ended by then, else what was only on its way: of either the last.
+    ended = ends[place] <= begins[node]
+    order = np.lexsort((np.where(ended, ends[place], begins[place]), ended, node))
+    behind = np.full(len(columns) + 1, -1)
+    behind[node[order]] = waiting.node[place[order]]
+    return sent, post, sent[behind[np.append(waiting.node, -1)]]
 
 
 def _waited_for(moments: Moments, entry: Ints, start: Numbers) -> Ints:
@@ -356,14 +314,14 @@ def _waited_for(moments: Moments, entry: Ints, start: Numbers) -> Ints:
         user, made = np.append(user, entry), np.append(made, entry - 1)
     began = np.full(len(columns), np.nan)
     began[entry] = start
-    wanted = (made >= 0) & (began[columns.heads[columns.entry[user]]] >= 0)
+    wanted = (made >= 0) & (began[columns.first[user]] >= 0)
     user, made = user[wanted], made[wanted]
     batched = columns.is_kind(*COMMUNICATION)[made]
-    first = np.where(batched, columns.heads[columns.entry[made]], made)
+    first = np.where(batched, columns.first[made], made)
     many = np.where(batched, columns.last[made] - first, 0) + 1
     via = np.repeat(first - np.cumsum(many) + many, many) + np.arange(many.sum())
     user, made = np.repeat(user, many), np.repeat(made, many)
-    head, own = columns.heads[columns.entry[user]], via == made
+    head, own = columns.first[user], via == made
     end, latest = moments.ends[via], began[head]
     # What seems late, or is not known, explains all of a gap.
     over = np.where(own, np.fmin(end, latest), np.where(end <= latest, end, -np.inf))
@@ -376,43 +334,18 @@ def _waited_for(moments: Moments, entry: Ints, start: Numbers) -> Ints:
 
 
 def _queued_behind(moments: Moments) -> Ints:
-    """For every transfer, what it stood behind last: on its channel, or in a queue of its channel
-    model. That is the send of a transfer, or the place of a sum; -1 for none."""
-    transfers, begins, ends = moments.graph.transfers, moments.begins, moments.ends
-    found = np.full(len(transfers), -1)
-    if moments.posting is None:
-        later, earlier = transfers.in_turn
-        found[later] = transfers.send[earlier]
-        return found
-    waiting = moments.waits
+    """For every place, the node that its own stood behind last in a queue, -1 for none; one more
+    for -1."""
+    waiting, begins, ends = moments.waits, moments.begins, moments.ends
     queued = np.flatnonzero(waiting.why == QUEUED)
     node, place = waiting.node[waiting.later[queued]], waiting.earlier[queued]
     # What has ended by then, else what was only on its way: of either the last.
     over = ends[place] <= begins[node]
     order = np.lexsort((np.where(over, ends[place], begins[place]), over, node))
-    last = np.full(len(waiting.node), -1)
+    last = np.full(len(waiting.node) + 1, -1)
     last[node[order]] = waiting.node[place[order]]
-    sender = np.arange(len(waiting.node) + 1)
-    sender[transfers.receive] = transfers.send
-    sender[-1] = -1
-    behind: Ints = sender[last[waiting.node[transfers.send]]]
+    behind: Ints = last[np.append(waiting.node, -1)]
     return behind
-
-
-def _posted_after(moments: Moments) -> Ints:
-    """For every transfer, the compute on its source after which it is posted, -1 for none: what
-    makes its payload, or what else stands between that and its send."""
-    transfers, entry = moments.graph.transfers, moments.columns.entry
-    last, maker = moments.compute_before[transfers.send], transfers.maker
-    is_makers = (last >= 0) & (maker >= 0) & (entry[last] == entry[maker])
-    return np.where((transfers.send < 0) | is_makers, maker, last)
-
-
-def _held_up_by(moments: Moments, collective: Iterable[int]) -> int:
-    """The compute after which the last of the ranks came to a collective, -1 for none."""
-    before, ends = [int(moments.compute_before[place]) for place in collective], moments.ends
-    known = [place for place in before if ends[place] == ends[place]]
-    return max(known, key=lambda place: float(ends[place]), default=-1)
 
 
 # The compute itself.
@@ -428,24 +361,20 @@ class Work:
         rank 0   0F0  0F1            0B0------          gaps: 2..4
         rank 1        1F0  1B0------                    gaps: 0..1, and the tail 4..6
 
-    Arrays of shape [compute]: `place` is that of the first action of an entry; `start` is when it
-    starts, `before` when all of its rank before it has ended (0 for the first), `until` when it and
-    all before it has. `lost[place]` is how much compute of unknown times is listed before a place;
-    shape [actions + 1].
+    Arrays of shape [compute]: `place` is that of the first action of an entry; `first` says whether
+    it is the first of its rank; `start` is when it starts, `before` when all of its rank before it
+    has ended (0 for the first), `until` when it and all before it has. `lost[place]` is how much
+    compute of unknown times is listed before a place; shape [actions + 1].
     """
 
     columns: Columns
     lost: Ints
     place: Ints
     rank: Ints
+    first: Bools
     start: Numbers
     before: Numbers
     until: Numbers
-
-    @cached_property
-    def first(self) -> Bools:
-        """The first of each rank."""
-        return _first_of_ranks(self.rank)
 
     @cached_property
     def waits(self) -> Bools:
@@ -467,21 +396,13 @@ class Work:
 def work_of(columns: Columns, starts: Numbers, ends: Numbers) -> Work:
     """The compute of all ranks, given the times of every place."""
     # The parts of a pair take the same time.
-    heads = columns.is_kind(*COMPUTE) & ~columns.joined
-    known = ~np.isnan(ends - starts)
-    place = np.flatnonzero(heads & known)
-    rank, start = columns.rank[place], starts[place]
-    first = _first_of_ranks(rank)
-    if (~first[1:] & (start[1:] < start[:-1])).any():
-        order = np.lexsort((start, rank))
-        place, start = place[order], start[order]
-    until = ends[place]
-    if (~first[1:] & (until[1:] < until[:-1])).any():
-        for own in np.split(until, np.flatnonzero(first)[1:]):
-            np.maximum.accumulate(own, out=own)
+    known = ~np.isnan(ends - starts)[columns.computes]
+    place, unknown = columns.computes[known], columns.computes[~known]
+    place = place[np.lexsort((starts[place], columns.rank[place]))]
+    rank, until = columns.rank[place], ends[place]
+    first = np.diff(rank, prepend=-1) > 0
+    for own in np.split(until, np.flatnonzero(first)):
+        np.maximum.accumulate(own, out=own)
     before = np.where(first, 0, np.roll(until, 1))
-    return Work(columns, np.append(0, np.cumsum(heads & ~known)), place, rank, start, before, until)
-
-
-def _first_of_ranks(rank: Ints) -> Bools:
-    return np.diff(rank, prepend=-1) > 0
+    lost = np.bincount(unknown + 1, minlength=len(columns) + 1).cumsum()
+    return Work(columns, lost, place, rank, first, starts[place], before, until)

@@ -182,7 +182,7 @@ def critical_path(moments: Moments, clock_error: float) -> tuple[int, ...]:
     if np.isnan(ends).all():
         return ()
     receive, send = moments.graph.transfers.receive, moments.graph.transfers.send
-    shown = np.append(columns.heads[columns.entry], -1)
+    shown = np.append(columns.first, -1)
     shown[receive] = shown[send] = np.where(receive >= 0, receive, send)
     # Of several that end last the one that is listed last, which waits for the others if any.
     place = int(np.flatnonzero(ends == np.fmax.reduce(ends))[-1])
@@ -220,7 +220,7 @@ def _waited_for(moments: Moments, place: int, clock_error: float) -> int:
             ended = end == begin
         if awaited >= 0 and (let_go or ended):
             # What seems late, or is not known, explains all of a gap.
-            until = begin if let_go or (why == NEEDS and not end < begin) else min(end, begin)
+            until = begin if why == NEEDS and not end < begin else min(end, begin)
             on_its_way = waiting.by_ends and end > begin
             # Of those that end at once the compute before it, at its send, comes first.
             order = why == QUEUED, why, receives, waiter

@@ -27,12 +27,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import attrs
 import numpy as np
 
-from schedir.errors import SchedirError
 from schedir.graph.compile import graph_of
 from schedir.ir import (
     COMPUTE,
@@ -43,7 +43,6 @@ from schedir.ir import (
     KINDS,
     RECEIVES,
     SENDS,
-    Bools,
     Columns,
     Ints,
     Schedule,
@@ -51,14 +50,14 @@ from schedir.ir import (
 from schedir.simulator.values import Numbers, numbers
 
 COSTS = (
-    *(kind.name.lower() for kind in KINDS if kind in COMPUTE),
-    *(kind.name.lower() for kind in KINDS if kind in GROUPS),
+    *(kind.cost_name for kind in KINDS if kind in COMPUTE),
+    *(kind.cost_name for kind in KINDS if kind in GROUPS),
     "overlapped",
     "transfer",
     "transfer_within",
     "transfer_delayed",
     "entry",
-    *(kind.name.lower() for kind in KINDS if kind in COPIES),
+    *(kind.cost_name for kind in KINDS if kind in COPIES),
 )
 """What is observed: a compute action, a collective, an overlapped pair by the stage of its FORWARD,
 a transfer by the boundary that it crosses, a copy.
@@ -71,21 +70,10 @@ TRANSFER = COSTS.index("transfer")
 WITHIN, DELAYED, ENTRY = range(TRANSFER + 1, TRANSFER + 4)
 _TRANSFERS = (TRANSFER, WITHIN, DELAYED)
 _MOST = 10**6  # of stages, of ranks, and of entries of one kind and stage in a step
-_EQUAL = attrs.cmp_using(eq=np.array_equal, class_name="Column")
-_COLUMN: dict[str, Any] = {"eq": _EQUAL, "hash": False, "repr": False}
-
-
-def _integers(values: Any) -> Ints:
-    column = np.asarray(values, np.int64)
-    column.flags.writeable = False
-    return column
-
-
-_INTEGERS: dict[str, Any] = {"converter": _integers, **_COLUMN}
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
-@attrs.frozen(slots=False)
+@attrs.frozen(eq=False, repr=False, slots=False)
 class Samples:
     """Measured durations in columns, all of shape [rows], and the numbers of the `steps`.
 
@@ -95,17 +83,20 @@ class Samples:
     for a `transfer_within` it is a limit.
     """
 
-    steps: tuple[int, ...] = attrs.field(repr=False)
-    cost: Ints = attrs.field(**_INTEGERS)
-    stage: Ints = attrs.field(**_INTEGERS)
-    step: Ints = attrs.field(**_INTEGERS)
-    rank: Ints = attrs.field(**_INTEGERS)
-    peer: Ints = attrs.field(**_INTEGERS)
-    turn: Ints = attrs.field(**_INTEGERS)
-    duration: Numbers = attrs.field(converter=numbers, **_COLUMN)
+    steps: tuple[int, ...]
+    cost: Ints
+    stage: Ints
+    step: Ints
+    rank: Ints
+    peer: Ints
+    turn: Ints
+    duration: Numbers
 
     def __len__(self) -> int:
         return len(self.duration)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Samples) and self.plain() == other.plain()
 
     @cached_property
     def groups(self) -> Mapping[tuple[str, int], Ints]:
@@ -165,15 +156,15 @@ def of_plain(content: object) -> Samples:
                 raise ValueError(f"samples: {name} of row {row} must be {must}, not {value}")
     # Tables grow: a file knows the costs of its own time.
     columns[0] = [COSTS.index(costs[number]) for number in columns[0]]
-    return Samples(tuple(steps), *columns)
+    arrays = [np.array(column, np.int64) for column in columns[:-1]] + [numbers(columns[-1])]
+    return Samples(tuple(steps), *arrays)
 
 
 def turns(key: Ints) -> Ints:
     """For each row, how many rows before it have the same key."""
     order = np.argsort(key, kind="stable")
-    _, first, many = np.unique(key[order], return_index=True, return_counts=True)
     found = np.empty_like(order)
-    found[order] = np.arange(len(order)) - np.repeat(first, many)
+    found[order] = np.arange(len(order)) - np.searchsorted(key[order], key[order])
     return found
 
 
@@ -190,17 +181,20 @@ def grouped(rows: Ints, one: Ints, other: Ints) -> dict[tuple[int, int], Ints]:
 # What timelines show.
 
 _COST_OF_KIND = np.array(
-    [COSTS.index(k.name.lower()) if k in COMPUTE | COPIES | GROUPS else -1 for k in KINDS]
+    [COSTS.index(kind.cost_name if kind.cost_name in COSTS else "transfer") for kind in KINDS]
 )
+_BACK = np.array([kind in SENDS and COUNTERPARTS[kind][1] < 0 for kind in KINDS])
 _PAIR = COSTS.index("overlapped")
 
 
 def costs_and_stages(columns: Columns, heads: Ints) -> tuple[Ints, Ints]:
-    """What is observed of each entry of compute, copy or collective: the index of its cost, and its
-    stage. `heads` are the first places of the entries."""
+    """What is observed of each entry of compute, copy, collective or send: the index of its cost,
+    and its stage, of a send its boundary. `heads` are the first places of the entries."""
     pair = (columns.shared & columns.is_kind(*COMPUTE))[heads]
     forward = heads + (pair & ~columns.is_kind(*HOMES)[heads])
-    return np.where(pair, _PAIR, _COST_OF_KIND[columns.kind[heads]]), columns.stage[forward]
+    kind = columns.kind[heads]
+    # The boundary below a stage, which its gradient is sent over, has the number before.
+    return np.where(pair, _PAIR, _COST_OF_KIND[kind]), columns.stage[forward] - _BACK[kind]
 
 
 def observe(timelines: Sequence[Any]) -> Samples:
@@ -211,29 +205,20 @@ def observe(timelines: Sequence[Any]) -> Samples:
     """
     steps: list[int] = []
     rows = []
-    for line, before, after in zip(
-        timelines, [None, *timelines], [*timelines[1:], None], strict=False
-    ):
-        if line.measured is None or _follows(before, line) or not _follows(line, after):
+    # A step that was not measured follows none, and none follows it.
+    taken = [math.nan if line.measured is None else line.measured.step for line in timelines]
+    follows = [False, *(after == before + 1 for before, after in pairwise(taken)), False]
+    for line, later, first in zip(timelines, follows, follows[1:], strict=False):
+        if later or not first:
             rows.append(_rows(line, len(steps)))
             steps.append(len(steps) if line.measured is None else line.measured.step)
     return Samples(tuple(steps), *map(np.concatenate, zip(*rows, strict=True)))
 
 
-def _follows(line: Any, after: Any) -> bool:
-    """Whether a timeline is of the step after that of another one."""
-    if line is None or after is None or line.measured is None or after.measured is None:
-        return False
-    return bool(after.measured.step == line.measured.step + 1)
-
-
 def _rows(line: Any, step: int) -> tuple[Ints, ...]:
     """What a timeline shows, as columns of `Samples`."""
-    columns, (places, cost, durations) = line.schedule.columns, observed(line)
+    columns, (places, cost, stage, durations) = line.schedule.columns, observed(line)
     transfer = np.isin(cost, _TRANSFERS)
-    _, stage = costs_and_stages(columns, places)
-    # The boundary below a stage, which its gradient is sent over, has the number before.
-    stage -= columns.is_kind(*(send for send in SENDS if COUNTERPARTS[send][1] < 0))[places]
     rank, peer = columns.rank[places], np.where(transfer, graph_of(line.schedule).peers[places], -1)
     links = rank * columns.ranks + peer + columns.ranks**2 * (cost == DELAYED)
     turn = turns(np.where(transfer, -1 - links, cost * line.schedule.stages + stage))
@@ -242,16 +227,17 @@ def _rows(line: Any, step: int) -> tuple[Ints, ...]:
     return tuple(column[known] for column in found)
 
 
-def observed(timeline: Any) -> tuple[Ints, Ints, Numbers]:
+def observed(timeline: Any) -> tuple[Ints, Ints, Ints, Numbers]:
     """What a timeline shows: compute first; then when ranks began, transfers, copies, and
-    collectives. The first place of each entry, the index of its cost, and its duration, NaN where
-    that is not known."""
+    collectives. The first place of each entry, the index of its cost, its stage or boundary, and
+    its duration, NaN where that is not known."""
     schedule: Schedule = timeline.schedule
     columns, graph, transfers = schedule.columns, graph_of(schedule), graph_of(schedule).transfers
     starts, ends = timeline.starts.astype(np.float64), timeline.ends.astype(np.float64)
-    is_head = columns.is_kind(*COMPUTE) & ~columns.joined
-    heads, number = np.flatnonzero(is_head), np.cumsum(is_head) - 1
-    maker, user = number[transfers.send], number[transfers.user]
+    heads, send, receive = columns.computes, transfers.send, transfers.receive
+    maker, user = (
+        np.searchsorted(heads, places, side="right") - 1 for places in (send, transfers.user)
+    )
     first = np.diff(columns.rank[heads], prepend=-1) > 0
     start, end = starts[heads], ends[heads]
     cost, _ = costs_and_stages(columns, heads)
@@ -268,7 +254,7 @@ def observed(timeline: Any) -> tuple[Ints, Ints, Numbers]:
         np.maximum.reduceat(each, heads) for each in (arrived, over, summed)
     )
     ended, over = (np.where(first, -1, np.roll(each, 1)) for each in (end, over))
-    in_turn = columns.ranks > 1 and _in_turn(start, end, ends[transfers.receive])
+    in_turn = columns.ranks > 1 and _in_turn(start, end, ends[receive])
 
     # A rank that has waited goes on once it notices.
     ready = np.maximum(arrived, over)
@@ -278,39 +264,40 @@ def observed(timeline: Any) -> tuple[Ints, Ints, Numbers]:
     between = np.where(follows, np.maximum(np.roll(start, -1) - end, 0), np.nan)
     # One process that runs all ranks has them wait for each other's turns.
     gaps = np.where(np.roll(arrived > ended, -1) | then_sums | in_turn, np.nan, between)
-    if np.nan_to_num(gaps).any():
-        # What is there is sent: the rest of the gap comes after, and counts to what follows.
-        until = np.full(len(heads), np.inf)
-        np.fmin.at(until, maker, np.fmin(ends[transfers.receive], start[user]))
-        most = np.fmin(between, np.maximum(until - done, 0))
-        work = np.nan_to_num(np.fmin(_filled(gaps, cost, follows), most))
-        durations, done = durations + work, done + work
-        durations[1:] += np.nan_to_num(gaps - work)[:-1]
-    found = [(heads, cost, durations)]
+    # What is there is sent: the rest of the gap comes after, and counts to what follows.
+    until = np.full(len(heads), np.inf)
+    np.fmin.at(until, maker, np.fmin(ends[receive], start[user]))
+    most = np.fmin(between, np.maximum(until - done, 0))
+    work = np.where(follows, np.fmin(_filled(gaps, cost), most), 0)
+    durations, done = durations + work, done + work
+    durations[1:] += np.nan_to_num(gaps - work)[:-1]
+    found: list[tuple[Any, ...]] = [(heads, -1, durations)]
 
     # Posting a send is work of the entry before it, and no part of the transfer.
-    posted, arrives = done[maker], ends[transfers.receive]
-    begun, kind = np.fmax(starts[transfers.send], posted), np.full(len(transfers), TRANSFER)
+    posted, arrives = done[maker], ends[receive]
+    begun, kind = np.fmax(starts[send], posted), np.full(len(transfers), TRANSFER)
     if timeline.measured is not None:
         alone = first & (start > 0) & (not in_turn)
         alone[user] = False
-        found.append((heads[alone], np.full(alone.sum(), ENTRY), start[alone]))
+        found.append((heads[alone], ENTRY, start[alone]))
         seen, queued = arrives > ended[user], np.zeros(len(transfers), np.bool_)
         arrives = np.where(seen, arrives, np.where(first, start, ended)[user])
         behind, ahead = transfers.in_turn  # one before whose start the one ahead had not arrived
-        queued[behind] = ends[transfers.receive[ahead]] > starts[transfers.send[behind]]
+        queued[behind] = ends[receive[ahead]] > starts[send[behind]]
         kind[~seen | queued] = WITHIN
         delayed = np.where(seen, queued | (begun > posted), first[user])
         late = np.where(delayed, np.maximum(arrives - posted, 0), np.nan)
-        found.append((transfers.send, np.full(len(transfers), DELAYED), late))
-    found.append((transfers.send, kind, np.maximum(arrives - begun, 0)))
+        found.append((send, DELAYED, late))
+    found.append((send, kind, np.maximum(arrives - begun, 0)))
 
     # All places of a collective have the same times.
     sums = np.array([turn[0] for turn in graph.collectives], np.int64)
-    for places in (columns.where(*COPIES), sums):
-        found.append((places, costs_and_stages(columns, places)[0], ends[places] - starts[places]))
-    places, cost, durations = map(np.concatenate, zip(*found, strict=True))
-    return places, cost, durations
+    places = np.append(columns.where(*COPIES), sums)
+    found.append((places, -1, ends[places] - starts[places]))
+    each = zip(*(np.broadcast_arrays(*part) for part in found), strict=True)
+    places, named, durations = map(np.concatenate, each)
+    cost, stage = costs_and_stages(columns, places)
+    return places, np.where(named < 0, cost, named), stage, durations
 
 
 def _in_turn(starts: Numbers, ends: Numbers, arrived: Numbers) -> bool:
@@ -323,36 +310,11 @@ def _in_turn(starts: Numbers, ends: Numbers, arrived: Numbers) -> bool:
     return bool((starts[order[1:]] >= ends[order[:-1]]).all())
 
 
-def _filled(gaps: Numbers, cost: Ints, followed: Bools) -> Numbers:
+def _filled(gaps: Numbers, cost: Ints) -> Numbers:
     """The gaps, with the usual gap after such an entry in place of unknown ones."""
-    filled = np.nan_to_num(gaps)
     known = ~np.isnan(gaps)
-    for one in np.unique(cost[followed & known]):
+    filled = np.where(known, gaps, 0)
+    for one in np.unique(cost[known]):
         own = cost == one
-        filled[own & ~known & followed] = np.median(gaps[own & known])
+        filled[own & ~known] = np.median(gaps[own & known])
     return filled
-
-
-def agreed(timelines: Sequence[Any]) -> tuple[int, Any]:
-    """The number of stages, and the unit of time, that all timelines have.
-
-    Raises SchedirError if there are no timelines, or if they differ.
-    """
-    if not timelines:
-        raise SchedirError(
-            "there is no timeline to fit costs to: run steps with Executor(…, trace=True) and "
-            "take executor.timelines() on rank 0"
-        )
-    first = timelines[0]
-    for line in timelines:
-        if line.schedule.stages != first.schedule.stages:
-            raise SchedirError(
-                f"{line.schedule.name} has {line.schedule.stages} stages, {first.schedule.name} "
-                f"{first.schedule.stages}: costs belong to one cut of a model; fit them separately"
-            )
-        if line.unit != first.unit:
-            raise SchedirError(
-                f"the times of {line.schedule.name} are in {line.unit or 'any unit'}, those of "
-                f"{first.schedule.name} in {first.unit or 'any unit'}: fit them separately"
-            )
-    return first.schedule.stages, first.unit

@@ -16,14 +16,13 @@ A list that is too short to show this is made longer, by the generator that made
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import TypeAlias
 
 import attrs
 import numpy as np
 
 from schedir.errors import SchedirError
-from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, KINDS, Bools, Columns, Ints, Kind, Schedule
+from schedir.ir import COMPLETES_GRADIENTS, KINDS, Bools, Columns, Ints, Kind, Schedule
 from schedir.simulator.costs import CostModel
 from schedir.simulator.simulation import simulate
 from schedir.simulator.timeline import Timeline
@@ -121,17 +120,17 @@ def _lengthened(schedule: Schedule, longer: Longer) -> Iterator[Schedule]:
 def _continues(longer: Schedule, schedule: Schedule) -> bool:
     """True if every rank lists the same in both, up to its last forward in the shorter one."""
     here, there = schedule.columns, longer.columns
-    forward = here.is_kind(Kind.FORWARD)
-    upto = [np.flatnonzero(forward[a:b]).max(initial=-1) + 1 for a, b in pairwise(here.starts)]
-    if longer.placement != schedule.placement or (upto > np.diff(there.starts)).any():
+    if longer.placement != schedule.placement:
         return False
-
-    def begun(columns: Columns) -> Columns:
-        own = zip(columns.starts, upto, strict=False)
-        places = np.concatenate([np.arange(start, start + many) for start, many in own])
-        return columns.take(places, np.cumsum([0, *upto]))
-
-    return begun(here) == begun(there)
+    forwards, last = here.where(Kind.FORWARD), np.full(here.ranks, -1)
+    last[here.rank[forwards]] = forwards  # the last one stays
+    places = np.flatnonzero(np.arange(len(here)) <= last[here.rank])
+    rank = here.rank[places]
+    others = (there.starts - here.starts)[rank] + places
+    if (others >= there.starts[rank + 1]).any():
+        return False
+    begun = np.searchsorted(rank, np.arange(here.ranks + 1))
+    return here.take(places, begun) == there.take(others, begun)
 
 
 def steady_state_of(timeline: Timeline) -> SteadyState | None:
@@ -229,7 +228,7 @@ def _figures(timeline: Timeline, stretch: Ints, apart: int) -> SteadyState:
     period = (ended - began) / times
 
     places = stretch[:, :apart][here[:, :apart]]
-    computes = places[(columns.is_kind(*COMPUTE) & ~columns.joined)[places]]
+    computes = places[np.isin(places, columns.computes)]
     busy = (ends[computes] - starts[computes]).sum().item()
     return SteadyState(
         period=period,

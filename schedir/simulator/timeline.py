@@ -312,7 +312,7 @@ class Timeline(DisplayedTimeline):
     def idle_columns(self) -> IdleColumns:
         """Why each rank is idle, as columns. Raises UnsoundError if the lists are too wrong to tell
         what waits for what."""
-        return idle_columns(self.schedule, self._work, self._moments, self.makespan)
+        return idle_columns(self._work, self._moments, self.makespan)
 
     @cached_property
     def idle(self) -> tuple[tuple[Idle, ...], ...]:
