@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,15 @@ _SAME_SIZE = {
 class Record:
     """One operation that a rank posted, as its dump has it.
 
-    `ends` are the poster and its peer of a send or receive, which may be numbered within the group.
-    `shape` is what all members of the group have to agree on: elements and types, "" if nothing.
+    `local` is the number of its group within the process, `words` what the group is for. `ends` are
+    the poster and its peer of a send or receive, which may be numbered within the group. `shape` is
+    what all members of the group have to agree on: elements and types, "" if nothing.
     """
 
     id: int
+    local: str
     group: str
+    words: str
     collective: int
     transfer: int
     name: str
@@ -66,16 +69,15 @@ class Dump:
     """What one rank said of itself.
 
     `groups` has the ranks of each group that it knew, by the group's name, `words` what a group is
-    for. `enqueued` and `completed` are the numbers of the last operation of a group, collective or
-    transfer, that was posted and that has ended; `names_all` is False where it is not known of
-    which group some of these numbers are.
+    for. `last` has the numbers of the last operation of a group, collective or transfer, that was
+    posted and that has ended; `names_all` is False where it is not known of which group some of
+    these numbers are.
     """
 
     rank: int
     groups: Mapping[str, tuple[int, ...]]
     words: Mapping[str, str]
-    enqueued: Mapping[str, int]
-    completed: Mapping[str, int]
+    last: Mapping[str, tuple[int, int]]
     records: tuple[Record, ...]
     names_all: bool = True
 
@@ -88,6 +90,13 @@ class Dump:
     def has_ends(self) -> bool:
         """Whether it has finished operations too: torch can write the active ones alone."""
         return any(record.is_finished for record in self.records)
+
+    @cached_property
+    def begin(self) -> int:
+        """When the first operation that it has was posted, in ns; 0 where it may have begun
+        earlier, or lacks none."""
+        known = self.has_ends and not self.is_whole
+        return min(record.created for record in self.records) if known else 0
 
     @property
     def shows_ends(self) -> bool:
@@ -144,42 +153,33 @@ def dump_of(rank: int, content: object) -> Dump:
     groups: dict[str, tuple[int, ...]] = {}
     words = {}
     members = 0
-    for name, config in content["pg_config"].items():
-        if isinstance(config, dict):
-            groups[_text(name)] = ranks = _ranks(config.get("ranks"), _MOST_MEMBERS - members)
-            words[_text(name)] = _text(config.get("desc"))
-            members += 1 + len(ranks)
-    entries = content.get("entries")
-    records: list[Record] = []
-    names: dict[str, str] = {}  # of groups, by their local number
-    for entry in entries[-_MOST_ENTRIES:] if isinstance(entries, list) else ():
-        record = _record(entry)
-        if record is not None:
-            records.append(record)
-            names[_text(entry.get("pg_id"))] = record.group
-            words.setdefault(record.group, _text(entry["process_group"][1]))
-    records.sort(key=lambda record: record.id)
-    status = content.get("pg_status")
-    numbers = {
-        _text(local): each
-        for local, each in (status if isinstance(status, dict) else {}).items()
-        if isinstance(each, dict)
-    }
-    names = _names(numbers, groups, names)
-    enqueued, completed = (
+    for name, config in _by_name(content["pg_config"]).items():
+        groups[name] = ranks = _ranks(config.get("ranks"), _MOST_MEMBERS - members)
+        words[name] = _text(config.get("desc"))
+        members += 1 + len(ranks)
+    entries = _listed(content.get("entries"))[-_MOST_ENTRIES:]
+    records = [record for record in map(_record, entries) if record is not None]
+    numbers = _by_name(content.get("pg_status"))
+    names = _names(numbers, groups, {record.local: record.group for record in records})
+    return Dump(
+        rank,
+        groups,
+        {record.group: record.words for record in reversed(records)} | words,
         {
-            names[local]: _whole(each.get(f"last_{what}_collective"), -1)
+            names[local]: (
+                _whole(each.get("last_enqueued_collective"), -1),
+                _whole(each.get("last_completed_collective"), -1),
+            )
             for local, each in numbers.items()
             if local in names
-        }
-        for what in ("enqueued", "completed")
+        },
+        tuple(sorted(records, key=attrgetter("id"))),
+        names.keys() >= numbers.keys(),
     )
-    every = names.keys() >= numbers.keys()
-    return Dump(rank, groups, words, enqueued, completed, tuple(records), every)
 
 
 def _content(path: Path) -> object:
-    if not stat.S_ISREG(path.stat().st_mode):
+    if not path.is_file():
         raise ValueError("it is no file")
     with path.open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
@@ -213,7 +213,9 @@ def _record(entry: Any) -> Record | None:
     started, ended = (entry.get(f"time_discovered_{what}_ns") for what in ("started", "completed"))
     return Record(
         id=_whole(entry.get("record_id"), 0),
+        local=_text(entry.get("pg_id")),
         group=_text(group[0]),
+        words=_text(group[1]),
         collective=_whole(entry.get("collective_seq_id"), 0),
         transfer=_whole(entry.get("p2p_seq_id"), 0),
         name=ends[1] if ends else name,
@@ -239,19 +241,20 @@ def _shape(entry: Mapping[str, Any]) -> str:
 
 
 def _names(
-    numbers: Mapping[str, object], groups: Iterable[str], seen: Mapping[str, str]
-) -> dict[str, str]:
+    numbers: Mapping[str, object], groups: Mapping[str, object], seen: Mapping[str, str]
+) -> Mapping[str, str]:
     """The names of groups by the numbers that they have within a process.
 
     An entry has both. For the groups without one: both count up as groups are made, so that they
     are alike in order, if a dump has as many of them.
     """
-    if not all(each.isdecimal() and len(each) < 10 for each in (*numbers, *groups)):
-        return dict(seen)
-    ordered = dict(zip(sorted(numbers, key=int), sorted(groups, key=int), strict=False))
-    fits = len(ordered) == len(set(groups)) == len(numbers)
-    agree = all(ordered.get(local, name) == name for local, name in seen.items())
-    return {**(ordered if fits and agree else {}), **seen}
+    if len(numbers) == len(groups) and all(
+        each.isdecimal() and len(each) < 10 for each in (*numbers, *groups)
+    ):
+        ordered = dict(zip(sorted(numbers, key=int), sorted(groups, key=int), strict=True))
+        if all(ordered.get(local, name) == name for local, name in seen.items()):
+            return {**ordered, **seen}
+    return seen
 
 
 def _ranks(value: object, most: int) -> tuple[int, ...]:
@@ -268,6 +271,12 @@ def _ranks(value: object, most: int) -> tuple[int, ...]:
 
 def _listed(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else ()
+
+
+def _by_name(value: object) -> dict[str, dict[Any, Any]]:
+    """What a dict has as further dicts."""
+    items = value.items() if isinstance(value, dict) else ()
+    return {_text(name): each for name, each in items if isinstance(each, dict)}
 
 
 def _whole(value: object, default: int) -> int:
