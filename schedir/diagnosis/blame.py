@@ -8,7 +8,7 @@ The roots are the sinks of that graph.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import cache, partial
 from itertools import islice
 from operator import attrgetter
@@ -17,8 +17,8 @@ from typing import TypeAlias
 from schedir.diagnosis import Diagnosis, Root, Stand, chain, in_words, sinks, waiting_for
 from schedir.diagnosis.flight_recorder import Dumps
 from schedir.diagnosis.operations import Group, Job, Operation, Transfer, job_of
-from schedir.diagnosis.schedule_actions import action_at
-from schedir.ir import Schedule
+from schedir.graph.compile import graph_of
+from schedir.ir import COMMUNICATION, SENDS, Action, Schedule, flat
 
 MISSING = "missing"
 STUCK = "stuck"
@@ -54,7 +54,7 @@ def blame(dumps: Dumps, schedule: Schedule | None = None) -> Diagnosis:
         operation, reason = operations.get(rank), reasons.get(rank, "")
         at = None
         if schedule is not None:
-            at = action_at(job, schedule, rank, operation, reason == MISSING)
+            at = _action_at(job, schedule, rank, operation, reason == MISSING)
         index, action = at or (None, None)
         root = Root(rank, None, index, action, reason)
         words = f"waits at {root.place and f'{root.place}, '}{operation}, for "
@@ -244,3 +244,46 @@ def _by_rules(job: Job, meet: _Meet) -> set[int]:
         if meeting[_PAST]:
             found.add(rank)
     return found
+
+
+def _action_at(
+    job: Job, schedule: Schedule, rank: int, operation: Operation | None, is_missing: bool
+) -> tuple[int, Action] | None:
+    """The index and the action of what a rank has posted, or, of one that `is_missing`, of the
+    first transfer that it has not posted, in a complete schedule.
+
+    The transfers of a rank, in the order in which it posted them, are the sends and receives of its
+    list, step after step. Where a dump has lost the first ones, the peers tell where in the list it
+    begins. The job may have as many ranks as the schedule, or pipelines of as many, each in a
+    group. None where a rank's transfers are not those of its list.
+    """
+    members = job.ranks
+    posted = [each for each in job.operations.get(rank, ()) if each.transfers]
+    if len(members) != schedule.ranks:
+        groups = [each.group.members for each in (*posted, operation) if each is not None]
+        members = next((each for each in groups if len(each) == schedule.ranks), ())
+    if rank not in members:
+        return None
+    within = {each: number for number, each in enumerate(members)}
+    transfers = [
+        (each, (transfer.is_send, within[transfer.peer]))
+        for each in posted
+        for transfer in each.transfers
+        if transfer.peer in within
+    ]
+    graph = graph_of(schedule)
+    listed = [
+        ((action.kind in SENDS, graph.peer(action)), (index, action))
+        for index, entry in enumerate(schedule.actions[within[rank]])
+        for action in flat([entry])
+        if action.kind in COMMUNICATION
+    ]
+    begins: Sequence[int] = range(len(listed))
+    if rank in job.dumps and job.dumps[rank].is_whole:
+        begins = begins[:1]
+    for number, (_, way) in enumerate(transfers):
+        begins = [each for each in begins if listed[(each + number) % len(listed)][0] == way]
+    at = len(transfers)
+    if not is_missing:
+        at = next((n for n, (each, _) in enumerate(transfers) if each is operation), -1)
+    return None if len(begins) != 1 or at < 0 else listed[(begins[0] + at) % len(listed)][1]
