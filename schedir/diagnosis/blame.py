@@ -8,7 +8,7 @@ The roots are the sinks of that graph.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from functools import cache, partial
 from itertools import islice
 from operator import attrgetter
@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from schedir.diagnosis import Diagnosis, Root, Stand, chain, in_words, sinks, waiting_for
 from schedir.diagnosis.flight_recorder import Dumps
-from schedir.diagnosis.operations import Group, Job, Operation, Transfer, job_of
+from schedir.diagnosis.operations import Group, Job, Operation, job_of
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, SENDS, Action, Schedule, flat
 
@@ -44,11 +44,11 @@ def blame(dumps: Dumps, schedule: Schedule | None = None) -> Diagnosis:
     edges, known = _connected(fronts, meet)
     reasons, is_sure = _reasons(job, fronts, passed, edges, known)
     waits_for = {rank: frozenset(edges[rank]) for rank in sorted(fronts) if edges.get(rank)}
-    operations = passed | fronts
-    for rank, waiting in waiting_for(waits_for).items():
-        operations.setdefault(
-            rank, min((fronts[each] for each in waiting), key=attrgetter("record.created"))
-        )
+    awaited = {
+        rank: min((fronts[each] for each in waiting), key=attrgetter("record.created"))
+        for rank, waiting in waiting_for(waits_for).items()
+    }
+    operations = awaited | passed | fronts
     roots, stands = [], {}
     for rank in sorted(reasons.keys() | waits_for.keys()):
         operation, reason = operations.get(rank), reasons.get(rank, "")
@@ -65,7 +65,7 @@ def blame(dumps: Dumps, schedule: Schedule | None = None) -> Diagnosis:
         tuple(roots),
         chain(edges, reasons),
         waits_for,
-        is_sure and all(job.dumps[each].shows_ends for each in reasons.keys() & job.dumps.keys()),
+        is_sure and all(dump.shows_ends for rank, dump in job.dumps.items() if rank in reasons),
         stands,
         len(job.ranks),
         tuple(sorted(_by_rules(job, meet))),
@@ -82,27 +82,26 @@ def _fronts(job: Job) -> tuple[dict[int, Operation], dict[int, Operation]]:
         rank: deque(each for each in of if not each.is_finished)
         for rank, of in job.operations.items()
     }
-    behind = {each for of in left.values() for each in islice(of, 1, None)}
+    reached = {of[0] for of in left.values() if of}
     passed: dict[int, Operation] = {}
 
-    def is_met(operation: Operation, transfer: Transfer) -> bool:
-        match = transfer.match
-        if match is None:
-            return transfer.is_past
+    def is_over(operation: Operation) -> bool:
         # Two ends of a batch, both reached: as torch never notes its end, it is taken to have
         # ended, and the ranks to wait in what they posted later.
-        return match.is_finished or not (operation.is_sure or match.is_sure or match in behind)
-
-    def is_over(operation: Operation) -> bool:
-        of = operation.transfers
-        return bool(of) and all(is_met(operation, each) for each in of)
+        return bool(operation.transfers) and all(
+            each.is_past
+            if each.match is None
+            else each.match.is_finished
+            or (each.match in reached and not (operation.is_sure or each.match.is_sure))
+            for each in operation.transfers
+        )
 
     while over := [of for of in left.values() if of and is_over(of[0])]:
         for of in over:
             last = of.popleft()
             if last.is_sure:
                 passed[last.rank] = last
-            behind.difference_update(islice(of, 1))
+            reached.update(islice(of, 1))
     return {rank: of[0] for rank, of in left.items() if of}, passed
 
 
@@ -257,11 +256,9 @@ def _action_at(
     begins. The job may have as many ranks as the schedule, or pipelines of as many, each in a
     group. None where a rank's transfers are not those of its list.
     """
-    members = job.ranks
     posted = [each for each in job.operations.get(rank, ()) if each.transfers]
-    if len(members) != schedule.ranks:
-        groups = [each.group.members for each in (*posted, operation) if each is not None]
-        members = next((each for each in groups if len(each) == schedule.ranks), ())
+    groups = [job.ranks, *(each.group.members for each in (*posted, operation) if each)]
+    members = next((each for each in groups if len(each) == schedule.ranks), ())
     if rank not in members:
         return None
     within = {each: number for number, each in enumerate(members)}
@@ -278,11 +275,15 @@ def _action_at(
         for action in flat([entry])
         if action.kind in COMMUNICATION
     ]
-    begins: Sequence[int] = range(len(listed))
-    if rank in job.dumps and job.dumps[rank].is_whole:
-        begins = begins[:1]
-    for number, (_, way) in enumerate(transfers):
-        begins = [each for each in begins if listed[(each + number) % len(listed)][0] == way]
+    dump = job.dumps.get(rank)
+    begins = [
+        begin
+        for begin in range(len(listed))[: 1 if dump and dump.is_whole else None]
+        if all(
+            listed[(begin + number) % len(listed)][0] == way
+            for number, (_, way) in enumerate(transfers)
+        )
+    ]
     at = len(transfers)
     if not is_missing:
         at = next((n for n, (each, _) in enumerate(transfers) if each is operation), -1)

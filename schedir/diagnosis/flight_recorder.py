@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,14 @@ class Record:
 class Dump:
     """What one rank said of itself.
 
-    `groups` has the ranks of each group that it knew, by the group's name, `words` what a group is
-    for. `last` has the numbers of the last operation of a group, collective or transfer, that was
-    posted and that has ended; `names_all` is False where it is not known of which group some of
-    these numbers are.
+    `groups` has the ranks of each group by its name, none where they are not known, and what the
+    group is for. `last` has the numbers of the last operation of a group, collective or transfer,
+    that was posted and that has ended; `names_all` is False where it is not known of which group
+    some of these numbers are.
     """
 
     rank: int
-    groups: Mapping[str, tuple[int, ...]]
-    words: Mapping[str, str]
+    groups: Mapping[str, tuple[tuple[int, ...], str]]
     last: Mapping[str, tuple[int, int]]
     records: tuple[Record, ...]
     names_all: bool = True
@@ -150,12 +150,11 @@ def dump_of(rank: int, content: object) -> Dump:
     """The dump of a rank, of the value that its file holds. Raises ValueError."""
     if not isinstance(content, dict) or not isinstance(content.get("pg_config"), dict):
         raise ValueError("it is no dump of a flight recorder")
-    groups: dict[str, tuple[int, ...]] = {}
-    words = {}
+    groups = {}
     members = 0
     for name, config in _by_name(content["pg_config"]).items():
-        groups[name] = ranks = _ranks(config.get("ranks"), _MOST_MEMBERS - members)
-        words[name] = _text(config.get("desc"))
+        ranks = _ranks(config.get("ranks"), _MOST_MEMBERS - members)
+        groups[name] = ranks, _text(config.get("desc"))
         members += 1 + len(ranks)
     entries = _listed(content.get("entries"))[-_MOST_ENTRIES:]
     records = [record for record in map(_record, entries) if record is not None]
@@ -163,8 +162,7 @@ def dump_of(rank: int, content: object) -> Dump:
     names = _names(numbers, groups, {record.local: record.group for record in records})
     return Dump(
         rank,
-        groups,
-        {record.group: record.words for record in reversed(records)} | words,
+        {record.group: ((), record.words) for record in reversed(records)} | groups,
         {
             names[local]: (
                 _whole(each.get("last_enqueued_collective"), -1),
@@ -212,18 +210,18 @@ def _record(entry: Any) -> Record | None:
     state = entry.get("state")
     started, ended = (entry.get(f"time_discovered_{what}_ns") for what in ("started", "completed"))
     return Record(
-        id=_whole(entry.get("record_id"), 0),
+        id=_whole(entry.get("record_id")),
         local=_text(entry.get("pg_id")),
         group=_text(group[0]),
         words=_text(group[1]),
-        collective=_whole(entry.get("collective_seq_id"), 0),
-        transfer=_whole(entry.get("p2p_seq_id"), 0),
+        collective=_whole(entry.get("collective_seq_id")),
+        transfer=_whole(entry.get("p2p_seq_id")),
         name=ends[1] if ends else name,
         ends=(int(ends[2]), int(ends[4])) if ends else None,
         is_transfer=ends is not None or entry.get("is_p2p") is True,
         is_finished=state == "completed" or bool(ended) or entry.get("retired") is True,
         has_started=state == "started" or bool(started),
-        created=_whole(entry.get("time_created_ns"), 0),
+        created=_whole(entry.get("time_created_ns")),
         shape=_shape(entry) if name in _SAME_SIZE else "",
     )
 
@@ -231,12 +229,10 @@ def _record(entry: Any) -> Record | None:
 def _shape(entry: Mapping[str, Any]) -> str:
     """How many elements of what types an operation reads."""
     sizes, types = entry.get("input_sizes"), entry.get("input_dtypes")
-    many = 0
-    for size in _listed(sizes)[:_MOST_TENSORS]:
-        elements = 1
-        for each in _listed(size)[:_MOST_SIZES]:
-            elements = elements * _whole(each, 0) % (1 << 63)
-        many += elements
+    many = sum(
+        prod(_whole(each) for each in _listed(size)[:_MOST_SIZES])
+        for size in _listed(sizes)[:_MOST_TENSORS]
+    )
     return f"{many} {'+'.join(sorted({_text(each) for each in _listed(types)[:_MOST_TENSORS]}))}"
 
 
@@ -279,7 +275,7 @@ def _by_name(value: object) -> dict[str, dict[Any, Any]]:
     return {_text(name): each for name, each in items if isinstance(each, dict)}
 
 
-def _whole(value: object, default: int) -> int:
+def _whole(value: object, default: int = 0) -> int:
     """A number, which JSON dumps have as text in some places."""
     if isinstance(value, str) and re.fullmatch("-?[0-9]{1,18}", value):
         value = int(value)

@@ -103,7 +103,7 @@ class Job:
 
 def job_of(dumps: Mapping[int, Dump]) -> Job:
     """The operations in the dumps of a job."""
-    named = {members for dump in dumps.values() for members in dump.groups.values()}
+    named = {members for dump in dumps.values() for members, _ in dump.groups.values()}
     ranks = tuple(sorted({*dumps}.union(*named)))
     groups = _groups(dumps, ranks)
     for rank, dump in dumps.items():
@@ -141,7 +141,7 @@ def _groups(dumps: Mapping[int, Dump], ranks: tuple[int, ...]) -> dict[tuple[int
     configured: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     users: dict[str, set[int]] = defaultdict(set)
     for rank, dump in dumps.items():
-        for name, members in dump.groups.items():
+        for name, (members, _) in dump.groups.items():
             configured[name].add(members)
         for record in dump.records:
             users[record.group].add(rank)
@@ -149,11 +149,10 @@ def _groups(dumps: Mapping[int, Dump], ranks: tuple[int, ...]) -> dict[tuple[int
     found = {}
     for name, using in users.items():
         for rank in sorted(using):
-            dump = dumps[rank]
-            own = dump.groups.get(name, ())
+            own, words = dumps[rank].groups[name]
             fits = [own] if rank in own else [each for each in configured[name] if rank in each]
             members = fits[0] if len(fits) == 1 else ()
-            words = dump.words.get(name, "").replace("undefined", "")
+            words = words.replace("undefined", "")
             if words == "default_pg":
                 members = members or ranks
             key = name, members or tuple(sorted(using)), bool(members)
