@@ -72,24 +72,22 @@ class Dump:
     `groups` has the ranks of each group by its name, none where they are not known, and what the
     group is for. `last` has the numbers of the last operation of a group, collective or transfer,
     that was posted and that has ended; `names_all` is False where it is not known of which group
-    some of these numbers are.
+    some of these numbers are. A dump that `is_whole` has all that its rank ever posted; one that
+    `has_ends` has finished operations too, since torch can write the active ones alone.
     """
 
     rank: int
     groups: Mapping[str, tuple[tuple[int, ...], str]]
     last: Mapping[str, tuple[int, int]]
     records: tuple[Record, ...]
-    names_all: bool = True
+    names_all: bool
+    is_whole: bool
+    has_ends: bool
 
-    @cached_property
-    def is_whole(self) -> bool:
-        """Whether it has all that its rank ever posted."""
-        return bool(self.records) and all(record.id == at for at, record in enumerate(self.records))
-
-    @cached_property
-    def has_ends(self) -> bool:
-        """Whether it has finished operations too: torch can write the active ones alone."""
-        return any(record.is_finished for record in self.records)
+    @property
+    def shows_ends(self) -> bool:
+        """Whether an operation that it lacks has not been posted, rather than been left out."""
+        return self.has_ends or self.is_whole or not self.records
 
     @cached_property
     def begin(self) -> int:
@@ -97,11 +95,6 @@ class Dump:
         earlier, or lacks none."""
         known = self.has_ends and not self.is_whole
         return min(record.created for record in self.records) if known else 0
-
-    @property
-    def shows_ends(self) -> bool:
-        """Whether an operation that it lacks has not been posted, rather than been left out."""
-        return self.has_ends or self.is_whole or not self.records
 
 
 @frozen
@@ -158,6 +151,7 @@ def dump_of(rank: int, content: object) -> Dump:
         members += 1 + len(ranks)
     entries = _listed(content.get("entries"))[-_MOST_ENTRIES:]
     records = [record for record in map(_record, entries) if record is not None]
+    ordered = tuple(sorted(records, key=attrgetter("id")))
     numbers = _by_name(content.get("pg_status"))
     names = _names(numbers, groups, {record.local: record.group for record in records})
     return Dump(
@@ -171,8 +165,10 @@ def dump_of(rank: int, content: object) -> Dump:
             for local, each in numbers.items()
             if local in names
         },
-        tuple(sorted(records, key=attrgetter("id"))),
+        ordered,
         names.keys() >= numbers.keys(),
+        bool(ordered) and all(record.id == at for at, record in enumerate(ordered)),
+        any(record.is_finished for record in ordered),
     )
 
 

@@ -83,9 +83,8 @@ class Position:
     @property
     def reached(self) -> tuple[int, int]:
         """The call and the place in it, to be compared with others."""
-        if self.phase == "outside" and self.index <= 0:
-            return self.call, HANDSHAKE - 1
-        return self.call, self.index
+        before = self.phase == "outside" and self.index <= 0
+        return self.call, HANDSHAKE - 1 if before else self.index
 
 
 def _positions(found: Iterable[Any]) -> tuple[Position, ...]:
