@@ -341,7 +341,7 @@ def test_what_torch_itself_writes_is_read(tmp_path: Path) -> None:
         shutil.move(tmp_path / f"{name}_0", folder / "trace_0")
         dump = read_dumps(str(folder)).of[0]
         assert [record.name for record in dump.records] == ["all_reduce", "broadcast"]
-        assert dump.enqueued == dump.completed == {"0": 2}
+        assert dump.last == {"0": (2, 2)}
 
 
 @pytest.mark.parametrize(

@@ -153,11 +153,11 @@ def chain(edges: Mapping[int, Iterable[int]], ends: Iterable[int]) -> tuple[int,
 def in_words(ranks: Iterable[int]) -> str:
     """Ranks in words, runs of them shortened, at most eight: `ranks 0–3, 8`."""
     runs: list[list[int]] = []
-    for rank in sorted(ranks):
+    listed = sorted(ranks)
+    for rank in listed:
         if runs and runs[-1][1] == rank - 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
     words = [f"{a}" if a == b else f"{a}, {b}" if a + 1 == b else f"{a}–{b}" for a, b in runs]
-    many = len(runs) > 1 or (runs and runs[0][0] != runs[0][1])
-    return f"rank{'s' if many else ''} {', '.join(words[:8])}{' …' if len(words) > 8 else ''}"
+    return f"rank{'s' * (len(listed) > 1)} {', '.join(words[:8])}{' …' if len(words) > 8 else ''}"

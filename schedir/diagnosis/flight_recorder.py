@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,15 @@ _SAME_SIZE = {
 class Record:
     """One operation that a rank posted, as its dump has it.
 
-    `ends` are the poster and its peer of a send or receive, which may be numbered within the group.
-    `shape` is what all members of the group have to agree on: elements and types, "" if nothing.
+    `local` is the number of its group within the process, `words` what the group is for. `ends` are
+    the poster and its peer of a send or receive, which may be numbered within the group. `shape` is
+    what all members of the group have to agree on: elements and types, "" if nothing.
     """
 
     id: int
+    local: str
     group: str
+    words: str
     collective: int
     transfer: int
     name: str
@@ -65,34 +69,32 @@ class Record:
 class Dump:
     """What one rank said of itself.
 
-    `groups` has the ranks of each group that it knew, by the group's name, `words` what a group is
-    for. `enqueued` and `completed` are the numbers of the last operation of a group, collective or
-    transfer, that was posted and that has ended; `names_all` is False where it is not known of
-    which group some of these numbers are.
+    `groups` has the ranks of each group by its name, none where they are not known, and what the
+    group is for. `last` has the numbers of the last operation of a group, collective or transfer,
+    that was posted and that has ended; `names_all` is False where it is not known of which group
+    some of these numbers are. A dump that `is_whole` has all that its rank ever posted; one that
+    `has_ends` has finished operations too, since torch can write the active ones alone.
     """
 
     rank: int
-    groups: Mapping[str, tuple[int, ...]]
-    words: Mapping[str, str]
-    enqueued: Mapping[str, int]
-    completed: Mapping[str, int]
+    groups: Mapping[str, tuple[tuple[int, ...], str]]
+    last: Mapping[str, tuple[int, int]]
     records: tuple[Record, ...]
-    names_all: bool = True
-
-    @cached_property
-    def is_whole(self) -> bool:
-        """Whether it has all that its rank ever posted."""
-        return bool(self.records) and all(record.id == at for at, record in enumerate(self.records))
-
-    @cached_property
-    def has_ends(self) -> bool:
-        """Whether it has finished operations too: torch can write the active ones alone."""
-        return any(record.is_finished for record in self.records)
+    names_all: bool
+    is_whole: bool
+    has_ends: bool
 
     @property
     def shows_ends(self) -> bool:
         """Whether an operation that it lacks has not been posted, rather than been left out."""
         return self.has_ends or self.is_whole or not self.records
+
+    @cached_property
+    def begin(self) -> int:
+        """When the first operation that it has was posted, in ns; 0 where it may have begun
+        earlier, or lacks none."""
+        known = self.has_ends and not self.is_whole
+        return min(record.created for record in self.records) if known else 0
 
 
 @frozen
@@ -141,45 +143,37 @@ def dump_of(rank: int, content: object) -> Dump:
     """The dump of a rank, of the value that its file holds. Raises ValueError."""
     if not isinstance(content, dict) or not isinstance(content.get("pg_config"), dict):
         raise ValueError("it is no dump of a flight recorder")
-    groups: dict[str, tuple[int, ...]] = {}
-    words = {}
+    groups = {}
     members = 0
-    for name, config in content["pg_config"].items():
-        if isinstance(config, dict):
-            groups[_text(name)] = ranks = _ranks(config.get("ranks"), _MOST_MEMBERS - members)
-            words[_text(name)] = _text(config.get("desc"))
-            members += 1 + len(ranks)
-    entries = content.get("entries")
-    records: list[Record] = []
-    names: dict[str, str] = {}  # of groups, by their local number
-    for entry in entries[-_MOST_ENTRIES:] if isinstance(entries, list) else ():
-        record = _record(entry)
-        if record is not None:
-            records.append(record)
-            names[_text(entry.get("pg_id"))] = record.group
-            words.setdefault(record.group, _text(entry["process_group"][1]))
-    records.sort(key=lambda record: record.id)
-    status = content.get("pg_status")
-    numbers = {
-        _text(local): each
-        for local, each in (status if isinstance(status, dict) else {}).items()
-        if isinstance(each, dict)
-    }
-    names = _names(numbers, groups, names)
-    enqueued, completed = (
+    for name, config in _by_name(content["pg_config"]).items():
+        ranks = _ranks(config.get("ranks"), _MOST_MEMBERS - members)
+        groups[name] = ranks, _text(config.get("desc"))
+        members += 1 + len(ranks)
+    entries = _listed(content.get("entries"))[-_MOST_ENTRIES:]
+    records = [record for record in map(_record, entries) if record is not None]
+    ordered = tuple(sorted(records, key=attrgetter("id")))
+    numbers = _by_name(content.get("pg_status"))
+    names = _names(numbers, groups, {record.local: record.group for record in records})
+    return Dump(
+        rank,
+        {record.group: ((), record.words) for record in reversed(records)} | groups,
         {
-            names[local]: _whole(each.get(f"last_{what}_collective"), -1)
+            names[local]: (
+                _whole(each.get("last_enqueued_collective"), -1),
+                _whole(each.get("last_completed_collective"), -1),
+            )
             for local, each in numbers.items()
             if local in names
-        }
-        for what in ("enqueued", "completed")
+        },
+        ordered,
+        names.keys() >= numbers.keys(),
+        bool(ordered) and all(record.id == at for at, record in enumerate(ordered)),
+        any(record.is_finished for record in ordered),
     )
-    every = names.keys() >= numbers.keys()
-    return Dump(rank, groups, words, enqueued, completed, tuple(records), every)
 
 
 def _content(path: Path) -> object:
-    if not stat.S_ISREG(path.stat().st_mode):
+    if not path.is_file():
         raise ValueError("it is no file")
     with path.open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
@@ -212,16 +206,18 @@ def _record(entry: Any) -> Record | None:
     state = entry.get("state")
     started, ended = (entry.get(f"time_discovered_{what}_ns") for what in ("started", "completed"))
     return Record(
-        id=_whole(entry.get("record_id"), 0),
+        id=_whole(entry.get("record_id")),
+        local=_text(entry.get("pg_id")),
         group=_text(group[0]),
-        collective=_whole(entry.get("collective_seq_id"), 0),
-        transfer=_whole(entry.get("p2p_seq_id"), 0),
+        words=_text(group[1]),
+        collective=_whole(entry.get("collective_seq_id")),
+        transfer=_whole(entry.get("p2p_seq_id")),
         name=ends[1] if ends else name,
         ends=(int(ends[2]), int(ends[4])) if ends else None,
         is_transfer=ends is not None or entry.get("is_p2p") is True,
         is_finished=state == "completed" or bool(ended) or entry.get("retired") is True,
         has_started=state == "started" or bool(started),
-        created=_whole(entry.get("time_created_ns"), 0),
+        created=_whole(entry.get("time_created_ns")),
         shape=_shape(entry) if name in _SAME_SIZE else "",
     )
 
@@ -229,29 +225,28 @@ def _record(entry: Any) -> Record | None:
 def _shape(entry: Mapping[str, Any]) -> str:
     """How many elements of what types an operation reads."""
     sizes, types = entry.get("input_sizes"), entry.get("input_dtypes")
-    many = 0
-    for size in _listed(sizes)[:_MOST_TENSORS]:
-        elements = 1
-        for each in _listed(size)[:_MOST_SIZES]:
-            elements = elements * _whole(each, 0) % (1 << 63)
-        many += elements
+    many = sum(
+        prod(_whole(each) for each in _listed(size)[:_MOST_SIZES])
+        for size in _listed(sizes)[:_MOST_TENSORS]
+    )
     return f"{many} {'+'.join(sorted({_text(each) for each in _listed(types)[:_MOST_TENSORS]}))}"
 
 
 def _names(
-    numbers: Mapping[str, object], groups: Iterable[str], seen: Mapping[str, str]
-) -> dict[str, str]:
+    numbers: Mapping[str, object], groups: Mapping[str, object], seen: Mapping[str, str]
+) -> Mapping[str, str]:
     """The names of groups by the numbers that they have within a process.
 
     An entry has both. For the groups without one: both count up as groups are made, so that they
     are alike in order, if a dump has as many of them.
     """
-    if not all(each.isdecimal() and len(each) < 10 for each in (*numbers, *groups)):
-        return dict(seen)
-    ordered = dict(zip(sorted(numbers, key=int), sorted(groups, key=int), strict=False))
-    fits = len(ordered) == len(set(groups)) == len(numbers)
-    agree = all(ordered.get(local, name) == name for local, name in seen.items())
-    return {**(ordered if fits and agree else {}), **seen}
+    if len(numbers) == len(groups) and all(
+        each.isdecimal() and len(each) < 10 for each in (*numbers, *groups)
+    ):
+        ordered = dict(zip(sorted(numbers, key=int), sorted(groups, key=int), strict=True))
+        if all(ordered.get(local, name) == name for local, name in seen.items()):
+            return {**ordered, **seen}
+    return seen
 
 
 def _ranks(value: object, most: int) -> tuple[int, ...]:
@@ -270,7 +265,13 @@ def _listed(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _whole(value: object, default: int) -> int:
+def _by_name(value: object) -> dict[str, dict[Any, Any]]:
+    """What a dict has as further dicts."""
+    items = value.items() if isinstance(value, dict) else ()
+    return {_text(name): each for name, each in items if isinstance(each, dict)}
+
+
+def _whole(value: object, default: int = 0) -> int:
     """A number, which JSON dumps have as text in some places."""
     if isinstance(value, str) and re.fullmatch("-?[0-9]{1,18}", value):
         value = int(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from itertools import zip_longest
 
 from attrs import define, field, frozen
@@ -12,17 +11,27 @@ from attrs import define, field, frozen
 from schedir.diagnosis.flight_recorder import Dump, Record
 
 
-@frozen(cache_hash=True)
+@define(eq=False)
 class Group:
     """The ranks that meet in a collective; a name alone may stand for several such sets.
 
     `is_known` is False where no dump has the members, as with gloo: they are those that use it.
+    `posted[sequence][rank]` has a rank's collectives of that number, `highest[rank]` the last such
+    number that any of its entries shows, `collectives` that of all ranks. If the group
+    `has_transfers`, the last number that a dump gives for it may be that of a transfer. If it
+    `has_global_ends`, they are written in ranks of the job; torch writes them in numbers within the
+    group.
     """
 
     name: str
     members: tuple[int, ...]
-    words: str = field(default="", eq=False)
-    is_known: bool = True
+    is_known: bool
+    words: str
+    posted: dict[int, dict[int, list[Operation]]] = field(factory=dict)
+    highest: dict[int, int] = field(factory=dict)
+    collectives: int = 0
+    has_transfers: bool = False
+    has_global_ends: bool = False
 
     @property
     def text(self) -> str:
@@ -45,21 +54,19 @@ class Transfer:
 class Operation:
     """A collective, a transfer or a batch of transfers, as a rank posted it.
 
-    `is_finished` is what the dump proves. Of what is not, `is_sure` says that the dump would have
-    it if it were: torch never notes the end of transfers that were posted as a batch, unless the
-    batch has an entry of its own. `sequence` counts collectives, or transfers.
+    `record` is its entry, the first one of a batch. `is_finished` is what the dump proves. Of what
+    is not, `is_sure` says that the dump would have it if it were: torch never notes the end of
+    transfers that were posted as a batch, unless the batch has an entry of its own. `sequence`
+    counts collectives, or transfers.
     """
 
     rank: int
     group: Group
-    name: str
+    record: Record
     sequence: int
-    created: int
     transfers: list[Transfer]
     is_finished: bool
     is_sure: bool
-    has_started: bool
-    shape: str
 
     @property
     def text(self) -> str:
@@ -69,7 +76,7 @@ class Operation:
             for each in self.transfers
         ]
         further = f" and {len(words) - 4} more" if len(words) > 4 else ""
-        return ", ".join(words[:4]) + further if words else self.name
+        return ", ".join(words[:4]) + further if words else self.record.name
 
     def __str__(self) -> str:
         number = "" if self.transfers else f" {self.sequence}"
@@ -82,109 +89,89 @@ class Operation:
         return (self.group, self.sequence) == (other.group, other.sequence)
 
 
-@define(eq=False)
+@frozen
 class Job:
-    """The operations of all ranks, and the groups in which they met.
+    """The operations of all ranks that have a dump, in the order in which each posted them.
 
-    `posted[group, rank]` has a rank's collectives by sequence, `highest` the last sequence that any
-    of its entries shows, `collectives` that of all ranks. `carries` are the groups that carry
-    transfers: the last number that a dump gives for such a group may be that of a transfer.
-    `global_ends` are those whose transfers are written in ranks of the job; torch writes them in
-    numbers within the group.
+    `ranks` are all ranks of the job: those with a dump, and those that the dumps' groups name.
     """
 
     dumps: Mapping[int, Dump]
-    operations: dict[int, list[Operation]] = field(factory=dict)
-    posted: dict[tuple[Group, int], dict[int, list[Operation]]] = field(factory=dict)
-    highest: dict[tuple[Group, int], int] = field(factory=dict)
-    collectives: dict[Group, int] = field(factory=dict)
-    carries: set[Group] = field(factory=set)
-    global_ends: set[Group] = field(factory=set)
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks of the job: those with a dump, and those that the dumps' groups name."""
-        named = {members for dump in self.dumps.values() for members in dump.groups.values()}
-        return tuple(sorted({*self.dumps}.union(*named)))
-
-    def last_transfer(self, rank: int, group: Group) -> int:
-        """The last transfer of a group that a rank says has ended; -1 where it does not say.
-
-        Its number may be that of a collective, unless the group has not had so many.
-        """
-        number = self.dumps[rank].completed.get(group.name, -1)
-        return number if number > self.collectives.get(group, 0) else -1
+    ranks: tuple[int, ...]
+    operations: Mapping[int, list[Operation]]
 
 
 def job_of(dumps: Mapping[int, Dump]) -> Job:
     """The operations in the dumps of a job."""
-    job = Job(dumps)
-    groups = _groups(job)
+    named = {members for dump in dumps.values() for members, _ in dump.groups.values()}
+    ranks = tuple(sorted({*dumps}.union(*named)))
+    groups = _groups(dumps, ranks)
     for rank, dump in dumps.items():
         for record in dump.records:
             group, number = groups[rank, record.group], record.collective
-            job.highest[group, rank] = max(job.highest.get((group, rank), 0), number)
-            job.collectives[group] = max(job.collectives.get(group, 0), number)
-            if record.transfer:
-                job.carries.add(group)
+            group.highest[rank] = max(group.highest.get(rank, 0), number)
+            group.collectives = max(group.collectives, number)
+            group.has_transfers |= record.transfer != 0
             if record.ends:
                 members = group.members
-                if max(record.ends) >= len(members) or members[record.ends[0]] != rank:
-                    job.global_ends.add(group)
-    for rank in sorted(dumps):
-        job.operations[rank] = list(_operations(job, rank, groups))
-        _finish_earlier(job.operations[rank])
-        for operation in job.operations[rank]:
+                group.has_global_ends |= (
+                    max(record.ends) >= len(members) or members[record.ends[0]] != rank
+                )
+    operations = {rank: list(_operations(dumps[rank], groups)) for rank in sorted(dumps)}
+    for rank, own in operations.items():
+        # What a stream held before something that has ended has ended as well: a group has one
+        # stream, and another for single transfers with each peer.
+        ended: set[tuple[Group, int | None]] = set()
+        for operation in reversed(own):
+            single = len(operation.transfers) == 1 and operation.is_sure
+            stream = operation.group, operation.transfers[0].peer if single else None
+            if operation.is_finished:
+                ended.add(stream)
+            operation.is_finished = stream in ended
             if not operation.transfers:
-                of = job.posted.setdefault((operation.group, rank), {})
-                of.setdefault(operation.sequence, []).append(operation)
-    _match(job)
-    return job
+                of = operation.group.posted.setdefault(operation.sequence, {})
+                of.setdefault(rank, []).append(operation)
+    _match(dumps, operations)
+    return Job(dumps, ranks, operations)
 
 
-def _groups(job: Job) -> dict[tuple[int, str], Group]:
+def _groups(dumps: Mapping[int, Dump], ranks: tuple[int, ...]) -> dict[tuple[int, str], Group]:
     """The group that a rank means by a name: its own, another rank's that names it, or all ranks
     that use the name."""
     configured: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     users: dict[str, set[int]] = defaultdict(set)
-    for rank, dump in job.dumps.items():
-        for name, members in dump.groups.items():
+    for rank, dump in dumps.items():
+        for name, (members, _) in dump.groups.items():
             configured[name].add(members)
         for record in dump.records:
             users[record.group].add(rank)
-    ranks = job.ranks
-    known: dict[Group, Group] = {}
+    known: dict[object, Group] = {}
     found = {}
     for name, using in users.items():
         for rank in sorted(using):
-            dump = job.dumps[rank]
-            own = dump.groups.get(name, ())
+            own, words = dumps[rank].groups[name]
             fits = [own] if rank in own else [each for each in configured[name] if rank in each]
             members = fits[0] if len(fits) == 1 else ()
-            words = dump.words.get(name, "").replace("undefined", "")
+            words = words.replace("undefined", "")
             if words == "default_pg":
                 members = members or ranks
-            group = Group(name, members or tuple(sorted(using)), words, bool(members))
-            found[rank, name] = known.setdefault(group, group)
+            key = name, members or tuple(sorted(using)), bool(members)
+            found[rank, name] = known.setdefault(key, Group(*key, words))
     return found
 
 
-def _operations(
-    job: Job, rank: int, groups: Mapping[tuple[int, str], Group]
-) -> Iterator[Operation]:
+def _operations(dump: Dump, groups: Mapping[tuple[int, str], Group]) -> Iterator[Operation]:
     """The operations of a rank in the order in which it posted them."""
-    batches: dict[tuple[object, ...], list[Record]] = defaultdict(list)
-    for record in job.dumps[rank].records:
-        together = (
-            (record.group, record.transfer) if record.is_transfer else (record.id, id(record))
-        )
+    batches: dict[object, list[Record]] = defaultdict(list)
+    for record in dump.records:
+        together = (record.group, record.transfer) if record.is_transfer else id(record)
         batches[together].append(record)
     for records in batches.values():
-        record, group = records[0], groups[rank, records[0].group]
+        record, group = records[0], groups[dump.rank, records[0].group]
         transfers = [
             Transfer(
                 each.name == "send",
-                each.ends[1] if group in job.global_ends else group.members[each.ends[1]],
+                each.ends[1] if group.has_global_ends else group.members[each.ends[1]],
             )
             for each in records
             if each.ends is not None
@@ -194,67 +181,51 @@ def _operations(
         # The entry of the batch as a whole has no ends.
         whole = [each for each in records if each.ends is None] or records
         yield Operation(
-            rank=rank,
-            group=group,
-            name=record.name,
+            dump.rank,
+            group,
+            record,
             sequence=record.transfer if transfers else record.collective,
-            created=record.created,
             transfers=transfers,
             is_finished=all(each.is_finished for each in whole)
-            or (bool(transfers) and record.transfer <= job.last_transfer(rank, group)),
+            or (bool(transfers) and record.transfer <= _last_transfer(dump, group)),
             is_sure=len(whole) == 1,
-            has_started=any(each.has_started for each in records),
-            shape=record.shape,
         )
 
 
-def _finish_earlier(operations: list[Operation]) -> None:
-    """What a stream held before something that has ended has ended as well: a group has one, and
-    another for single transfers with each peer."""
-    ended: set[tuple[Group, int | None]] = set()
-    for operation in reversed(operations):
-        single = len(operation.transfers) == 1 and operation.is_sure
-        stream = operation.group, operation.transfers[0].peer if single else None
-        if operation.is_finished:
-            ended.add(stream)
-        operation.is_finished = stream in ended
+def _last_transfer(dump: Dump, group: Group) -> int:
+    """The last transfer of a group that a rank says has ended; -1 where it does not say.
+
+    Its number may be that of a collective, unless the group has not had so many.
+    """
+    _, number = dump.last.get(group.name, (-1, -1))
+    return number if number > group.collectives else -1
 
 
-def _match(job: Job) -> None:
+def _match(dumps: Mapping[int, Dump], operations: Mapping[int, list[Operation]]) -> None:
     """Have each transfer know what it meets: the n-th send from one rank to another in a group
-    meets the n-th receive."""
-    ends: dict[tuple[Group, int, int], list[list[tuple[Operation, Transfer]]]]
+    meets the n-th receive.
+
+    If a dump lacks some entries, those are matched that it always has, which are not noted as
+    finished. A batch that is older than all that the peer's dump still has is taken to have ended.
+    """
+    ends: dict[tuple[Group, bool, int, int], list[list[tuple[Operation, Transfer]]]]
     ends = defaultdict(lambda: [[], []])
-    for rank, operations in job.operations.items():
-        for operation in operations:
+    for rank, own in operations.items():
+        for operation in own:
             for each in operation.transfers:
-                way = (rank, each.peer) if each.is_send else (each.peer, rank)
-                ends[operation.group, *way][each.is_send].append((operation, each))
-    for (group, source, target), (receives, sends) in ends.items():
-        dumps = [job.dumps[rank] for rank in (source, target) if rank in job.dumps]
-        if len(dumps) < 2:
-            continue
-        whole = all(dump.is_whole for dump in dumps)
-        if not whole:
-            receives, sends = map(_left, (receives, sends), dumps)
+                if each.peer not in dumps:
+                    continue
+                peer = dumps[each.peer]
+                whole = peer.is_whole and dumps[rank].is_whole
+                each.is_past = not operation.is_sure and operation.record.created < peer.begin
+                if whole or not (each.is_past or (operation.is_finished and operation.is_sure)):
+                    way = (rank, each.peer) if each.is_send else (each.peer, rank)
+                    ends[operation.group, whole, *way][each.is_send].append((operation, each))
+    for (group, whole, _, _), (receives, sends) in ends.items():
         for receive, send in zip_longest(receives, sends):
             if send and receive:
                 send[1].match, receive[1].match = receive[0], send[0]
             elif not whole:
                 operation, transfer = send or receive
-                last = job.last_transfer(transfer.peer, group)
+                last = _last_transfer(dumps[transfer.peer], group)
                 transfer.is_past = len(group.members) == 2 and last >= operation.sequence
-
-
-def _left(ends: list[tuple[Operation, Transfer]], peer: Dump) -> list[tuple[Operation, Transfer]]:
-    """The ends that a dump always has: those that are not noted as finished. A batch that is older
-    than all that the peer's dump still has is taken to have ended."""
-    begin = 0
-    if peer.has_ends and not peer.is_whole:
-        begin = min(record.created for record in peer.records)
-    left = []
-    for operation, transfer in ends:
-        transfer.is_past = not operation.is_sure and operation.created < begin
-        if not transfer.is_past and not (operation.is_finished and operation.is_sure):
-            left.append((operation, transfer))
-    return left

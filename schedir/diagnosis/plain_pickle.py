@@ -16,17 +16,24 @@ _MOST_STEPS = 8_000_000
 """Of one pickle; 20,000 entries, which is ten times torch's default, take about 3 million."""
 _MOST_CONTAINERS = 2_000_000
 
-# By opcode. Those whose number or size takes several bytes have its form.
-_NUMBERS = {ord("M"): Struct("<H"), ord("J"): Struct("<i"), ord("G"): Struct(">d")}
-_TEXTS = {ord("X"): Struct("<I"), 0x8C: Struct("<B"), 0x8D: Struct("<Q")}
-_CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
+_FORMS = {
+    code: Struct(form)
+    for form, codes in {
+        "<B": b"Khq\x80\x8a\x8c",
+        "<H": b"M",
+        "<i": b"J",
+        "<I": b"Xjr",
+        "<Q": b"\x8d\x95",
+        ">d": b"G",
+    }.items()
+    for code in codes
+}
+"""The form of the number that follows an opcode."""
+_GET, _PUT, _PUT_NEXT = b"hj", b"qr", 0x94
+_INTEGER, _SIZED, _SKIPPED = 0x8A, b"X\x8a\x8c\x8d", b"\x80\x95"
 _EMPTY: dict[int, Callable[[], Any]] = {ord("]"): list, ord("}"): dict, ord(")"): tuple}
-_SKIPPED = {0x80: 1, 0x95: 8}  # the protocol's number, the size of a frame
-_ADDED = {ord("a"), ord("e"), ord("s"), ord("u")}
-_TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
-_GET, _LONG_GET, _PUT, _LONG_PUT, _PUT_NEXT = ord("h"), ord("j"), ord("q"), ord("r"), 0x94
-_BYTE, _INTEGER, _MARK, _TUPLE, _STOP = ord("K"), 0x8A, ord("("), ord("t"), ord(".")
-_PLACE = Struct("<I")  # in the memo
+_MARK, _TUPLE, _TUPLES, _STOP = ord("("), ord("t"), b"t\x85\x86\x87", ord(".")
+_CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 
 
 def read_plain_pickle(data: bytes) -> object:
@@ -48,58 +55,45 @@ def _read(data: bytes) -> object:
     for _ in range(_MOST_STEPS):
         code = data[at]
         at += 1
-        if code == _GET:
-            push(memo[data[at]])
-            at += 1
-        elif code == _LONG_GET:
-            push(memo[_PLACE.unpack_from(data, at)[0]])
-            at += 4
-        elif code == _LONG_PUT:
-            memo[_PLACE.unpack_from(data, at)[0]] = stack[-1]
-            at += 4
-        elif code == _BYTE:
-            push(data[at])
-            at += 1
+        if code in _FORMS:
+            form = _FORMS[code]
+            (number,) = form.unpack_from(data, at)
+            at += form.size
+            if code in _GET:
+                push(memo[number])
+            elif code in _PUT:
+                memo[number] = stack[-1]
+            elif code in _SIZED:
+                content = data[at : at + number]
+                if len(content) < number:
+                    raise IndexError
+                at += number
+                if code == _INTEGER:
+                    push(int.from_bytes(content, "little", signed=True))
+                else:
+                    push(content.decode("utf-8", "replace"))
+            elif code not in _SKIPPED:  # the protocol's number, the size of a frame
+                push(number)
         elif code == _MARK:
             marks.append(len(stack))
-        elif code in _EMPTY:
+        elif code in _EMPTY or code in _TUPLES:
             containers += 1
             if containers > _MOST_CONTAINERS:
                 break
-            push(_EMPTY[code]())
-        elif code in _ADDED:
+            if code in _EMPTY:
+                push(_EMPTY[code]())
+            else:  # of what follows the mark, or of one, two or three values
+                begin = marks.pop() if code == _TUPLE else max(0, len(stack) + 0x84 - code)
+                stack[begin:] = [tuple(stack[begin:])]
+        elif code in b"aesu":
             begin = marks.pop() if code in b"eu" else len(stack) - (2 if code in b"s" else 1)
             items = stack[max(0, begin) :]
             del stack[max(0, begin) :]
             _add(stack[-1], items, code in b"su")
         elif code in _CONSTANTS:
             push(_CONSTANTS[code])
-        elif code in _TEXTS:
-            form = _TEXTS[code]
-            end = at + form.size + form.unpack_from(data, at)[0]
-            if end > len(data):
-                raise IndexError
-            push(data[at + form.size : end].decode("utf-8", "replace"))
-            at = end
-        elif code in _NUMBERS:
-            push(_NUMBERS[code].unpack_from(data, at)[0])
-            at += _NUMBERS[code].size
-        elif code == _INTEGER:
-            push(int.from_bytes(data[at + 1 : at + 1 + data[at]], "little", signed=True))
-            at += 1 + data[at]
-        elif code == _PUT:
-            memo[data[at]] = stack[-1]
-            at += 1
         elif code == _PUT_NEXT:
             memo[len(memo)] = stack[-1]
-        elif code in _TUPLES or code == _TUPLE:
-            containers += 1
-            if containers > _MOST_CONTAINERS:
-                break
-            begin = marks.pop() if code == _TUPLE else max(0, len(stack) - _TUPLES[code])
-            stack[begin:] = [tuple(stack[begin:])]
-        elif code in _SKIPPED:
-            at += _SKIPPED[code]
         elif code == _STOP:
             return stack[-1]
         else:

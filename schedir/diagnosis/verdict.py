@@ -15,7 +15,9 @@ the next call, or if a connection has lost a message.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +28,8 @@ from attrs import field, frozen
 from schedir.diagnosis import Diagnosis, Root, Stand, chain, in_words, reached
 from schedir.errors import LoadError, ParseError
 from schedir.files import write_text
-from schedir.graph.compile import graph_of
-from schedir.ir import COMMUNICATION, Action, Schedule, Ties, dumps, flat, loads, tied_steps
+from schedir.graph.compile import Graph, graph_of
+from schedir.ir import COMMUNICATION, Action, Ints, Schedule, Ties, dumps, flat, loads, tied_steps
 from schedir.passes import forward_only
 
 FILE = "schedir-positions.json"
@@ -81,21 +83,12 @@ class Position:
     @property
     def reached(self) -> tuple[int, int]:
         """The call and the place in it, to be compared with others."""
-        if self.phase == "outside" and self.index <= 0:
-            return self.call, HANDSHAKE - 1
-        return self.call, self.index
+        before = self.phase == "outside" and self.index <= 0
+        return self.call, HANDSHAKE - 1 if before else self.index
 
 
 def _positions(found: Iterable[Any]) -> tuple[Position, ...]:
     return tuple(each if isinstance(each, Position) else Position(*each) for each in found)
-
-
-def _numbers(found: Iterable[int]) -> tuple[int, ...]:
-    return tuple(map(int, found))
-
-
-def _groups(found: Iterable[Iterable[int]]) -> Ties:
-    return tuple(map(_numbers, found))
 
 
 @frozen
@@ -110,46 +103,47 @@ class Standing:
 
     schedule: Schedule
     positions: tuple[Position, ...] = field(converter=_positions)
-    ranks: tuple[int, ...] = field(converter=_numbers)
-    ties: Ties = field(default=(), converter=_groups)
+    ranks: Sequence[int]
+    ties: Ties = ()
     clips: bool = False
     slices: int = 1
-    evaluating: tuple[int, ...] = field(default=(), converter=_numbers)
+    evaluating: Collection[int] = ()
 
     def diagnosis(self) -> Diagnosis:
         """Who is to blame, by the numbers in the default process group."""
         at = dict(zip(self.ranks, self.positions, strict=True))
-        lists = {False: _Waits(self, self.schedule)}
+        lists = {False: self.schedule}
         if self.evaluating:
-            lists[True] = _Waits(self, forward_only(self.schedule))
+            lists[True] = forward_only(self.schedule)
         # Of those that a rank waits for, the ones that have not come to it, and the ones that have:
         # what they sent is lost, or the connection to them.
-        edges: dict[int, set[int]] = {}
-        links: dict[int, set[int]] = {}
-        actions: dict[int, Action | None] = {}
-        waits_for, stands = {}, {}
+        edges: dict[int, set[int]] = defaultdict(set)
+        links: dict[int, set[int]] = defaultdict(set)
+        for evaluates, schedule in lists.items():
+            for turn, others, needed, is_enough in _waits(self, schedule, evaluates):
+                rank, own = self.ranks[turn], self.positions[turn]
+                for other in {*others} - {turn}:
+                    there = self.positions[other]
+                    waits_there = is_enough and there.phase == "waiting"
+                    met = own.cut or (there.reached, waits_there) > (needed, False)
+                    (links if met else edges)[rank].add(self.ranks[other])
+        to_blame = _to_blame(at, edges, links)
+        roots, waits_for, stands = [], {}, {}
         for turn, (rank, own) in enumerate(at.items()):
-            waits = lists[turn in self.evaluating]
-            entries = waits.schedule.actions[turn % self.schedule.ranks]
-            place, actions[rank] = "", None
+            entries = lists[turn in self.evaluating].actions[turn % self.schedule.ranks]
+            place, action = "", None
             if own.phase != "outside" and 0 <= own.index < len(entries):
                 place = f"#{own.index} {entries[own.index]}"
-                actions[rank] = next(flat([entries[own.index]]))
-            if own.state != "gone" and (own.phase == "waiting" or own.cut):
-                for others, needed, is_enough in waits.of(turn, own):
-                    for other in {*others} - {turn}:
-                        there = self.positions[other]
-                        waits_there = is_enough and there.phase == "waiting"
-                        met = own.cut or (there.reached, waits_there) > (needed, False)
-                        (links if met else edges).setdefault(rank, set()).add(self.ranks[other])
+                action = next(flat([entries[own.index]]))
             awaited = edges.get(rank, set()) | links.get(rank, set())
             if awaited:
                 waits_for[rank] = frozenset(awaited)
             stands[rank] = Stand(_words(own, place, awaited), place)
-        roots = _roots(at, edges, links)
+            if rank in to_blame:
+                roots.append(_root(rank, own, action, links))
         return Diagnosis(
-            tuple(_root(rank, at[rank], actions[rank], links) for rank in roots),
-            chain(waits_for, roots),
+            tuple(sorted(roots, key=attrgetter("rank"))),
+            chain(waits_for, to_blame),
             waits_for,
             len(roots) == 1,
             stands,
@@ -176,15 +170,7 @@ def load_standing(folder: str) -> Standing | None:
         found["schedule"] = loads(found["schedule"], file=str(path))
         standing = Standing(**found)
         standing.diagnosis()
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        ArithmeticError,
-        ParseError,
-    ) as error:
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, ParseError) as error:
         raise LoadError(f"{path}: not the positions of a job: {error}") from None
     return standing
 
@@ -229,22 +215,21 @@ def diagnose(
     return Standing(schedule, at, ranks, ties, clips, evaluating=evaluating).diagnosis()
 
 
-def _roots(
+def _to_blame(
     at: Mapping[int, Position], edges: Mapping[int, set[int]], links: Mapping[int, set[int]]
-) -> list[int]:
-    """The ranks to blame, ascending."""
+) -> set[int]:
     gone, silent = ({rank for rank in at if at[rank].state == each} for each in ("gone", "silent"))
     # A rank that does not wait is the end of a chain.
     idle = {rank for rank in set().union(*edges.values()) if at[rank].phase != "waiting"}
     cut = {rank for rank in links if at[rank].cut}
     if gone:
-        return sorted(gone)
+        return gone
     if silent:  # which may have been stopped while it waited for another
-        return sorted(silent | (idle & reached(edges, silent).keys()))
+        return silent | (idle & reached(edges, silent).keys())
     if idle and not cut:
-        return sorted(idle)
+        return idle
     lost = cut or links.keys() - edges.keys()
-    return sorted(lost.union(*(links[rank] for rank in lost)))
+    return lost.union(*(links[rank] for rank in lost))
 
 
 def _root(rank: int, at: Position, action: Action | None, links: Mapping[int, set[int]]) -> Root:
@@ -281,70 +266,73 @@ def _words(at: Position, place: str, others: Collection[int]) -> str:
     return f"waits{behind}{step} {place or WORDS.get(at.index, 'its place')}{whom or ''}"
 
 
-class _Waits:
-    """What the ranks that run a list wait for, at each place of a call."""
-
-    def __init__(self, standing: Standing, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self._pipelines = len(standing.ranks) // standing.slices // schedule.ranks
-        graph = graph_of(schedule)
-        self._columns, self._transfers = graph.columns, graph.transfers
-        # Updates that are listed one after the other are made ready together, at the first one.
-        places, steps = np.arange(len(self._columns)), graph.steps
-        first, other_end = places.copy(), places.copy()
-        begins = ~np.isin(steps - 1, steps) | np.isin(steps, self._columns.starts)
-        first[steps] = np.maximum.accumulate(np.where(begins, steps, -1))
-        matched = self._transfers.matched
-        send, receive = self._transfers.send[matched], self._transfers.receive[matched]
-        other_end[send], other_end[receive] = receive, send
-        # What waits at a place, of itself and of what it needs, for what at another place.
-        user, made = graph.needs
-        self._waiting = np.append(places, first[user])
-        self._awaited = other_end[np.append(places, made)]
-        groups: list[Collection[int]] = [*graph.collectives]
-        groups += [first[[*turn]].tolist() for turn in tied_steps(schedule, standing.ties)]
-        if standing.clips:
-            groups.append([*{self._columns.rank[step]: int(step) for step in steps[::-1]}.values()])
-        self._groups: dict[int, list[int]] = {}
-        for group in groups:
-            for place in {*group}:
-                self._groups.setdefault(place, []).extend(group)
-
-    def of(self, turn: int, at: Position) -> Iterator[tuple[list[int], tuple[int, int], bool]]:
-        """What a rank waits for: the turns of ranks, without regard to its own, the (call, index)
-        that each of these has to pass, and whether to wait there is enough."""
-        size, call, index = self.schedule.ranks, at.call, at.index
+def _waits(
+    standing: Standing, schedule: Schedule, evaluates: bool
+) -> Iterator[tuple[int, Collection[int], tuple[int, int], bool]]:
+    """What the ranks wait for that run this list, by their turns in the standing: a rank that
+    waits, the ranks that it waits for, perhaps itself among them, the (call, index) that each of
+    these has to pass, and whether to wait there is enough."""
+    graph = graph_of(schedule)
+    columns, transfers, size = graph.columns, graph.transfers, schedule.ranks
+    waiting, awaited, together = _waits_in(graph, standing)
+    is_transfer = columns.is_kind(*COMMUNICATION)
+    pipelines = len(standing.ranks) // standing.slices // size
+    for turn, at in enumerate(standing.positions):
+        waits = at.state != "gone" and (at.phase == "waiting" or at.cut)
+        if not waits or (turn in standing.evaluating) != evaluates:
+            continue
+        call, index = at.call, at.index
         line, own = divmod(turn, size)
-        pipeline = line % self._pipelines
-        lines = range(line - pipeline, line - pipeline + self._pipelines)
-
-        def everywhere(ranks: Iterable[int]) -> list[int]:
-            """These ranks of all pipelines."""
-            return [each * size + rank for each in lines for rank in ranks]
-
+        pipeline, begin = line % pipelines, turn - own
+        # The ranks of all pipelines; from a rank on, every `size`-th is that rank's counterpart.
+        every = range(begin - pipeline * size, begin + (pipelines - pipeline) * size)
         if index == HANDSHAKE:
             # A rank is told by the one whose number, counted from the first, lacks the last bit.
-            speaker = self.schedule.placement[0][0]
+            speaker = schedule.placement[0][0]
             number = (own - speaker) % size
-            told = line * size + (speaker + (number & (number - 1))) % size
+            told = begin + (speaker + (number & (number - 1))) % size
             if not number:
-                told = lines[pipeline & (pipeline - 1)] * size + own
-            yield [told], (call, HANDSHAKE), False
+                told = every[own::size][pipeline & (pipeline - 1)]
+            yield turn, [told], (call, HANDSHAKE), False
         elif index == SENDS:
-            peers = {*self._transfers.target[self._transfers.source == own].tolist()}
-            yield [line * size + peer for peer in peers], (call - 1, END), True
+            peers = begin + transfers.target[transfers.source == own]
+            yield turn, peers.tolist(), (call - 1, END), True
         elif index in (END, RESULTS):
             ended = call - (index == END)
-            yield everywhere(self.schedule.placement[-1]), (ended, END), True
+            for rank in schedule.placement[-1]:
+                yield turn, every[rank::size], (ended, END), True
         elif index in (CLOSE, GATHER):
-            yield everywhere(range(size)), (call, index), True
-        elif 0 <= index < len(self.schedule.actions[own]):
-            first, position = self._columns.place(own, index), self._columns.position
-            places = np.arange(first, self._columns.last[first] + 1)
-            sent = self._columns.is_kind(*COMMUNICATION)
-            for place in self._awaited[np.isin(self._waiting, places)].tolist():
+            yield turn, every, (call, index), True
+        elif 0 <= index < len(schedule.actions[own]):
+            place = columns.place(own, index)
+            here = (waiting >= place) & (waiting <= columns.last[place])
+            for place in awaited[here].tolist():
                 # What no rank sends, of a list without communication, its maker has to pass.
-                holder, there = position(place)
-                yield [line * size + holder], (call, there), bool(sent[place])
-                for holder, there in map(position, self._groups.get(place, ())):
-                    yield everywhere([holder]), (call, there), True
+                holder, there = columns.position(place)
+                yield turn, [begin + holder], (call, there), bool(is_transfer[place])
+                for holder, there in map(columns.position, together.get(place, ())):
+                    yield turn, every[holder::size], (call, there), True
+
+
+def _waits_in(graph: Graph, standing: Standing) -> tuple[Ints, Ints, Mapping[int, Sequence[int]]]:
+    """What a list's places wait for: the places that wait, of themselves and of what they need,
+    the place that each waits for, and for a place those that have to be reached together."""
+    columns, transfers, steps = graph.columns, graph.transfers, graph.steps
+    places = np.arange(len(columns))
+    first, other_end = places.copy(), places.copy()
+    # Updates that are listed one after the other are made ready together, at the first one.
+    run = steps - np.arange(len(steps)) + columns.rank[steps]
+    first[steps] = steps[np.searchsorted(run, run)]
+    send, receive = transfers.send[transfers.matched], transfers.receive[transfers.matched]
+    other_end[send], other_end[receive] = receive, send
+    groups = [[*group] for group in graph.collectives]
+    groups += [first[[*turn]].tolist() for turn in tied_steps(graph.schedule, standing.ties)]
+    if standing.clips:
+        _, begins = np.unique(columns.rank[steps], return_index=True)
+        groups.append(steps[begins].tolist())
+    together: dict[int, list[int]] = defaultdict(list)
+    for group in groups:
+        for place in group:
+            together[place] += group
+    user, made = graph.needs
+    return np.append(places, first[user]), other_end[np.append(places, made)], together

@@ -34,7 +34,7 @@ def _evidence(root: Root, found: Diagnosis) -> str:
     waits = len(_waiting_for(root, found))
     by = f"{count(waits, 'rank')} {'waits' if waits == 1 else 'wait'} " if waits else ""
     # In UTC: the ranks' machines may be anywhere.
-    seconds = min(operation.created // 10**9, 10**11)
+    seconds = min(operation.record.created // 10**9, 10**11)
     since = f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return f"{said}, {printable(str(operation))} ({by}since {since})"
 
@@ -116,5 +116,5 @@ def _operation(operation: Operation | None) -> dict[str, Any]:
         "sequence": operation.sequence,
         "group": operation.group.text,
         "group_ranks": operation.group.members,
-        "posted_ns": operation.created,
+        "posted_ns": operation.record.created,
     }

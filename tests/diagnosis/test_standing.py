@@ -29,7 +29,12 @@ STANDING = Standing(
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert load_standing(str(tmp_path)) is None
     STANDING.save(tmp_path / "made")
-    assert load_standing(str(tmp_path / "made")) == STANDING
+    found = load_standing(str(tmp_path / "made"))
+    assert found is not None
+    assert found.diagnosis() == STANDING.diagnosis()
+    assert (found.schedule, found.positions) == (SCHEDULE, STANDING.positions)
+    found.save(tmp_path / "again")
+    assert (tmp_path / "again" / FILE).read_bytes() == (tmp_path / "made" / FILE).read_bytes()
 
 
 def test_a_rank_that_is_gone_is_the_root_in_all_slices() -> None:
