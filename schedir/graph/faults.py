@@ -127,10 +127,9 @@ def _lives(graph: Graph, touches: list[Touch]) -> _Lives:
             given[graph.base[name] : graph.base[name] + graph.schedule.microbatches] = True
         if value.link and not graph.schedule.is_complete:
             # What crosses ranks is there: a pass lists its transfer.
-            own = (graph.base[name] + np.arange(graph.runs.size)).reshape(graph.runs.shape)
-            apart = graph.numbers(name).reshape(own.shape) == own
-            linked = graph.linked(name)
-            given[own[linked][apart[linked]]] = True
+            own = graph.base[name] + np.arange(graph.runs.size)
+            exists = graph.neighbours(value.link[1]).ravel() >= -1
+            given[own[exists & (graph.numbers(name) == own)]] = True
     return _Lives(maker, made, ender, ends, given)
 
 
