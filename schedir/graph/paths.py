@@ -269,6 +269,7 @@ def waits(
     ahead: bool = False,
     posted: Ints | None = None,
     by_ends: bool = False,
+    meet: bool = True,
 ) -> Waits:
     """Every wait under a channel model. A compute-only schedule has only the waits of its compute.
 
@@ -276,11 +277,12 @@ def waits(
     batch. `posted` gives, by place, the compute that it comes after instead of the one listed
     before it, -1 for none; under `host` it changes nothing. With `by_ends`, each end of a transfer
     holds its own queue, and the link between the ranks carries one transfer at a time under every
-    model. Raises ValueError for an unknown model.
+    model. If collectives do not `meet`, each rank's wait for no other rank. Raises ValueError for
+    an unknown model.
     """
     channel = channel_model(channel)
     graph = graph_of(schedule)
-    node = _nodes(graph, ties)
+    node = _nodes(graph, ties, meet)
     begins, over, nodes = _points(graph, channel, node)
 
     def edges(
@@ -320,14 +322,15 @@ def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:
     return begins, over, len(columns) + 2 * int(number[-1])
 
 
-def _nodes(graph: Graph, ties: Ties) -> Ints:
+def _nodes(graph: Graph, ties: Ties, meet: bool) -> Ints:
     columns = graph.columns
     # The parts of a pair are one node: that of the first.
     node = np.arange(len(columns)) - (columns.joined & columns.is_kind(*COMPUTE))
     transfers = graph.transfers
     send, receive = transfers.send[transfers.matched], transfers.receive[transfers.matched]
     node[send] = node[receive] = np.minimum(send, receive)
-    for places in (*graph.collectives, *tied_steps(graph.schedule, ties)):
+    collectives = graph.collectives if meet else []
+    for places in (*collectives, *tied_steps(graph.schedule, ties)):
         node[list(places)] = min(places)
     return node
 
