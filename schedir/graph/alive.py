@@ -39,11 +39,14 @@ def peak_activations(graph: Graph, until: HeldUntil = "W") -> list[tuple[int, in
     change, maker = np.zeros(points, np.int64), np.full(points, -1)
     for touch in graph.touches(*units):
         point = 2 * columns.entry[touch.places] + (touch.use.at == "end")
+        if touch.use.does == "read":
+            continue
+        many = units[touch.use.value] * np.bincount(point, minlength=points)
         if touch.use.does == "make":
-            change += units[touch.use.value] * np.bincount(point, minlength=points)
             maker[point] = touch.places
-        elif touch.use.does == "end":
-            change -= units[touch.use.value] * np.bincount(point, minlength=points)
+            change += many
+        else:
+            change -= many
     held = np.append(0, np.cumsum(change))
     bounds = 2 * np.append(columns.entry, len(columns.heads))[columns.starts]
     peaks = []

@@ -264,15 +264,10 @@ class Graph:
         if not len(self.steps):
             return np.zeros_like(places)
         size = len(places)
-        holding = self.columns.stage if self._alone else self.holding
+        holding = self.holding
         keys = np.sort(holding[self.steps] * size + self.steps)
         first = np.searchsorted(keys, np.arange(holding.max() + 1) * size)
         return np.searchsorted(keys, holding * size + places) - first[holding]
-
-    @cached_property
-    def _alone(self) -> bool:
-        """True for each stage that lives on one rank."""
-        return len(self.schedule.holdings) == self.schedule.stages
 
     @cached_property
     def reads(self) -> Ints:
