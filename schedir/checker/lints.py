@@ -27,8 +27,8 @@ from schedir.graph.paths import (
     Prices,
     Waits,
     compute_before,
-    delays,
     finish,
+    lengths,
     previous_of_queue,
     textbook,
     textbook_prices,
@@ -181,7 +181,7 @@ def _critical(run: _Run) -> list[tuple[int, int]]:
     first that lengthen the path most; a wait for a payload only if nothing else ends with it."""
     waiting, begins, prices = _waits(run.schedule, run.channel), run.begins, run.prices
     communicates = run.schedule.columns.is_kind(*COMMUNICATION)
-    ends = begins[waiting.awaited] + delays(waiting, prices.takes, prices.holds)
+    ends = begins[waiting.awaited] + lengths(waiting, prices.takes, prices.holds)
     listed = (communicates[waiting.later] | communicates[waiting.earlier]) & (waiting.why != NEEDS)
     # The last wait of each node: for what is over last, and if possible one that no move ends.
     order = np.lexsort((~listed, ends, waiting.waiter))

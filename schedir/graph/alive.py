@@ -8,6 +8,8 @@ for the microbatch reads the version of its forward (weight stashing, PipeDream,
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import defaultdict
 from typing import Literal, TypeAlias
 
 import attrs
@@ -37,11 +39,14 @@ def peak_activations(graph: Graph, until: HeldUntil = "W") -> list[tuple[int, in
     change, maker = np.zeros(points, np.int64), np.full(points, -1)
     for touch in graph.touches(*units):
         point = 2 * columns.entry[touch.places] + (touch.use.at == "end")
+        if touch.use.does == "read":
+            continue
+        many = units[touch.use.value] * np.bincount(point, minlength=points)
         if touch.use.does == "make":
-            change += units[touch.use.value] * np.bincount(point, minlength=points)
             maker[point] = touch.places
-        elif touch.use.does == "end":
-            change -= units[touch.use.value] * np.bincount(point, minlength=points)
+            change += many
+        else:
+            change -= many
     held = np.append(0, np.cumsum(change))
     bounds = 2 * np.append(columns.entry, len(columns.heads))[columns.starts]
     peaks = []
@@ -78,25 +83,17 @@ class StageVersions:
         An OPTIM_STEP whose old version nobody reads any more updates in place and adds none.
         """
         # The number alive only grows at an OPTIM_STEP, so it is enough to look right after each.
-        deaths = sorted(
-            self.last_read[v] for v in range(len(self.steps)) if self.outlives_its_step(v)
-        )
-        born = dead = 0
-        peak, place = 1, None
-        for version, step in enumerate(self.steps):
-            born += self.outlives_its_step(version)
-            while dead < len(deaths) and deaths[dead] < step:
-                dead += 1
-            if 1 + born - dead > peak:
-                peak, place = 1 + born - dead, step
-        return peak, place
+        ends = sorted(max(step, self.last_read.get(v, -1)) for v, step in enumerate(self.steps))
+        alive = [2 + v - bisect_right(ends, step) for v, step in enumerate(self.steps)]
+        most = max(alive, default=1)
+        return most, self.steps[alive.index(most)] if most > 1 else None
 
 
 def weight_versions(columns: Columns, rank: int) -> dict[int, StageVersions]:
     """The weight versions of every stage in one rank's list, keyed by stage."""
     start, end = columns.starts[rank : rank + 2].tolist()
     own = start + np.flatnonzero(np.isin(columns.kind[start:end], _CONCERNED))
-    stages: dict[int, StageVersions] = {}
+    stages = defaultdict[int, StageVersions](StageVersions)
     for place, code, number, microbatch, version in zip(
         own.tolist(),
         columns.kind[own].tolist(),
@@ -105,9 +102,7 @@ def weight_versions(columns: Columns, rank: int) -> dict[int, StageVersions]:
         columns.version[own].tolist(),
         strict=True,
     ):
-        stage = stages.get(number)
-        if stage is None:
-            stage = stages[number] = StageVersions()
+        stage = stages[number]
         if code in _HOMES:
             read = len(stage.steps) if version < 0 else version
             stage.reads[microbatch] = read
@@ -116,7 +111,7 @@ def weight_versions(columns: Columns, rank: int) -> dict[int, StageVersions]:
             stage.steps.append(place - start)
         elif microbatch in stage.reads:
             stage.last_read[stage.reads[microbatch]] = place - start
-    return stages
+    return {**stages}
 
 
 _HOMES, _STEPS = ({KIND_INDEX[kind] for kind in kinds} for kinds in (HOMES, STEPS))

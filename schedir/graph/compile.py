@@ -38,11 +38,7 @@ from schedir.ir import (
 )
 from schedir.ir.kinds import STAGE_WIDE, Place, Use, uses_of
 
-_FURTHER = np.array([COUNTERPARTS.get(kind, (kind, 0))[1] for kind in KINDS])
-"""By kind, how many stages further on the other end of a send or receive is."""
-
-
-_BESIDE = COPIES | GATHERS
+_BESIDE = COPIES | GATHERS | SUMS
 """The kinds that run beside compute, and whose result compute waits for."""
 
 
@@ -122,17 +118,14 @@ class Transfers:
     def by_channel(self) -> tuple[Ints, Bools]:
         """The matched transfers, channel by channel in the order of the sends, and which of them
         follow another one on the same channel."""
-        # By place, and so by source: then by target within that. Short numbers are sorted faster.
         listed = np.flatnonzero(self.matched)
         by_place = np.full(1 + self.send.max(initial=-1), -1)
         by_place[self.send[listed]] = listed
         order = by_place[by_place >= 0]
-        for ranks in (self.target, self.source):
-            short = ranks[order].astype(np.min_scalar_type(ranks.max(initial=0)))
-            order = order[np.argsort(short, kind="stable")]
-        follows = np.zeros(len(order), dtype=np.bool_)
-        follows[1:] = np.diff(self._channel[order]) == 0
-        return order, follows
+        # Short numbers are sorted faster.
+        short = self._channel.astype(np.min_scalar_type(self._channel.max(initial=0)))
+        order = order[np.argsort(short[order], kind="stable")]
+        return order, np.diff(self._channel[order], prepend=-1) == 0
 
     @property
     def in_turn(self) -> tuple[Ints, Ints]:
@@ -147,15 +140,14 @@ class Transfers:
         return channel
 
     @cached_property
-    def _bounds(self) -> Ints:
+    def _by_channel(self) -> Ints:
+        """The channels of the transfers in the order `by_channel`, ascending."""
         return self._channel[self.by_channel[0]]
 
     def beside(self, number: int) -> Ints:
         """The matched transfers on the channel of a transfer, in the order of the sends."""
-        own = self._channel[number]
-        begin, end = np.searchsorted(self._bounds, [own, own + 1])
-        order, _ = self.by_channel
-        return order[begin:end]
+        begin, end = np.searchsorted(self._by_channel, self._channel[number] + np.arange(2))
+        return self.by_channel[0][begin:end]
 
 
 @attrs.frozen(eq=False)
@@ -194,10 +186,6 @@ class Graph:
         """The kinds of which some action is listed."""
         counts = np.bincount(self.columns.kind, minlength=len(KINDS))
         return [KINDS[code] for code in np.flatnonzero(counts).tolist()]
-
-    def _lists(self, kinds: frozenset[Kind]) -> bool:
-        """Whether some action of these kinds is listed."""
-        return not kinds.isdisjoint(self.present)
 
     def of(self, kind: Kind) -> Ints:
         """The places of one kind, shape [stages, microbatches]."""
@@ -276,15 +264,10 @@ class Graph:
         if not len(self.steps):
             return np.zeros_like(places)
         size = len(places)
-        holding = self.columns.stage if self._alone else self.holding
+        holding = self.holding
         keys = np.sort(holding[self.steps] * size + self.steps)
         first = np.searchsorted(keys, np.arange(holding.max() + 1) * size)
         return np.searchsorted(keys, holding * size + places) - first[holding]
-
-    @cached_property
-    def _alone(self) -> bool:
-        """True for each stage that lives on one rank."""
-        return len(self.schedule.holdings) == self.schedule.stages
 
     @cached_property
     def reads(self) -> Ints:
@@ -299,17 +282,13 @@ class Graph:
         data-parallel group outside the schedule."""
         several = np.array([len(held) > 1 for held in self.schedule.placement])
         alone = ~(several | self.sharded)
-        if not self._lists(SUMS):
-            return ~alone
-        grouped = self.columns.where(*SUMS)
-        return ~alone | bool(alone[self.columns.stage[grouped]].any())
+        return ~alone | alone[self.columns.stage[self.columns.where(*SUMS)]].any()
 
     @cached_property
     def sharded(self) -> Bools:
         """True for each stage whose weights are sharded over ranks: the lists gather them."""
         found = np.zeros(self.schedule.stages, np.bool_)
-        if self._lists(GATHERS | RELEASES):
-            found[self.columns.stage[self.columns.where(*GATHERS, *RELEASES)]] = True
+        found[self.columns.stage[self.columns.where(*GATHERS, *RELEASES)]] = True
         return found
 
     # What meets: transfers, and the collectives of a stage's ranks.
@@ -326,13 +305,18 @@ class Graph:
     def peers(self) -> Ints:
         """The rank at the other end of every place, -1 where there is none."""
         columns = self.columns
-        places = columns.where(*COMMUNICATION)
-        # A row of -1 beyond either end of the pipeline.
-        padded = np.pad(self.runs, ((1, 1), (0, 0)), constant_values=-1)
-        neighbour = 1 + columns.stage[places] + _FURTHER[columns.kind[places]]
         peers = np.full(len(columns), -1)
-        peers[places] = padded[neighbour, columns.microbatch[places]]
-        return peers
+        for kind in COUNTERPARTS:
+            places = columns.where(kind)
+            beside = self.neighbours(COUNTERPARTS[kind][1])
+            peers[places] = beside[columns.stage[places], columns.microbatch[places]]
+        return np.where(peers < 0, -1, peers)
+
+    def neighbours(self, further: int) -> Ints:
+        """The rank that runs the stage `further` on, -1 if nobody does, and -2 if there is no such
+        stage; shape [stages, microbatches]."""
+        padded = np.pad(self.runs, ((1, 1), (0, 0)), constant_values=-2)
+        return padded[1 + further : 1 + further + len(self.runs)]
 
     @cached_property
     def transfers(self) -> Transfers:
@@ -346,15 +330,13 @@ class Graph:
         send, back = COUNTERPARTS[receive]
         made = self.where("make", uses_of(send)[0].value)
         used = self.where("end", uses_of(receive)[0].value)
-        # The stages that receive, and those that send; the last or the first takes no part.
-        receivers = np.arange(max(0, -back), len(self.runs) - max(0, back))
-        target, source = self.runs[receivers], self.runs[receivers + back]
-        row, microbatch = np.nonzero((source != target) & (source >= 0) & (target >= 0))
-        ranks = source[row, microbatch], target[row, microbatch]
-        sending, receiving = (receivers[row] + back, microbatch), (receivers[row], microbatch)
+        target, source = self.runs, self.neighbours(back)
+        receiving = np.nonzero((source != target) & (source >= 0) & (target >= 0))
+        stage, microbatch = receiving
+        ranks, sending = (source[receiving], target[receiving]), (stage + back, microbatch)
         return (
-            np.full(len(row), KIND_INDEX[receive]),
-            receiving[0],
+            np.full_like(stage, KIND_INDEX[receive]),
+            stage,
             microbatch,
             *ranks,
             made[sending],
@@ -392,21 +374,18 @@ class Graph:
 
         Raises UnsoundError for a collective on a rank that does not hold its stage.
         """
-        schedule, columns = self.schedule, self.columns
-        found: dict[int, dict[int, list[int]]] = {}
-        if not self._lists(GROUPS):
-            return found
-        for place in columns.where(*GROUPS).tolist():
-            stage, rank = int(columns.stage[place]), int(columns.rank[place])
-            if stage not in found:
-                held = schedule.placement[stage] if stage < schedule.stages else ()
-                found[stage] = {rank: [] for rank in held}
-            if rank not in found[stage]:
-                raise UnsoundError(
-                    f"rank {rank} lists {columns.action(place)}, but does not hold its stage"
-                )
+        columns, places = self.columns, self.columns.where(*GROUPS)
+        self._holding_at(places)
+        stages = columns.stage[places].tolist()
+        found: dict[int, dict[int, list[int]]] = {
+            stage: {rank: [] for rank in self.schedule.placement[stage]}
+            for stage in sorted({*stages})
+        }
+        for place, stage, rank in zip(
+            places.tolist(), stages, columns.rank[places].tolist(), strict=True
+        ):
             found[stage][rank].append(place)
-        return {stage: found[stage] for stage in sorted(found)}
+        return found
 
     @cached_property
     def collectives(self) -> list[tuple[int, ...]]:
@@ -420,27 +399,12 @@ class Graph:
 
     @cached_property
     def sums(self) -> dict[int, int]:
-        """For each update after a sum of its stage on its rank, the update's place and the place of
-        the last such sum."""
-        if not self._lists(SUMS):
-            return {}
-        columns = self.columns
-        group = columns.is_kind(*SUMS)
-        found: dict[int, int] = {}
-        last: dict[tuple[int, int], int] = {}
-        for place in columns.where(*SUMS, *STEPS).tolist():
-            key = (int(columns.rank[place]), int(columns.stage[place]))
-            if group[place]:
-                last[key] = place
-            elif key in last:
-                found[place] = last[key]
-        return found
+        """For each update that applies a sum, the place of the update and the place of the sum."""
+        user, made = self.needs
+        summed = self.columns.is_kind(*SUMS)[made]
+        return dict(zip(user[summed].tolist(), made[summed].tolist(), strict=True))
 
     # Values.
-
-    @cached_property
-    def _pairs(self) -> int:
-        return self.schedule.stages * self.schedule.microbatches
 
     @cached_property
     def first_round(self) -> Ints:
@@ -458,29 +422,20 @@ class Graph:
         found, size = {}, 0
         for name, value in VALUES.items():
             found[name] = size
-            size += self._pairs if value.per == "microbatch" else int(self.first_round[-1])
+            size += self.runs.size if value.per == "microbatch" else int(self.first_round[-1])
         return found | {"": size}
 
     def numbers(self, name: str) -> Ints:
         """The numbers of a name's values by (stage, microbatch): those of a neighbour, where one
         rank runs both stages and they are one. Shape [stages × microbatches]."""
-        own, link = self.base[name] + np.arange(self._pairs), VALUES[name].link
+        pairs, link = np.arange(self.runs.size), VALUES[name].link
+        own = self.base[name] + pairs
         if link is None:
             return own
         other, further = link
-        grid, runs = own.reshape(self.runs.shape), self.runs
-        linked = self.linked(name)
-        of = slice(linked.start + further, linked.stop + further)
-        same = (runs[linked] == runs[of]) & (runs[linked] >= 0)
-        others = self.base[other] + np.arange(self._pairs).reshape(runs.shape)
-        grid[linked] = np.where(same, others[of], grid[linked])
-        return own
-
-    def linked(self, name: str) -> slice:
-        """The stages whose values of a name are those of a neighbour, or made of them."""
-        link = VALUES[name].link
-        further = link[1] if link else 0
-        return slice(max(0, -further), self.schedule.stages - max(0, further))
+        same = (self.runs == self.neighbours(further)) & (self.runs >= 0)
+        others = self.base[other] + pairs + further * self.schedule.microbatches
+        return np.where(same.ravel(), others, own)
 
     def touches(self, *names: str) -> Iterator[Touch]:
         """All that is done to the values of these names, or of all; kind by kind. A send or receive
@@ -563,38 +518,31 @@ class Graph:
         """The places that wait for their inputs, and the places that make those inputs: a receive
         (or the maker on another rank, if the lists have no communication yet), a copy, a sum, or a
         gathering of weights."""
-        transfers = self.transfers
-        used = transfers.user >= 0
+        transfers, size = self.transfers, len(self.columns)
         made = transfers.receive if self.schedule.is_complete else transfers.maker
-        user, made = transfers.user[used], made[used]
-        rows = [(user[made >= 0], made[made >= 0])]
-        if self.sums:
-            rows.append((np.array([*self.sums]), np.array([*self.sums.values()])))
-        if self._lists(_BESIDE):
-            rows.append(self._made_beside())
-        return np.concatenate([a for a, _ in rows]), np.concatenate([b for _, b in rows])
-
-    def _made_beside(self) -> tuple[Ints, Ints]:
-        """The places that use the result of a copy or of a gathering of weights, and the last one
-        before each that made it."""
-        touches = [*self.touches(*{use.value for kind in _BESIDE for use in uses_of(kind, "make")})]
-        size = len(self.columns)
-        made = np.sort(
-            np.concatenate(
-                [
-                    touch.values * size + touch.places
-                    for touch in touches
-                    if touch.use.does == "make" and touch.kind in _BESIDE
-                ]
+        crosses = (transfers.user >= 0) & (made >= 0)
+        rows = [(transfers.user[crosses], made[crosses])]
+        if not _BESIDE.isdisjoint(self.present):
+            names = {use.value for kind in _BESIDE for use in uses_of(kind, "make")}
+            touches = [*self.touches(*names)]
+            makers = np.sort(
+                np.concatenate(
+                    [
+                        touch.values * size + touch.places
+                        for touch in touches
+                        if touch.use.does == "make" and touch.kind in _BESIDE
+                    ]
+                )
             )
-        )
-        rows = []
-        for touch in touches:
-            if touch.use.does != "make":
-                last = made[np.searchsorted(made, touch.values * size + touch.places) - 1]
-                known = (last // size == touch.values) & (last % size < touch.places)
-                rows.append((touch.places[known], last[known] % size))
-        return np.concatenate([a for a, _ in rows]), np.concatenate([b for _, b in rows])
+            # The last one before each place that made the same value.
+            for touch in touches:
+                if touch.use.does != "make":
+                    key = touch.values * size + touch.places
+                    last = makers[np.searchsorted(makers, key) - 1]
+                    known = (last // size == touch.values) & (last < key)
+                    rows.append((touch.places[known], last[known] % size))
+        user, made = map(np.concatenate, zip(*rows, strict=True))
+        return user, made
 
 
 def graph_of(schedule: Schedule) -> Graph:

@@ -28,7 +28,25 @@ def shortest_cycle(waiting: Waits) -> list[Wait]:
     In a huge schedule, it is the shortest cycle found within the budget. Its waits are between
     places: a step into a batch and out of it shows only in the part that they name.
     """
-    return _between_places(_shortest(waiting, waiting.stuck))
+    never = waiting.stuck
+    leads = _leads(waiting, never)
+    starts = np.flatnonzero(never).tolist()
+    best = _some_cycle(leads, starts[0])
+    # One as short that comes first in the lists is better still.
+    most = len(best)
+    budget = _SEARCH_BUDGET
+    # Short cycles first, from every start: long searches from the first ones would use it all up.
+    for depth in (4, 16, 64, len(best)):
+        for start in starts:
+            if budget <= 0 or not most:
+                break
+            found, visited = _cycle_through(start, leads, min(depth, most))
+            budget -= visited
+            if found:
+                best, most = found, len(found) - 1
+        if most < depth:
+            break
+    return _between_places(best)
 
 
 def _between_places(cycle: list[Wait]) -> list[Wait]:
@@ -50,27 +68,6 @@ def _between_places(cycle: list[Wait]) -> list[Wait]:
         if following[2] == PART and following[0] != earlier:
             told.append((earlier, following[0], PART))
     return told
-
-
-def _shortest(waiting: Waits, never: Bools) -> list[Wait]:
-    leads = _leads(waiting, never)
-    starts = np.flatnonzero(never).tolist()
-    best = _some_cycle(leads, starts[0])
-    # One as short that comes first in the lists is better still.
-    most = len(best)
-    budget = _SEARCH_BUDGET
-    # Short cycles first, from every start: long searches from the first ones would use it all up.
-    for depth in (4, 16, 64, len(best)):
-        for start in starts:
-            if budget <= 0 or not most:
-                break
-            found, visited = _cycle_through(start, leads, min(depth, most))
-            budget -= visited
-            if found:
-                best, most = found, len(found) - 1
-        if most < depth:
-            break
-    return best
 
 
 def _leads(waiting: Waits, never: Bools) -> _Leads:

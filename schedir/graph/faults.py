@@ -7,11 +7,12 @@ is copied to the host and back, are sorted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import Literal, TypeAlias
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from schedir.graph.compile import Graph, Touch
 from schedir.ir import VALUES, Bools, Ints, Kind
@@ -33,23 +34,6 @@ class Fault:
     kind: Kind
     places: Ints
     others: Ints
-
-
-@attrs.frozen(eq=False)
-class _Lives:
-    """By value: a place that makes it and one that ends it, -1 for none, how often each happens,
-    and whether the value is given."""
-
-    maker: Ints
-    made: NDArray[np.int8]
-    ender: Ints
-    ends: NDArray[np.int8]
-    given: Bools
-
-    @property
-    def several(self) -> Bools:
-        """Which have more than one life, or end."""
-        return (self.made + self.given > 1) | (self.ends > 1)
 
 
 LINKED = frozenset(
@@ -78,30 +62,40 @@ def faults(graph: Graph, names: Iterable[str] = LINKED | OTHERS) -> Iterator[Fau
     """What is wrong with values of (stage, microbatch) pairs, of what is linked with all of that;
     or with those of whole stages. Expects a sound structure."""
     touches = [*graph.touches(*names)]
+    size, entry = graph.base[""], graph.columns.entry
     if names == HELD:
-        every = np.ones(graph.base[""], np.bool_)
-        yield from _of_several_lives(graph, touches, every, ~every)
+        every = np.ones(size, np.bool_)
+        yield from _of_several_lives(touches, entry, every, ~every)
         return
-    lives = _lives(graph, touches)
-    entry, several = graph.columns.entry, lives.several
-    mixed = bool(several.any())
+    # By value: a place that makes it and one that ends it, -1 for none, and how often each happens.
+    places = {does: np.full(size, -1) for does in ("make", "end")}
+    times = {does: np.zeros(size, np.int8) for does in places}
+    for touch in touches:
+        if touch.use.does in places:
+            # A kind is listed once for each (stage, microbatch), so that no value is there twice.
+            places[touch.use.does][touch.values] = touch.places
+            times[touch.use.does][touch.values] += 1
+    given = _given(graph)
+    several = (times["make"] + given > 1) | (times["end"] > 1)
     for touch in touches:
         if touch.use.does == "make":
             continue
-        values, here = touch.values, entry[touch.places]
-        maker = lives.maker[values]
-        alive = lives.given[values] | ((maker >= 0) & (entry[maker] < here))
-        single = ~several[values] if mixed else np.True_
+        here, single = entry[touch.places], ~several[touch.values]
+        maker, end = (places[does][touch.values] for does in ("make", "end"))
+        alive = given[touch.values] | ((maker >= 0) & (entry[maker] < here))
         if not alive.all():
-            late, missing = single & ~alive & (maker >= 0), single & ~alive & (maker < 0)
-            yield from _fault("late", touch, late, maker)
-            yield from _fault("missing", touch, missing, np.full_like(maker, -1))
+            yield from _fault("late", touch, single & ~alive & (maker >= 0), maker)
+            yield from _fault("missing", touch, single & ~alive & (maker < 0), maker)
         if touch.use.does == "read":  # what ends a value is not too late for it
-            end = lives.ender[values]
             yield from _fault("gone", touch, single & alive & (end >= 0) & (entry[end] < here), end)
-    if mixed:
-        yield from _of_several_lives(graph, touches, several, lives.given)
-    yield from _unended(touches, lives)
+    if several.any():
+        yield from _of_several_lives(touches, entry, several, given)
+    for touch in touches:
+        name = touch.use.value
+        # The other end of a transfer shows the faults of its values.
+        if touch.use.does == "make" and VALUES[name].ended == "always" and name not in LINKED:
+            left = times["make"][touch.values] > times["end"][touch.values]
+            yield from _fault("unended", touch, left, np.full_like(touch.places, -1))
 
 
 def _fault(label: Label, touch: Touch, where: Bools, others: Ints) -> Iterator[Fault]:
@@ -109,86 +103,54 @@ def _fault(label: Label, touch: Touch, where: Bools, others: Ints) -> Iterator[F
         yield Fault(label, touch.use.value, touch.kind, touch.places[where], others[where])
 
 
-def _lives(graph: Graph, touches: list[Touch]) -> _Lives:
-    size = graph.base[""]
-    maker, ender = np.full(size, -1), np.full(size, -1)
-    made, ends = np.zeros(size, np.int8), np.zeros(size, np.int8)
-    given = np.zeros(size, np.bool_)
-    for touch in touches:
-        # A kind is listed once for each (stage, microbatch), so that no value is there twice.
-        if touch.use.does == "make":
-            maker[touch.values] = touch.places
-            made[touch.values] += 1
-        elif touch.use.does == "end":
-            ender[touch.values] = touch.places
-            ends[touch.values] += 1
+def _given(graph: Graph) -> Bools:
+    """The values that nobody needs to make."""
+    given = np.zeros(graph.base[""], np.bool_)
     for name, value in VALUES.items():
         if value.given == "first":
             given[graph.base[name] : graph.base[name] + graph.schedule.microbatches] = True
         if value.link and not graph.schedule.is_complete:
             # What crosses ranks is there: a pass lists its transfer.
-            own = (graph.base[name] + np.arange(graph.runs.size)).reshape(graph.runs.shape)
-            apart = graph.numbers(name).reshape(own.shape) == own
-            linked = graph.linked(name)
-            given[own[linked][apart[linked]]] = True
-    return _Lives(maker, made, ender, ends, given)
-
-
-def _unended(touches: list[Touch], lives: _Lives) -> Iterator[Fault]:
-    """Values that are made and never ended although they must be. Values of a transfer are left
-    out, because the other end of the transfer shows the fault."""
-    for touch in touches:
-        name = touch.use.value
-        if touch.use.does == "make" and VALUES[name].ended == "always" and name not in LINKED:
-            left = lives.made[touch.values] > lives.ends[touch.values]
-            yield from _fault("unended", touch, left, np.full(len(touch.places), -1))
+            own = graph.base[name] + np.arange(graph.runs.size)
+            exists = graph.neighbours(value.link[1]).ravel() >= -1
+            given[own[exists & (graph.numbers(name) == own)]] = True
+    return given
 
 
 def _of_several_lives(
-    graph: Graph, touches: list[Touch], several: Bools, given: Bools
+    touches: list[Touch], entry: Ints, several: Bools, given: Bools
 ) -> Iterator[Fault]:
     """The faults of values that may be made or ended more than once: their rows in list order, what
     an entry reads before what it makes."""
+    order = "read", "end", "make"
     rows = [
-        (number, at, touch.values[at], touch.places[at], touch.use.does)
+        (int(value), int(entry[place]), order.index(touch.use.does), number, at, int(place))
         for number, touch in enumerate(touches)
         for at in np.flatnonzero(several[touch.values]).tolist()
+        for value, place in [(touch.values[at], touch.places[at])]
     ]
-    entry = graph.columns.entry
-    rows.sort(key=lambda row: (row[2], entry[row[3]], row[4] == "make", row[4] == "end"))
-    makers: dict[int, list[int]] = {}
-    for _, _, value, place, does in rows:
-        if does == "make":
-            makers.setdefault(int(value), []).append(int(place))
-    maker: dict[int, int] = {}
-    ender: dict[int, int] = {}
     found: dict[tuple[Label, int], list[tuple[int, int]]] = {}
-    begun: dict[int, tuple[int, int]] = {}  # where each value that is alive was made
-    alive = {int(value) for value in np.flatnonzero(several & given)}
-    for number, at, key, place, does in rows:
-        value = int(key)
-        label: Label | None = None
-        if does == "make":
-            if value in alive or (value in maker and not VALUES[touches[number].use.value].again):
-                label, other = "twice", maker.get(value, -1)
-            alive.add(value)
-            maker[value], begun[value] = int(place), (number, at)
-        else:
-            if value not in alive:
-                later = [made for made in makers.get(value, ()) if entry[made] >= entry[place]]
-                label, other = ("late", later[0]) if later else ("gone", ender.get(value, -1))
-            if does == "end":
-                alive.discard(value)
-                ender[value] = int(place)
-        if label is not None:
-            found.setdefault((label, number), []).append((at, other))
-    for value in alive & begun.keys():
-        number, at = begun[value]
-        if touches[number].use.value in HELD:
-            found.setdefault(("unended", number), []).append((at, -1))
+    for value, own in groupby(sorted(rows), itemgetter(0)):
+        life, alive, maker, ender = [*own], bool(given[value]), -1, -1
+        makers = [(here, place) for _, here, does, _, _, place in life if order[does] == "make"]
+        begun: list[tuple[int, int]] = []  # where the value was made, while it is alive
+        for _, here, does, number, at, place in life:
+            label: Label | None = None
+            if order[does] == "make":
+                if alive or (maker >= 0 and not VALUES[touches[number].use.value].again):
+                    label, other = "twice", maker
+                alive, maker, begun = True, place, [(number, at)]
+            else:
+                if not alive:
+                    later = [made for there, made in makers if there >= here]
+                    label, other = ("late", later[0]) if later else ("gone", ender)
+                if order[does] == "end":
+                    alive, ender, begun = False, place, []
+            if label is not None:
+                found.setdefault((label, number), []).append((at, other))
+        for number, at in begun:
+            if touches[number].use.value in HELD:
+                found.setdefault(("unended", number), []).append((at, -1))
     for (label, number), wrong in found.items():
-        others = np.full(len(touches[number].places), -1)
-        numbers = np.array([at for at, _ in wrong])
-        others[numbers] = [other for _, other in wrong]
-        where = np.isin(np.arange(len(others)), numbers)
-        yield from _fault(label, touches[number], where, others)
+        touch, (at, others) = touches[number], np.array(sorted(wrong)).T
+        yield Fault(label, touch.use.value, touch.kind, touch.places[at], others)

@@ -15,7 +15,7 @@ as one:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import attrs
@@ -97,7 +97,7 @@ class Waits:
     @cached_property
     def order(self) -> Ints:
         """All nodes that ever happen, each after all that it waits for: as they are known to
-        happen, else as Kahn (1962) finds them, which is remembered where all do."""
+        happen, else as Kahn (1962) finds them."""
         if self._known is not None:
             known: Ints = np.argsort(self._known, kind="stable")
             return known[self.exists[known]]
@@ -112,29 +112,32 @@ class Waits:
                 missing[waiter] -= 1
                 if not missing[waiter]:
                     order.append(waiter)
-        found = np.array(order, np.int64)
-        if self.nodes == len(self.node) and len(found) == int(self.exists.sum()):
-            happens = np.empty(self.nodes, np.int64)
-            happens[found] = np.arange(len(found))
-            self.schedule.memo.setdefault(HAPPENS, happens[self.node])
-        return found
+        return np.array(order, np.int64)
 
     @cached_property
-    def in_order(self) -> Ints:
-        """The waits of all nodes that happen, each after those of what it is for."""
+    def turn(self) -> Ints:
+        """By node, its number in `order`, -1 for what never happens. Shape [nodes]. Where all nodes
+        happen, the schedule remembers their order."""
         turn = np.full(self.nodes, -1)
         turn[self.order] = np.arange(len(self.order))
-        turns = turn[self.waiter]
-        edges = np.argsort(turns, kind="stable")
-        return edges[np.searchsorted(turns[edges], 0) :]
+        happens = turn[self.node]
+        if self.nodes == len(happens) and happens.min(initial=0) == 0:
+            self.schedule.memo.setdefault(HAPPENS, happens)
+        return turn
 
     @cached_property
-    def in_twos(self) -> _Steps:
+    def in_twos(self) -> tuple[list[list[int]], Ints, Ints]:
         """The waits two at a time: what waits for more goes on from its step before.
 
         node 3 waits for 0, 1 and 2         step 3: after 0 and 1        step 4: after 3 and 2
+
+        First the two earlier steps that each step comes after, then the two waits that say so
+        (where there is none, the number of all waits), both of shape [2, steps]; then the last step
+        of every node. Step 0 is the beginning, where what never happens is as well.
         """
-        order, edges = self.order, self.in_order
+        order, turns = self.order, self.turn[self.waiter]
+        edges = np.argsort(turns, kind="stable")
+        edges = edges[np.searchsorted(turns[edges], 0) :]
         many = np.bincount(self.waiter, minlength=self.nodes)[order]
         steps = np.maximum(many - 1, 1)
         last = np.cumsum(steps)
@@ -149,16 +152,13 @@ class Waits:
         turn = np.arange(len(edges)) - np.repeat(np.cumsum(many) - many, many)
         which = np.minimum(turn, 1), np.repeat(first, many) + np.maximum(turn - 1, 0)
         after[which], waits[which] = of_node[self.awaited[edges]], edges
-        one, other = after[:, 1:].tolist()
-        return _Steps(one, other, waits[0, 1:], waits[1, 1:], of_node)
+        return after[:, 1:].tolist(), waits[:, 1:], of_node
 
     @property
     def stuck(self) -> Bools:
         """True for nodes that never happen: the nodes on a cycle, and the nodes that wait for
         one."""
-        never = self.exists
-        never[self.order] = False
-        return never
+        return self.exists & (self.turn < 0)
 
     @property
     def blocks(self) -> bool:
@@ -166,21 +166,8 @@ class Waits:
         return self._known is None and bool(self.stuck.any())
 
 
-@attrs.frozen(eq=False)
-class _Steps:
-    """What `finish` goes through: each step comes after two earlier ones, `one` and `other`, as the
-    waits `first` and `second` say (where there is none, the number of all waits). `of_node` is the
-    last step of every node. Step 0 is the beginning, where what never happens is as well."""
-
-    one: list[int]
-    other: list[int]
-    first: Ints
-    second: Ints
-    of_node: Ints
-
-
-def delays(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
-    """How long each wait lasts from the beginning of what is awaited, shape [waits].
+def lengths(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
+    """The length of each wait, from the beginning of what is awaited; shape [waits].
 
     The result of a node is there after it `takes` its time. A node queued behind it may begin when
     it no longer `holds` its queue, by default when it is over; `holds` is by place. If the waits
@@ -199,14 +186,14 @@ def finish(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
     """When each node begins, and all its places with it: the longest path to it, -1 if it never
     happens. Shape [nodes].
 
-    `takes` and `holds` are those of `delays`. Times are integers if all of these are, and if an
+    `takes` and `holds` are those of `lengths`. Times are integers if all of these are, and if an
     int64 can hold them.
     """
-    steps, delay = waiting.in_twos, delays(waiting, takes, holds)
+    earlier, why, last = waiting.in_twos
+    delay = lengths(waiting, takes, holds)
     delay = np.append(delay, delay.dtype.type(0))
-    first, second = delay[steps.first].tolist(), delay[steps.second].tolist()
     begins: list[float] = [0]
-    for one, other, after, later in zip(steps.one, steps.other, first, second, strict=True):
+    for one, other, after, later in zip(*earlier, *delay[why].tolist(), strict=True):
         begin, least = begins[one] + after, begins[other] + later
         begins.append(begin if begin > least else least)
     try:
@@ -214,7 +201,7 @@ def finish(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
     except OverflowError:
         times = np.array(begins, np.float64)
     times[0] = -1
-    return times[steps.of_node]
+    return times[last]
 
 
 @attrs.frozen(eq=False)
@@ -248,28 +235,20 @@ def textbook(schedule: Schedule, channel: str = "edge", *, ahead: bool = False) 
     """When each node of `waits` begins at the textbook costs, with free transfers; stored with the
     schedule."""
     key = TEXTBOOK_BEGINS, channel, ahead
-    if key in schedule.memo:
-        known: Ints = schedule.memo[key]
-        return known
-    if channel in ("rank", "pair") and not ahead:
-        begins = textbook(schedule)
-        if not _hold_up(graph_of(schedule), channel, begins):
+    return schedule.once(key, partial(_textbook, schedule, channel, ahead))
+
+
+def _textbook(schedule: Schedule, channel: str, ahead: bool) -> Ints:
+    columns = schedule.columns
+    batches = columns.joined & columns.is_kind(*COMMUNICATION)
+    if channel in ("rank", "pair") and not ahead and not batches.any():
+        # Queued communication takes no time, so that the queues may hold up nothing.
+        begins, before = textbook(schedule), previous_of_queue(graph_of(schedule), channel)
+        later = np.flatnonzero(before >= 0)
+        if (begins[before[later]] <= begins[later]).all():
             return begins
     waiting = waits(schedule, channel, ahead=ahead)
-    begins = finish(waiting, waiting.summed(TEXTBOOK[schedule.columns.kind]))
-    schedule.memo[key] = begins
-    return begins
-
-
-def _hold_up(graph: Graph, channel: str, begins: Ints) -> bool:
-    """True if the queues of a channel model hold up anything, given when it begins under `edge`.
-    Queued communication takes no time. What batches hold up is not known."""
-    columns = graph.columns
-    if (columns.joined & columns.is_kind(*COMMUNICATION)).any():
-        return True
-    before = previous_of_queue(graph, channel)
-    later = np.flatnonzero(before >= 0)
-    return bool((begins[before[later]] > begins[later]).any())
+    return finish(waiting, waiting.summed(TEXTBOOK[columns.kind]))
 
 
 def remember(schedule: Schedule, happens: Ints, begins: Ints | None) -> None:
@@ -290,6 +269,7 @@ def waits(
     ahead: bool = False,
     posted: Ints | None = None,
     by_ends: bool = False,
+    meet: bool = True,
 ) -> Waits:
     """Every wait under a channel model. A compute-only schedule has only the waits of its compute.
 
@@ -297,24 +277,35 @@ def waits(
     batch. `posted` gives, by place, the compute that it comes after instead of the one listed
     before it, -1 for none; under `host` it changes nothing. With `by_ends`, each end of a transfer
     holds its own queue, and the link between the ranks carries one transfer at a time under every
-    model. Raises ValueError for an unknown model.
+    model. If collectives do not `meet`, each rank's wait for no other rank. Raises ValueError for
+    an unknown model.
     """
     channel = channel_model(channel)
     graph = graph_of(schedule)
-    node = _nodes(graph, ties)
+    node = _nodes(graph, ties, meet)
     begins, over, nodes = _points(graph, channel, node)
-    edges = [*_order(graph, channel, ties, ahead, posted, by_ends), _needs(graph, channel)]
-    later, earlier, why = (np.concatenate(column) for column in zip(*edges, strict=True))
-    waiter, awaited = begins[later], over[earlier]
-    if nodes > len(node) or (by_ends and channel == "async"):
+
+    def edges(
+        later: Ints, earlier: Ints, why: int | Ints, waiter: Ints = begins, awaited: Ints = over
+    ) -> tuple[Ints, Ints, NDArray[np.int8], Ints, Ints]:
+        known = earlier >= 0
+        reason = np.full(len(known), why, np.int8)[known]
+        later, earlier = later[known], earlier[known]
+        return later, earlier, reason, waiter[later], awaited[earlier]
+
+    found = [edges(*each) for each in _order(graph, channel, ties, ahead, posted, by_ends)]
+    every = by_ends and channel == "async"
+    if nodes > len(node) or every:
         whole, single = np.flatnonzero(over != node), np.flatnonzero(begins != node)
-        behind, ahead_of = _queued_on_links(graph, by_ends and channel == "async")
-        later = np.concatenate((later, whole, single, behind))
-        earlier = np.concatenate((earlier, whole, single, ahead_of))
-        reasons = np.repeat((PART, POSTED, QUEUED), (len(whole), len(single), len(behind)))
-        why = np.concatenate((why, reasons))
-        waiter = np.concatenate((waiter, over[whole], node[single], node[behind]))
-        awaited = np.concatenate((awaited, node[whole], begins[single], node[ahead_of]))
+        found += edges(whole, whole, PART, over, node), edges(single, single, POSTED, node, begins)
+        # The link between two ranks carries the sends of one batch in turn, or `every` one.
+        send, receive, entry = graph.transfers.send, graph.transfers.receive, graph.columns.entry
+        behind, ahead_of = graph.transfers.in_turn
+        one = entry[send[behind]] == entry[send[ahead_of]]
+        one &= entry[receive[behind]] == entry[receive[ahead_of]]
+        one |= every
+        found.append(edges(send[behind[one]], send[ahead_of[one]], QUEUED, node, node))
+    later, earlier, why, waiter, awaited = map(np.concatenate, zip(*found, strict=True))
     return Waits(schedule, later, earlier, why, waiter, awaited, node, nodes, by_ends)
 
 
@@ -331,59 +322,36 @@ def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:
     return begins, over, len(columns) + 2 * int(number[-1])
 
 
-def _queued_on_links(graph: Graph, every: bool) -> tuple[Ints, Ints]:
-    """The sends that follow another one on their channel, and those other sends: `every` one, or
-    those of one batch."""
-    behind, ahead_of = graph.transfers.in_turn
-    send, receive, entry = graph.transfers.send, graph.transfers.receive, graph.columns.entry
-    if every:
-        return send[behind], send[ahead_of]
-    one = entry[send[behind]] == entry[send[ahead_of]]
-    one &= entry[receive[behind]] == entry[receive[ahead_of]]
-    return send[behind[one]], send[ahead_of[one]]
-
-
-def _nodes(graph: Graph, ties: Ties) -> Ints:
+def _nodes(graph: Graph, ties: Ties, meet: bool) -> Ints:
     columns = graph.columns
     # The parts of a pair are one node: that of the first.
     node = np.arange(len(columns)) - (columns.joined & columns.is_kind(*COMPUTE))
     transfers = graph.transfers
     send, receive = transfers.send[transfers.matched], transfers.receive[transfers.matched]
     node[send] = node[receive] = np.minimum(send, receive)
-    for places in (*graph.collectives, *tied_steps(graph.schedule, ties)):
+    collectives = graph.collectives if meet else []
+    for places in (*collectives, *tied_steps(graph.schedule, ties)):
         node[list(places)] = min(places)
     return node
 
 
-_Edges = tuple[Ints, Ints, NDArray[np.int8]]
-
-
-def _edges(later: Ints, earlier: Ints, why: int | Ints) -> _Edges:
-    known = earlier >= 0
-    return later[known], earlier[known], np.full(len(known), why, np.int8)[known]
-
-
-def _needs(graph: Graph, channel: str) -> _Edges:
-    user, made = graph.needs
-    if channel == "host":  # whose queue has a step wait for its sum
-        inputs = ~graph.columns.is_kind(*GROUPS)[made]
-        user, made = user[inputs], made[inputs]
-    return _edges(user, made, NEEDS)
-
-
 def _order(
     graph: Graph, channel: str, ties: Ties, ahead: bool, posted: Ints | None, by_ends: bool
-) -> Iterator[_Edges]:
-    """The waits within each list: for the compute before, and for what is queued before."""
-    columns, tied = graph.columns, bool(ties)
-    computes = columns.is_kind(*COMPUTE)
+) -> Iterator[tuple[Ints, Ints, int | Ints]]:
+    """By place, the waits within each list, for the compute before and for what is queued before,
+    and the waits for inputs; -1 where nothing is awaited."""
+    columns, tied, (user, made) = graph.columns, bool(ties), graph.needs
     if channel == "host":
+        computes = columns.is_kind(*COMPUTE)
         # The whole list is one queue, which says all that compute's order could.
-        later, earlier = _holders(columns, np.ones(len(columns), np.bool_), tied)
+        later, earlier = _holders(columns, frozenset(Kind), tied)
         after = computes[later] | computes[earlier]
-        yield _edges(later, earlier, np.where(after, AFTER, QUEUED))
+        yield later, earlier, np.where(after, AFTER, QUEUED)
+        # Nor does it need to have a step wait for its sum.
+        inputs = ~columns.is_kind(*GROUPS)[made]
+        yield user[inputs], made[inputs], NEEDS
         return
-    later, earlier = _holders(columns, computes, tied)
+    later, earlier = _holders(columns, COMPUTE, tied)
     if posted is not None:
         earlier = posted[later]
     places, before = np.arange(len(columns)), previous_of_queue(graph, channel)
@@ -392,22 +360,23 @@ def _order(
         says = columns.shared[later] if ahead else (before < 0) | (earlier[before] != earlier)
         keep = ~columns.is_kind(*RECEIVES)[later] | says
         later, earlier = later[keep], earlier[keep]
-    yield _edges(later, earlier, AFTER)
+    yield later, earlier, AFTER
     if channel == "edge" and not (columns.together or by_ends):
         # The receives of a channel stand in the order of its sends.
         places = places[~columns.is_kind(*RECEIVES)]
-    yield _edges(places, before[places], QUEUED)
+    yield places, before[places], QUEUED
     if channel == "rank" and tied:
         steps = np.array(shared_steps(graph.schedule, ties), np.int64)
-        yield _edges(steps, last_before(columns, COMMUNICATION | GROUPS)[steps], QUEUED)
+        yield steps, last_before(columns, COMMUNICATION | GROUPS)[steps], QUEUED
+    yield user, made, NEEDS
 
 
 def last_before(columns: Columns, kinds: Iterable[Kind]) -> Ints:
-    """For every place, the last place of these kinds before its entry on its rank; -1 for none."""
-    places = np.where(columns.is_kind(*kinds), np.arange(len(columns)), -1)
-    before = np.maximum.accumulate(np.append(-1, places))[:-1]
-    if columns.together:
-        before = before[columns.heads][columns.entry]
+    """For every place, the last place of these kinds before it on its rank, -1 for none. The parts
+    of a pair have the same before them."""
+    places = np.arange(len(columns))
+    last = np.maximum.accumulate(np.append(-1, np.where(columns.is_kind(*kinds), places, -1)))
+    before = last[places - (columns.joined & columns.is_kind(*COMPUTE))]
     return np.where(before < columns.starts[columns.rank], -1, before)
 
 
@@ -416,24 +385,19 @@ def compute_before(columns: Columns) -> Ints:
     return last_before(columns, COMPUTE)
 
 
-def _holders(columns: Columns, holds: Bools, tied: bool) -> tuple[Ints, Ints]:
-    """Every place, and the last one before it on its rank that `holds`; -1 for none.
+def _holders(columns: Columns, kinds: frozenset[Kind], tied: bool) -> tuple[Ints, Ints]:
+    """Every place, and the last one of these kinds before it on its rank; -1 for none.
 
-    The parts of a pair have the same before them. Where stages are `tied`, OPTIM_STEPs don't hold
-    each other, and all since that last one hold what comes after them.
+    Where stages are `tied`, OPTIM_STEPs don't hold each other, and all since that last one hold
+    what comes after them.
     """
     places = np.arange(len(columns))
-    start = columns.starts[columns.rank]
-    steps = columns.is_kind(*STEPS) & tied
-    last = np.maximum.accumulate(np.where(holds & ~steps, places, -1)) if len(places) else places
-    begins = places - (columns.joined & columns.is_kind(*COMPUTE))
-    before = np.concatenate(([-1], last))[begins]
-    before = np.where(before >= start, before, -1)
     if not tied:
-        return places, before
+        return places, last_before(columns, kinds)
+    before, steps = last_before(columns, kinds - STEPS), columns.is_kind(*STEPS)
     # How many OPTIM_STEPs stand before each place, and how many of those hold it.
     number: Ints = np.cumsum(steps) - steps
-    first: Ints = number[np.maximum(before, start)]
+    first: Ints = number[np.maximum(before, columns.starts[columns.rank])]
     many = np.where(steps, 0, number - first)
     within = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
     held = np.flatnonzero(steps)[np.repeat(first, many) + within]
@@ -452,26 +416,19 @@ def queues(graph: Graph, channel: str) -> Ints:
     queue of their rank under every model except `host`. Raises ValueError for an unknown model.
     """
     channel = channel_model(channel)
-    columns = graph.columns
-    communicates = columns.is_kind(*COMMUNICATION)
-    groups, copies = columns.is_kind(*GROUPS), columns.is_kind(*COPIES)
+    columns, ranks = graph.columns, graph.columns.ranks
     if channel == "host":
         return columns.rank
-    ranks = columns.ranks
-    if channel == "rank":
-        queue = np.where(copies, ranks + columns.rank, -1)
-        return np.where(communicates | groups, columns.rank, queue)
-    own = columns.rank * (2 * ranks + graph.schedule.stages + 1)
-    queue = np.where(copies, own + 2 * ranks + graph.schedule.stages, -1)
-    if channel == "async":
-        return queue
+    communicates, groups = columns.is_kind(*COMMUNICATION), columns.is_kind(*GROUPS)
     # Numbered apart on each rank: one number per peer and direction, then one per stage.
-    number = 2 * graph.peers
-    if channel == "edge":
-        number = number + columns.is_kind(*RECEIVES)
-    peered = communicates & (graph.peers >= 0)
-    queue = np.where(groups, own + 2 * ranks + columns.stage, queue)
-    return np.where(peered, own + number, queue)
+    number = np.where(columns.is_kind(*COPIES), 2 * ranks + graph.schedule.stages, -1)
+    if channel == "rank":
+        number[communicates | groups] = 0
+    elif channel != "async":
+        direction = columns.is_kind(*RECEIVES) & (channel == "edge")
+        number = np.where(communicates, 2 * graph.peers + direction, number)
+        number = np.where(groups, 2 * ranks + columns.stage, number)
+    return np.where(number < 0, -1, number * ranks + columns.rank)
 
 
 def previous_of_queue(graph: Graph, channel: str) -> Ints:

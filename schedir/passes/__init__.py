@@ -1,10 +1,9 @@
 """Passes: Schedule → Schedule. A valid schedule stays valid."""
 
+from schedir.passes.activations import offload, recompute
 from schedir.passes.batches import batch_communication, split_batches
 from schedir.passes.communication import insert_communication, strip_communication
-from schedir.passes.offloading import offload
 from schedir.passes.receives import advance_receives
-from schedir.passes.recomputation import recompute
 from schedir.passes.sharding import shard
 from schedir.passes.steps import append_steps, forward_only, insert_reductions
 

@@ -25,9 +25,9 @@ from schedir.graph.paths import TEXTBOOK, finish, remember, waits
 from schedir.ir import (
     COMMUNICATION,
     COUNTERPARTS,
-    GROUPS,
     KIND_INDEX,
     KINDS,
+    Bools,
     Columns,
     Ints,
     Kind,
@@ -41,8 +41,9 @@ from schedir.ir import (
 def insert_communication(schedule: Schedule) -> Schedule:
     """The schedule with its communication; unchanged if it already has any.
 
-    Raises UnsoundError if some compute action never gets its input; `schedir.check` says why.
-    Raises TypeError for anything that is not a Schedule.
+    Raises UnsoundError if some compute action never gets its input, and it may do so if a rank
+    lists an action of a stage that it does not hold; `schedir.check` says why. Raises TypeError for
+    anything that is not a Schedule.
 
     >>> import schedir
     >>> schedule = schedir.Schedule.of("mine", [0, 1], ["0F0 0B0", "1F0 1B0"])
@@ -57,19 +58,7 @@ def insert_communication(schedule: Schedule) -> Schedule:
     transfers = graph_of(schedule).transfers
     if (transfers.maker < 0).any():
         raise UnsoundError("communication can't be inserted: some action is missing")
-    run = _run(schedule)
-    if run is None:
-        waiting = waits(schedule, "host")
-        never = waiting.stuck[waiting.node]
-        user, made = graph_of(schedule).needs
-        lacking = user[never[user] & never[made]]
-        place = int(lacking.min(initial=len(never) - 1))
-        rank, index = schedule.columns.position(place)
-        raise UnsoundError(
-            f"communication can't be inserted: rank {rank} #{index} "
-            f"{schedule.columns.action(place)} never gets its input"
-        )
-    return _merge(schedule, transfers, run)
+    return _merge(schedule, transfers, *_run(schedule))
 
 
 def strip_communication(schedule: Schedule) -> Schedule:
@@ -82,55 +71,45 @@ def strip_communication(schedule: Schedule) -> Schedule:
 def as_inserted(schedule: Schedule) -> bool:
     """True if the schedule lists communication, and exactly as `insert_communication` would; stored
     with the schedule, by `insert_communication` too."""
-    known = schedule.memo.get(as_inserted)
-    if not isinstance(known, bool):
-        known = schedule.columns.is_kind(*COMMUNICATION).any()
-        if known:
-            try:
-                known = insert_communication(strip_communication(schedule)) == schedule
-            except UnsoundError:
-                known = False
-        schedule.memo[as_inserted] = known = bool(known)
-    return known
+
+    def found() -> bool:
+        if not schedule.columns.is_kind(*COMMUNICATION).any():
+            return False
+        try:
+            return insert_communication(strip_communication(schedule)) == schedule
+        except UnsoundError:
+            return False
+
+    return schedule.once(as_inserted, found)
 
 
-@attrs.frozen(eq=False)
-class _Run:
-    """When each action begins and ends at the textbook costs, by place. `turn` is its number in one
-    order of all actions."""
-
-    begins: Ints
-    ends: Ints
-    turn: Ints
-
-
-def _run(schedule: Schedule) -> _Run | None:
-    """A run of a compute-only schedule; None if some action never gets its input."""
+def _run(schedule: Schedule) -> tuple[Ints, Ints, Ints]:
+    """When each action of a compute-only schedule begins and ends at the textbook costs, and its
+    number in one order of all actions; by place."""
     columns = schedule.columns
-    together = waits(schedule, "host")
-    if not together.stuck.any():
-        costs = together.summed(TEXTBOOK[columns.kind])
-        begins, node = finish(together, costs), together.node
-        turn = np.zeros(together.nodes, np.int64)
-        turn[together.order] = np.arange(len(together.order))
-        return _Run(begins[node], (begins + costs)[node], turn[node])
-    # As if the collectives of a stage were each rank's own: whether they meet, a proof will say.
-    group = columns.is_kind(*GROUPS)
-    own = np.flatnonzero(~group)
-    alone = schedule.take(own, starts_of(columns.rank[own], schedule.ranks))
-    apart = _run(alone) if group.any() else None
-    if apart is None:
-        return None
-    last = np.cumsum(~group) - 1
-    first = (last < 0) | (columns.rank[own[last]] != columns.rank)
-    ends = np.where(first, 0, apart.ends[last])
-    begins = np.where(group, ends, apart.begins[last])
-    return _Run(begins, ends, np.where(first, 0, apart.turn[last]))
+    # Else as if the collectives of a stage were each rank's own: a proof will say if they meet.
+    for meet in (True, False):
+        waiting = waits(schedule, "host", meet=meet)
+        never, node = waiting.stuck[waiting.node], waiting.node
+        if not never.any():
+            costs = waiting.summed(TEXTBOOK[columns.kind])
+            begins = finish(waiting, costs)
+            return begins[node], (begins + costs)[node], waiting.turn[node]
+    user, made = graph_of(schedule).needs
+    place = int(user[never[user] & never[made]].min())
+    rank, index = columns.position(place)
+    raise UnsoundError(
+        f"communication can't be inserted: rank {rank} #{index} {columns.action(place)} never gets "
+        "its input"
+    )
 
 
-def _merge(schedule: Schedule, transfers: Transfers, run: _Run) -> Schedule:
-    """The compute of every rank, with its ends of the transfers, in the global order."""
-    columns, made = schedule.columns, run.ends[transfers.maker]
+def _merge(
+    schedule: Schedule, transfers: Transfers, begins: Ints, ends: Ints, turn: Ints
+) -> Schedule:
+    """The compute of every rank, with its ends of the transfers, in the global order, given the
+    run of the compute."""
+    columns, made = schedule.columns, ends[transfers.maker]
     # One order of all transfers: by time, then microbatch, sending stage and receiving stage.
     order = np.lexsort(
         (transfers.stage, columns.stage[transfers.maker], transfers.microbatch, made)
@@ -141,7 +120,7 @@ def _merge(schedule: Schedule, transfers: Transfers, run: _Run) -> Schedule:
     )
     rank = _both(transfers.source[order], transfers.target[order])
     # At one time: what takes time and ends there, then transfers, then what takes none.
-    moment, between = 3 * run.ends + 2 * (TEXTBOOK[columns.kind] == 0), 3 * made + 1
+    moment, between = 3 * ends + 2 * (TEXTBOOK[columns.kind] == 0), 3 * made + 1
     longest = max(moment.max(initial=0), between.max(initial=0)) + 1
     complete = inserted(
         schedule,
@@ -160,11 +139,11 @@ def _merge(schedule: Schedule, transfers: Transfers, run: _Run) -> Schedule:
         found[~listed], found[listed] = compute, _both(transfer, transfer)[by_rank]
         return found
 
-    turns, many = np.arange(len(order)), len(columns) + len(order)
-    turn = by_place(moment * many + run.turn, between * many + turns)
+    many = len(columns) + len(order)
+    happens = by_place(moment * many + turn, between * many + np.arange(len(order)))
     # Where a sum waits for other ranks, what is listed after it need not.
     apart = all(len(places) == 1 for places in graph_of(schedule).collectives)
-    remember(complete, turn, by_place(run.begins, made) if apart else None)
+    remember(complete, happens, by_place(begins, made) if apart else None)
     complete.memo[as_inserted] = True
     return complete
 
@@ -177,6 +156,15 @@ def _both(sends: Ints, receives: Ints) -> Ints:
 
 _SENT = np.array([KIND_INDEX[COUNTERPARTS.get(kind, (kind, 0))[0]] for kind in KINDS])
 """The kind of the send, by the kind of the receive."""
+
+
+def past(columns: Columns, passed: Bools) -> Ints:
+    """For every place, the first place after its entry that is not `passed`, or the end of its
+    rank's list."""
+    places = np.arange(len(columns))
+    stops = np.append(np.where(passed, len(columns), places), len(columns))
+    first = np.minimum.accumulate(stops[::-1])[::-1]
+    return np.minimum(first[columns.last + 1], columns.starts[columns.rank + 1])
 
 
 def inserted(

@@ -80,15 +80,15 @@ def posted_after(schedule: Schedule, channel: str, room: int) -> Ints:
     """For every place of a complete schedule, the compute after which it is posted, -1 for none, if
     receives are moved ahead as `advance_receives` does it. Shape [actions]; stored with the
     schedule."""
-    key = "posted after", channel, room
-    known = schedule.memo.get(key)
-    if isinstance(known, np.ndarray):
-        return known
-    order = _in_order(schedule, channel, room, ())
-    before = compute_before(schedule.columns.take(order, schedule.columns.starts))
-    after = schedule.memo[key] = np.empty_like(before)
-    after[order] = np.where(before < 0, -1, order[before])
-    return after
+
+    def found() -> Ints:
+        order = _in_order(schedule, channel, room, ())
+        before = compute_before(schedule.columns.take(order, schedule.columns.starts))
+        after = np.empty_like(before)
+        after[order] = np.where(before < 0, -1, order[before])
+        return after
+
+    return schedule.once(("posted after", channel, room), found)
 
 
 def _in_order(complete: Schedule, channel: str, room: int | None, ties: Ties) -> Ints:

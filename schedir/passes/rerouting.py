@@ -124,10 +124,8 @@ def _merged(schedule: Schedule, lost: int) -> Schedule:
     kept = (rank != lost) & ~needless
     # What takes no time, such as an update, comes before what begins at the same time.
     waiting = waits(schedule, "host")
-    turn = np.empty(waiting.nodes, np.int64)
-    turn[waiting.order] = np.arange(len(waiting.order))
     node, takes = waiting.node, TEXTBOOK[columns.kind] > 0
-    order = np.lexsort((turn[node], takes, textbook(schedule, "host")[node], rank))
+    order = np.lexsort((waiting.turn[node], takes, textbook(schedule, "host")[node], rank))
     order = order[kept[order]]
     found = schedule.take(order, starts_of(rank[order], schedule.ranks))
     found = attrs.evolve(

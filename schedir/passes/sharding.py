@@ -36,7 +36,7 @@ from schedir.ir import (
     is_number,
 )
 from schedir.ir.schedule import expect_stages
-from schedir.passes.communication import inserted
+from schedir.passes.communication import inserted, past
 from schedir.passes.steps import insert_reductions
 
 (_GATHER,), (_RELEASE,) = GATHERS, RELEASES
@@ -147,26 +147,24 @@ class _Entry:
 def _entries(graph: Graph, wanted: Collection[int]) -> list[list[_Entry]]:
     """The entries of compute of every rank."""
     columns, heads = graph.columns, graph.columns.heads
-    rank, bounds = columns.rank[heads].tolist(), [*heads.tolist(), len(columns)]
     sharded = np.isin(columns.stage, [*wanted])
-    reads, steps = (sharded & columns.is_kind(*kinds) for kinds in (READS_WEIGHTS, STEPS))
+    reads, steps = ((sharded & columns.is_kind(*of)).tolist() for of in (READS_WEIGHTS, STEPS))
     sent, received, computed = (
-        np.logical_and.reduceat(columns.is_kind(*kinds), heads) if len(heads) else heads
+        np.logical_and.reduceat(columns.is_kind(*kinds), heads)[columns.entry]
         for kinds in (SENDS, RECEIVES, COMPUTE)
     )
+    behind = np.where(received, 0, np.arange(1, len(columns) + 1))
+    begin = np.append(0, np.maximum.accumulate(behind))[:-1]
+    begin, end = np.maximum(begin, columns.starts[columns.rank]), past(columns, sent)
+    stage, rank = columns.stage.tolist(), columns.rank.tolist()
     found: list[list[_Entry]] = [[] for _ in range(columns.ranks)]
-    for number in np.flatnonzero(computed).tolist():
-        own, first, after = rank[number], number, number + 1
-        while first and received[first - 1] and rank[first - 1] == own:
-            first -= 1
-        while after < len(heads) and sent[after] and rank[after] == own:
-            after += 1
-        parts = range(bounds[number], bounds[number + 1])
+    for head in heads[computed[heads]].tolist():
+        parts = range(head, int(columns.last[head]) + 1)
         used, stepped = (
-            tuple(dict.fromkeys(int(columns.stage[part]) for part in parts if which[part]))
+            tuple(dict.fromkeys(stage[part] for part in parts if which[part]))
             for which in (reads, steps)
         )
-        found[own].append(_Entry(bounds[first], bounds[after], used, stepped))
+        found[rank[head]].append(_Entry(int(begin[head]), int(end[head]), used, stepped))
     return found
 
 

@@ -17,13 +17,12 @@ from schedir.ir import (
     GATHERS,
     RELEASES,
     Columns,
-    Ints,
     Kind,
     Schedule,
     expect_schedule,
     starts_of,
 )
-from schedir.passes.communication import inserted
+from schedir.passes.communication import inserted, past
 
 _EVALUATED = tuple(kind for kind in Kind if kind.meaning.evaluates)
 
@@ -82,7 +81,7 @@ def insert_reductions(schedule: Schedule, stages: Collection[int] | None = None)
         Kind.REDUCE_GRAD,
         columns.stage[made],
         columns.rank[made],
-        _last_posts(columns)[columns.last[made]] + 1,
+        past(columns, columns.is_kind(*COMMUNICATION))[made],
         like=made,
     )
     return _appended(summed, Kind.REDUCE_GRAD, at_the_end)
@@ -105,14 +104,6 @@ def forward_only(schedule: Schedule) -> Schedule:
     forwards = schedule.take(kept, starts_of(columns.rank[kept], schedule.ranks))
     newest = attrs.evolve(forwards.columns, version=np.full(len(kept), -1))
     return attrs.evolve(forwards, actions=newest)
-
-
-def _last_posts(columns: Columns) -> Ints:
-    """For every place, the last communication that directly follows it, or the place itself."""
-    places = np.arange(len(columns))
-    goes_on = np.zeros(len(columns), np.bool_)
-    goes_on[:-1] = columns.is_kind(*COMMUNICATION)[1:] & (np.diff(columns.rank) == 0)
-    return np.minimum.accumulate(np.where(goes_on, len(columns), places)[::-1])[::-1]
 
 
 def _stages_with(columns: Columns, *kinds: Kind) -> set[int]:
