@@ -137,7 +137,7 @@ def test_accidents(parse: Parse, content: bytes) -> None:
         (SOUND.replace("name x", "name x\ry"), 2, 7, r"'\r' can't stand in a name"),
         (SOUND.replace("name x", "name\n x"), 3, 2, "a name stands on one line"),
         (SOUND.replace("name x", "name x\n y"), 3, 2, "a name stands on one line"),
-        (SOUND.replace("placement 0", "placement 0,"), 4, 13, "at most 9 digits, not ''"),
+        (SOUND.replace("placement 0", "placement 0,"), 4, 13, "an empty part"),
         (SOUND.replace("placement 0", "placement \u0660"), 4, 11, "not '\u0660'"),
         (SOUND.replace("placement 0", "placement 0\nplacement 0"), 5, 1, "the first is line 4"),
         (SOUND.replace("placement 0", "placement 0 0,2"), 4, 13, "names rank 2, but there are 1"),

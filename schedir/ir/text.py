@@ -23,7 +23,7 @@ from itertools import chain, islice
 from schedir.errors import ParseError
 from schedir.ir.action import Entry
 from schedir.ir.schedule import FORMAT_VERSION, Schedule, expect_schedule, sched_text
-from schedir.ir.tokens import NUMBER, Reader, TokenError, clip, parse_action, parse_entry, parts_of
+from schedir.ir.tokens import NUMBER, Reader, clip, parse_action, parse_entry, parse_parts
 
 # A word or a comment. A lone CR is a word, and none that is allowed anywhere.
 _PIECE = re.compile(r"#[^\n]*|[^ \t\r\n#]+|\r(?!\n|\Z)")
@@ -212,12 +212,12 @@ def _number(word: str) -> int:
 def _ranks_of(word: str) -> tuple[int, ...]:
     """The ranks that a word of the placement names, ascending. Raises TokenError."""
     held: set[int] = set()
-    for part, offset in parts_of(word, ",", 0):
-        try:
-            rank = _number(part)
-        except ValueError as error:
-            raise TokenError(str(error), offset) from None
-        if rank in held:
-            raise TokenError(f"rank {rank} is named twice", offset)
-        held.add(rank)
-    return tuple(sorted(held))
+
+    def rank(part: str) -> int:
+        number = _number(part)
+        if number in held:
+            raise ValueError(f"rank {number} is named twice")
+        held.add(number)
+        return number
+
+    return tuple(sorted(parse_parts(word, ",", rank)))
