@@ -42,7 +42,7 @@ Size: TypeAlias = Literal[
 stage; "" for a value that has none, or that is counted by rounds (`schedir.simulator.memory`)."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Value:
     """A thing that lives on a rank, such as an activation or a gradient.
 
@@ -74,23 +74,23 @@ class Value:
 
 
 VALUES = {
-    "input": Value(word="input", size="boundary before", link=("output", -1), given="first"),
-    "output": Value(word="output", size="boundary after"),
+    "input": Value("input", "boundary before", link=("output", -1), given="first"),
+    "output": Value("output", "boundary after"),
     "output gradient": Value(
-        word="gradient of the output", size="boundary after", link=("input gradient", 1)
+        "gradient of the output", "boundary after", link=("input gradient", 1)
     ),
-    "input gradient": Value(word="gradient of the input", size="boundary before"),
+    "input gradient": Value("gradient of the input", "boundary before"),
     # That a forward has run at all: what comes back to its stage follows it.
-    "ran": Value(word="forward", size="", ended="never"),
-    "kept": Value(word="kept input", size="input"),
-    "saved": Value(word="activation", size="activation", units=1, again=True),
-    "stored": Value(word="activation on the host", size="activation", host=True, again=True),
-    "deferred": Value(word="what the gradient of the weights needs", size="deferred", units=1),
-    "share": Value(word="share of the gradient", size="", goal=True, ended="never"),
-    "gradient": Value(word="gradient", size="", per="round", many=True, ended="step or summed"),
-    "sum": Value(word="summed gradient", size="", per="round", ended="step"),
-    "weights": Value(word="weights", size="", per="version", given="zero", ended="never"),
-    "gathered": Value(word="gathered weights", size="weight", per="version", again=True),
+    "ran": Value("forward", "", ended="never"),
+    "kept": Value("kept input", "input"),
+    "saved": Value("activation", "activation", units=1, again=True),
+    "stored": Value("activation on the host", "activation", host=True, again=True),
+    "deferred": Value("what the gradient of the weights needs", "deferred", units=1),
+    "share": Value("share of the gradient", "", goal=True, ended="never"),
+    "gradient": Value("gradient", "", per="round", many=True, ended="step or summed"),
+    "sum": Value("summed gradient", "", per="round", ended="step"),
+    "weights": Value("weights", "", per="version", given="zero", ended="never"),
+    "gathered": Value("gathered weights", "weight", per="version", again=True),
 }
 
 
