@@ -14,6 +14,7 @@ from sphinx.application import Sphinx
 
 import schedir
 from schedir.display import Displayed
+from schedir.ir.schedule import Placed
 
 MODULES = (
     *("schedir", "schedir.simulator", "schedir.finder"),
@@ -77,7 +78,7 @@ def list_names(app: Sphinx, page: str, source: list[str]) -> None:
         elif inspect.isroutine(value):
             kind = "function"
         lines += [f".. auto{kind}:: {module}.{name}"]
-        if inspect.isclass(value) and issubclass(value, Displayed):
+        if inspect.isclass(value) and issubclass(value, Displayed | Placed):
             lines.append("   :inherited-members:")
         lines.append("")
     source[0] += "\n".join([*lines, ""])

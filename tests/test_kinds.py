@@ -31,12 +31,12 @@ def use(does: str, value: str, **more: str) -> Use:
 
 
 def test_the_tables_are_complete() -> None:
-    assert incomplete(Kind) == []
+    assert not [*incomplete([*Kind])]
 
 
 def test_a_kind_may_occupy_compute_and_do_nothing() -> None:
     pause = row("PAUSE", Meaning("pause", "compute", "microbatch", (), cost=1))
-    assert incomplete([*Kind, pause]) == []  # type: ignore[list-item]
+    assert not [*incomplete([*Kind, pause])]  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_an_incomplete_value(
     value: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(VALUES, "saved", attrs.evolve(VALUES["saved"], **value))
-    assert what in incomplete(Kind)
+    assert what in incomplete([*Kind])
 
 
 @pytest.mark.parametrize(

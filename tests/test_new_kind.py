@@ -25,7 +25,7 @@ KINDS = """
             "check of the activation",
             "compute",
             "microbatch",
-            (_read("saved"), _make("digest", "end")),
+            (_read("saved"), _make("digest", at="end")),
             cost=3,
         ),
     )
@@ -35,7 +35,7 @@ KINDS = """
             "copy of the digest to the host",
             "copy",
             "microbatch",
-            (_end("digest"), _make("logged", "end")),
+            (_end("digest"), _make("logged", at="end")),
             letter="^",
         ),
     )

@@ -102,8 +102,8 @@ def test_comments_and_continuation_lines() -> None:
         ("microbatches 2", "microbatches 0", 3, 14, "at least one microbatch"),
         ("placement 0 1", "placement 0 5", 4, 13, "names rank 5, but there are 2 rank lines"),
         ("placement 0 1", "placement 0,0 1", 4, 13, "rank 0 is named twice"),
-        ("rank 1:", "rank 3:", 9, 1, "rank 1 has no line"),
-        ("rank 1:", "rank 0:", 9, 1, "a second line for rank 0; the first is line 5"),
+        ("rank 1:", "rank 3:", 10, 1, "ends without a 'rank 1:' line"),
+        ("rank 1:", "rank 0:", 9, 1, "a second 'rank 0:' line; the first is line 5"),
     ],
 )
 def test_errors_name_line_and_column(

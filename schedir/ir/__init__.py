@@ -53,14 +53,13 @@ from schedir.ir.kinds import (
     Kind,
 )
 from schedir.ir.schedule import (
+    Placed,
     Placement,
     Schedule,
     Source,
     Sources,
     Ties,
     expect_schedule,
-    shared_steps,
-    stages_by_rank,
     starts_of,
     tied_steps,
     ties_of,

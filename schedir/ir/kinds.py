@@ -10,9 +10,10 @@ purpose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterator
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from typing import Literal, TypeAlias, get_args
 
 import attrs
@@ -33,7 +34,7 @@ Place: TypeAlias = Literal[
     "sharded",
     "not sharded",
 ]
-Point: TypeAlias = Literal["start", "end"]
+Version: TypeAlias = Literal["", "named", "of home", "newest", "next"]
 Size: TypeAlias = Literal[
     "", "boundary before", "boundary after", "input", "activation", "deferred", "weight"
 ]
@@ -41,7 +42,7 @@ Size: TypeAlias = Literal[
 stage; "" for a value that has none, or that is counted by rounds (`schedir.simulator.memory`)."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Value:
     """A thing that lives on a rank, such as an activation or a gradient.
 
@@ -73,68 +74,56 @@ class Value:
 
 
 VALUES = {
-    "input": Value(word="input", size="boundary before", link=("output", -1), given="first"),
-    "output": Value(word="output", size="boundary after"),
+    "input": Value("input", "boundary before", link=("output", -1), given="first"),
+    "output": Value("output", "boundary after"),
     "output gradient": Value(
-        word="gradient of the output", size="boundary after", link=("input gradient", 1)
+        "gradient of the output", "boundary after", link=("input gradient", 1)
     ),
-    "input gradient": Value(word="gradient of the input", size="boundary before"),
+    "input gradient": Value("gradient of the input", "boundary before"),
     # That a forward has run at all: what comes back to its stage follows it.
-    "ran": Value(word="forward", size="", ended="never"),
-    "kept": Value(word="kept input", size="input"),
-    "saved": Value(word="activation", size="activation", units=1, again=True),
-    "stored": Value(word="activation on the host", size="activation", host=True, again=True),
-    "deferred": Value(word="what the gradient of the weights needs", size="deferred", units=1),
-    "share": Value(word="share of the gradient", size="", goal=True, ended="never"),
-    "gradient": Value(word="gradient", size="", per="round", many=True, ended="step or summed"),
-    "sum": Value(word="summed gradient", size="", per="round", ended="step"),
-    "weights": Value(word="weights", size="", per="version", given="zero", ended="never"),
-    "gathered": Value(word="gathered weights", size="weight", per="version", again=True),
+    "ran": Value("forward", "", ended="never"),
+    "kept": Value("kept input", "input"),
+    "saved": Value("activation", "activation", units=1, again=True),
+    "stored": Value("activation on the host", "activation", host=True, again=True),
+    "deferred": Value("what the gradient of the weights needs", "deferred", units=1),
+    "share": Value("share of the gradient", "", goal=True, ended="never"),
+    "gradient": Value("gradient", "", per="round", many=True, ended="step or summed"),
+    "sum": Value("summed gradient", "", per="round", ended="step"),
+    "weights": Value("weights", "", per="version", given="zero", ended="never"),
+    "gathered": Value("gathered weights", "weight", per="version", again=True),
 }
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Use:
     """One thing that an action does to a value, at the "start" or the "end" of its entry.
 
-    An action that ends a value reads it as well. `where` limits the use to the first or last stage,
-    to stages whose gradients are summed over ranks, or to stages whose weights are sharded over
-    them. `beside` limits it to microbatches that also
-    have an action of that kind, `without` to microbatches that have none. `version` is the weight
-    version: the one that the action has "named" (else the newest), the one "of home", which the
-    stage's forward of the microbatch reads, the "newest", or the "next", which the action makes.
+    An action that ends a value reads it as well. `version` is the weight version: the one that the
+    action has "named" (else the newest), the one "of home", which the stage's forward of the
+    microbatch reads, the "newest", or the "next", which the action makes. `where` limits the use to
+    the first or last stage, to stages whose gradients are summed over ranks, or to stages whose
+    weights are sharded over them. `beside` limits it to microbatches that also have an action of
+    that kind, `without` to microbatches that have none.
     """
 
     does: Literal["read", "make", "end"]
     value: str
-    at: Point
+    version: Version = ""
+    at: Literal["start", "end"] = "start"
     where: Place = "any"
     beside: str = ""
     without: str = ""
-    version: Literal["", "named", "of home", "newest", "next"] = ""
 
 
-_Version: TypeAlias = Literal["named", "of home", "newest", ""]
+_read, _make, _end = partial(Use, "read"), partial(Use, "make"), partial(Use, "end", at="end")
 
 
-def _read(value: str, version: _Version = "", *, where: Place = "any") -> Use:
-    return Use(does="read", value=value, at="start", where=where, version=version)
-
-
-def _weights(version: _Version) -> tuple[Use, Use]:
+def _weights(version: Version) -> tuple[Use, Use]:
     """The uses that read the weights of a stage, which are gathered if the stage is sharded."""
     return (
         _read("weights", version, where="not sharded"),
         _read("gathered", version, where="sharded"),
     )
-
-
-def _make(value: str, at: Point = "start", *, where: Place = "any", **more: str) -> Use:
-    return Use(does="make", value=value, at=at, where=where, **more)  # type: ignore[arg-type]
-
-
-def _end(value: str, at: Point = "end", *, where: Place = "any") -> Use:
-    return Use(does="end", value=value, at=at, where=where)
 
 
 @attrs.frozen
@@ -160,7 +149,7 @@ class Meaning:
 
 
 _WEIGHTS = _weights("of home")
-_GRADIENT = _make("share", "end"), _make("gradient", "end")
+_GRADIENT = _make("share", at="end"), _make("gradient", at="end")
 _INPUT_GRADIENT = _make("input gradient", where="not first")
 
 
@@ -203,7 +192,7 @@ class Kind(StrEnum):
             "compute",
             "microbatch",
             (
-                _end("input", "start"),
+                _end("input", at="start"),
                 *_weights("named"),
                 _make("output", where="not last"),
                 _make("output gradient", where="last"),
@@ -245,7 +234,7 @@ class Kind(StrEnum):
                 _end("saved"),
                 *_WEIGHTS,
                 _INPUT_GRADIENT,
-                _make("deferred", "end"),
+                _make("deferred", at="end"),
             ),
             cost=1,
         ),
@@ -266,7 +255,7 @@ class Kind(StrEnum):
             "recomputation",
             "compute",
             "microbatch",
-            (_end("kept", "start"), *_WEIGHTS, _make("saved")),
+            (_end("kept", at="start"), *_WEIGHTS, _make("saved")),
             cost=1,
         ),
     )
@@ -294,7 +283,7 @@ class Kind(StrEnum):
             "copy of the activation to the host",
             "copy",
             "microbatch",
-            (_end("saved"), _make("stored", "end")),
+            (_end("saved"), _make("stored", at="end")),
             letter=">",
         ),
     )
@@ -316,7 +305,7 @@ class Kind(StrEnum):
             "stage",
             (
                 _read("weights", "newest"),
-                Use(does="make", value="gathered", at="end", version="newest"),
+                _make("gathered", "newest", at="end"),
             ),
             evaluates=True,
         ),
@@ -327,13 +316,15 @@ class Kind(StrEnum):
             "release of the gathered weights",
             "nothing",
             "stage",
-            (Use(does="end", value="gathered", at="end", version="newest"),),
+            (_end("gathered", "newest"),),
             evaluates=True,
         ),
     )
     REDUCE_GRAD = (
         "REDUCE_GRAD",
-        Meaning("sum of the gradients", "group", "stage", (_end("gradient"), _make("sum", "end"))),
+        Meaning(
+            "sum of the gradients", "group", "stage", (_end("gradient"), _make("sum", at="end"))
+        ),
     )
     OPTIM_STEP = (
         "OPTIM_STEP",
@@ -345,7 +336,7 @@ class Kind(StrEnum):
                 _end("gradient", where="not summed"),
                 _end("sum", where="summed"),
                 _read("weights", "newest"),
-                Use(does="make", value="weights", at="end", version="next"),
+                _make("weights", "next", at="end"),
             ),
             letter="*",
         ),
@@ -412,24 +403,12 @@ STEPS = _kinds(lambda kind: any(use.version == "next" for use in kind.meaning.us
 """The kinds that make the next version of the weights."""
 
 
-def _meeting(send: Kind, receive: Kind) -> bool:
-    (sent,), (received,) = send.meaning.uses, receive.meaning.uses
-    link = VALUES[received.value].link
-    return link is not None and link[0] == sent.value
-
-
-def _further(receive: Kind) -> int:
-    """How many stages after a receive's stage the stage of its send is."""
-    link = VALUES[receive.meaning.uses[0].value].link
-    return link[1] if link else 0
-
-
-_ENDS = [(s, r, -_further(r)) for s in Kind for r in Kind if s in SENDS and r in RECEIVES]
-_ENDS = [(send, receive, further) for send, receive, further in _ENDS if _meeting(send, receive)]
-COUNTERPARTS = {send: (receive, further) for send, receive, further in _ENDS} | {
-    receive: (send, -further) for send, receive, further in _ENDS
-}
+COUNTERPARTS: dict[Kind, tuple[Kind, int]] = {}
 """For each send and receive, the kind of its other end, and how many stages further on that is."""
+for _send, _receive in product(SENDS, RECEIVES):
+    _link = VALUES[_receive.meaning.uses[0].value].link
+    if _link and _link[0] == _send.meaning.uses[0].value:
+        COUNTERPARTS |= {_send: (_receive, -_link[1]), _receive: (_send, _link[1])}
 CONSUMES = {
     kind: receive
     for kind in Kind
@@ -439,55 +418,52 @@ CONSUMES = {
 """For each kind of compute, the receive of its input if another rank makes that input."""
 
 
-def incomplete(kinds: Iterable[Kind]) -> list[str]:
+def incomplete(kinds: Collection[Kind]) -> Iterator[str]:
     """What is missing from the two tables. Every rule would call a schedule clean that uses a row
     with a gap."""
-    wrong: list[str] = []
-    meanings = {kind: kind.meaning for kind in kinds}
-    does = [(kind, use) for kind, meaning in meanings.items() for use in meaning.uses]
-    tokens = {str(kind) for kind in meanings}
     letters: dict[str, Kind] = {}
-    for kind, meaning in meanings.items():
+    for kind in kinds:
+        meaning, name = kind.meaning, kind.name
+        on, whole_stage = meaning.on, meaning.per == "stage"
         if not meaning.word:
-            wrong.append(f"{kind.name} has no word")
-        if meaning.on != "compute" and not meaning.uses:
-            wrong.append(f"{kind.name} is on a {meaning.on}, and so uses a value")
-        if meaning.on in ("send", "receive"):
-            way = "end" if meaning.on == "send" else "make"
+            yield f"{name} has no word"
+        if on != "compute" and not meaning.uses:
+            yield f"{name} is on a {on}, and so uses a value"
+        if on in ("send", "receive"):
+            way = "end" if on == "send" else "make"
             if [use.does for use in meaning.uses] != [way]:
-                wrong.append(f"{kind.name} is a {meaning.on}, and so {way}s one value")
+                yield f"{name} is a {on}, and so {way}s one value"
             elif kind not in COUNTERPARTS:
-                wrong.append(f"{kind.name} has no kind that it meets: its value has no link")
-        if meaning.on == "copy" and not moved(meaning):
-            wrong.append(f"{kind.name} is a copy, and so makes a value that has a size")
+                yield f"{name} has no kind that it meets: its value has no link"
+        if on == "copy" and not moved(meaning):
+            yield f"{name} is a copy, and so makes a value that has a size"
         letter = meaning.letter or str(kind)[0]
-        if meaning.on in ("compute", "copy") and letters.setdefault(letter, kind) is not kind:
-            wrong.append(f"{kind.name} has the letter {letter} of {letters[letter].name}")
-    for kind, use in does:
-        if use.value not in VALUES:
-            wrong.append(f"{kind.name} uses {use.value!r}, which is no value")
-            continue
-        value, microbatch = VALUES[use.value], meanings[kind].per == "microbatch"
-        if {use.beside, use.without} - tokens - {""}:
-            wrong.append(f"{kind.name} depends on a kind that there is not")
-        if (value.per == "version") is not bool(use.version):
-            wrong.append(f"{kind.name} must say which version of {use.value} it uses")
-        if value.per == "microbatch" and not microbatch:
-            wrong.append(f"{kind.name} is for a whole stage, but uses the {use.value} of one pair")
+        if on in ("compute", "copy") and letters.setdefault(letter, kind) is not kind:
+            yield f"{name} has the letter {letter} of {letters[letter].name}"
+        for use in meaning.uses:
+            if use.value not in VALUES:
+                yield f"{name} uses {use.value!r}, which is no value"
+                continue
+            per = VALUES[use.value].per
+            if {use.beside, use.without} - {"", *map(str, kinds)}:
+                yield f"{name} depends on a kind that there is not"
+            if (per == "version") is not bool(use.version):
+                yield f"{name} must say which version of {use.value} it uses"
+            if per == "microbatch" and whole_stage:
+                yield f"{name} is for a whole stage, but uses the {use.value} of one pair"
     for name, value in VALUES.items():
-        done = {use.does for _, use in does if use.value == name}
+        done = {use.does for kind in kinds for use in kind.meaning.uses if use.value == name}
         if not value.word:
-            wrong.append(f"the value {name!r} has no word")
+            yield f"the value {name!r} has no word"
         if "make" not in done:
-            wrong.append(f"no kind makes the value {name!r}")
+            yield f"no kind makes the value {name!r}"
         if value.ended != "never" and "end" not in done:
-            wrong.append(f"no kind ends the value {name!r}, which must be ended")
+            yield f"no kind ends the value {name!r}, which must be ended"
         if value.size not in get_args(Size):
-            wrong.append(f"the value {name!r} has the size {value.size!r}, which there is not")
+            yield f"the value {name!r} has the size {value.size!r}, which there is not"
         if value.link and value.link[0] not in VALUES:
-            wrong.append(f"the value {name!r} is linked to {value.link[0]!r}, which is no value")
-    return wrong
+            yield f"the value {name!r} is linked to {value.link[0]!r}, which is no value"
 
 
-if _WRONG := incomplete(Kind):
-    raise ImportError(f"the tables of schedir.ir.kinds are incomplete: {'; '.join(_WRONG)}")
+if _WRONG := "; ".join(incomplete([*Kind])):
+    raise ImportError(f"the tables of schedir.ir.kinds are incomplete: {_WRONG}")

@@ -46,6 +46,29 @@ class Sources:
     line_of: Ints
 
 
+class Placed:
+    """What has a placement of stages."""
+
+    placement: Placement
+
+    @property
+    def stages(self) -> int:
+        """The number of stages, over all ranks."""
+        return len(self.placement)
+
+    @cached_property
+    def _stages_by_rank(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for stage, held in enumerate(self.placement):
+            for rank in held:
+                found.setdefault(rank, []).append(stage)
+        return found
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` holds, ascending: its model chunks."""
+        return tuple(self._stages_by_rank.get(rank, ()))
+
+
 def _ranks_of_stages(placement: Iterable[int | Iterable[int]]) -> Placement:
     # A tuple of one rank is shared by all stages there: a file may place millions of them.
     alone: dict[int, tuple[int, ...]] = {}
@@ -76,7 +99,7 @@ def _parsed(rank: int, entries: str | Iterable[str | Entry]) -> Iterator[Entry]:
 
 # Not slotted, so that derived values can be cached beside the fields.
 @attrs.frozen(slots=False, repr=False)
-class Schedule(Displayed):
+class Schedule(Displayed, Placed):
     """One list of typed actions per rank: what is printed, checked, simulated and executed.
 
     `placement[stage]` names the ranks that hold the stage; a bare int stands for one rank.
@@ -189,23 +212,10 @@ class Schedule(Displayed):
         """The number of ranks."""
         return self.columns.ranks
 
-    @property
-    def stages(self) -> int:
-        """The number of stages, over all ranks."""
-        return len(self.placement)
-
     @cached_property
     def holdings(self) -> tuple[tuple[int, int], ...]:
         """Every (stage, rank) such that the rank holds the stage, ascending."""
         return tuple((stage, rank) for stage, held in enumerate(self.placement) for rank in held)
-
-    @cached_property
-    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
-        return stages_by_rank(self.placement)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` holds, ascending."""
-        return self._stages_by_rank.get(rank, ())
 
     def source_of(self, rank: int, index: int) -> Source | None:
         """The line of Python that yielded `actions[rank][index]`, None if it is not known."""
@@ -267,15 +277,6 @@ def sched_text(schedule: Schedule) -> str:
 def placement_text(placement: Iterable[Iterable[int]]) -> str:
     """The ranks of each stage, as the text form has them: `0 1,3 2`."""
     return " ".join(",".join(map(str, held)) for held in placement)
-
-
-def stages_by_rank(placement: Placement) -> dict[int, tuple[int, ...]]:
-    """The stages of each rank that holds any, ascending."""
-    found: dict[int, list[int]] = {}
-    for stage, held in enumerate(placement):
-        for rank in held:
-            found.setdefault(rank, []).append(stage)
-    return {rank: tuple(stages) for rank, stages in found.items()}
 
 
 def starts_of(ranks: Ints, number: int) -> Ints:

@@ -20,15 +20,15 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, islice
 
-from schedir.errors import ParseError
 from schedir.ir.action import Entry
 from schedir.ir.schedule import FORMAT_VERSION, Schedule, expect_schedule, sched_text
-from schedir.ir.tokens import NUMBER, Reader, TokenError, clip, parse_action, parse_entry, parts_of
+from schedir.ir.tokens import NUMBER, Reader, clip, parse_action, parse_entry, parse_parts
 
 # A word or a comment. A lone CR is a word, and none that is allowed anywhere.
 _PIECE = re.compile(r"#[^\n]*|[^ \t\r\n#]+|\r(?!\n|\Z)")
 _NEXT_STATEMENT = re.compile(r"\n(?=[^ \t\r\n#])")
 _RANK_LINE = re.compile(rf"rank[ \t]+({NUMBER})[ \t]*:")
+_HEADERS = ("schedir", "name", "microbatches", "placement")
 _MOST_SHARED = 1000
 
 
@@ -70,32 +70,25 @@ def loads(text: str | bytes, file: str = "<string>") -> Schedule:
 class _Parser(Reader):
     def __init__(self, text: str | bytes, file: str) -> None:
         super().__init__(text, file)
-        self.headers: dict[str, int] = {}
+        self.starts: dict[str, int] = {}  # where the line of each header and rank starts
         self.name = ""
         self.microbatches = 0
         self.placement: list[tuple[int, ...]] = []
         self.ranks: dict[int, tuple[Entry, ...]] = {}
 
     def parse(self) -> Schedule:
-        for start, end in self._statements():
-            match = _RANK_LINE.match(self.text, start, end)
-            if match:
-                self._rank(match, end)
-            else:
-                self._header(start, end)
-        for key in ("schedir", "name", "microbatches", "placement"):
-            if key not in self.headers:
-                raise self.error(f"the file ends without a '{key}' line", len(self.text))
-        count = len(self.ranks)
-        if not count:
-            raise self.error("the file ends without a 'rank 0:' line", len(self.text))
-        if max(self.ranks) >= count:
-            missing = next(rank for rank in range(count) if rank not in self.ranks)
-            beyond = min(rank for rank in self.ranks if rank >= count)
-            raise self.error(f"rank {missing} has no line", self._start_of(beyond))
+        start, last = 0, len(self.text)
+        for match in _NEXT_STATEMENT.finditer(self.text):
+            self._statement(start, match.end())
+            start = match.end()
+        self._statement(start, last)
+        count = max(1, len(self.ranks))
+        for key in chain(_HEADERS, map("rank {}:".format, range(count))):
+            if key not in self.starts:
+                raise self.error(f"the file ends without a '{key}' line", last)
         for stage, held in enumerate(self.placement):
             if held[-1] >= count:
-                words = self._words(self.headers["placement"], len(self.text))
+                words = self._words(self.starts["placement"], last)
                 raise self.error(
                     f"placement names rank {held[-1]}, but there are {count} rank lines",
                     next(islice(words, stage + 1, None)).start(),
@@ -103,20 +96,13 @@ class _Parser(Reader):
         actions = tuple(self.ranks[rank] for rank in range(count))
         return Schedule(self.name, self.microbatches, tuple(self.placement), actions)
 
-    def _statements(self) -> Iterator[tuple[int, int]]:
-        """Where each line starts, and where the lines that continue it end."""
-        start = 0
-        for match in _NEXT_STATEMENT.finditer(self.text):
-            yield start, match.end()
-            start = match.end()
-        yield start, len(self.text)
-
     def _words(self, start: int, end: int) -> Iterator[re.Match[str]]:
         for match in _PIECE.finditer(self.text, start, end):
             if self.text[match.start()] != "#":
                 yield match
 
-    def _header(self, start: int, end: int) -> None:
+    def _statement(self, start: int, end: int) -> None:
+        """Read a line, with the lines that continue it."""
         words = self._words(start, end)
         first = next(words, None)
         if first is None:  # blank lines and comments at the top of the file
@@ -124,24 +110,31 @@ class _Parser(Reader):
         if first.start() > start:
             place = self.text.rfind("\n", 0, first.start()) + 1
             raise self.error("a continuation line with no line above to continue", place)
-        key = first[0]
-        if not self.headers and key != "schedir":
-            raise self._no_version(key, start)
-        if key in self.headers:
-            line = self.line(self.headers[key])
-            raise self.error(f"a second '{key}' line; the first is line {line}", start)
-        if key not in ("schedir", "name", "microbatches", "placement"):
+        key, rank = first[0], _RANK_LINE.match(self.text, start, end)
+        if not self.starts and key != "schedir":
             raise self.error(
-                f"unknown header {clip(key)}; known: schedir, name, microbatches, placement, "
-                "and 'rank N:' lines",
+                f"the first line must be 'schedir {FORMAT_VERSION}', not {clip(key)}", start
+            )
+        if rank:
+            key = f"rank {rank[1]}:"
+        elif key not in _HEADERS:
+            raise self.error(
+                f"unknown header {clip(key)}; known: {', '.join(_HEADERS)}, and 'rank N:' lines",
                 start,
             )
-        self.headers[key] = start
+        if key in self.starts:
+            line = self.line(self.starts[key])
+            raise self.error(f"a second '{key}' line; the first is line {line}", start)
+        self.starts[key] = start
+        if rank:
+            self.ranks[int(rank[1])] = tuple(self._entries(rank.end(), end))
+            return
         value = next(words, None)
         if value is None:
             raise self.error(f"'{key}' needs a value", first.end())
+        offset = value.start()
         if key == "name":
-            self._name(start, value.start(), end)
+            self._name(first.end(), offset, end)
         elif key == "placement":
             # Shared, as a tuple for each of millions of stages takes far more memory than its word.
             held = lru_cache(_MOST_SHARED)(_ranks_of)
@@ -150,7 +143,7 @@ class _Parser(Reader):
         else:
             for extra in words:
                 raise self.error(f"'{key}' takes one value", extra.start())
-            number, offset = self.read(_number, value[0], value.start()), value.start()
+            number = self.read(_number, value[0], offset)
             if key == "microbatches":
                 self.microbatches = number
                 if number < 1:
@@ -159,28 +152,15 @@ class _Parser(Reader):
                 known = f"this is schedir's format {FORMAT_VERSION}"
                 raise self.error(f"format {number} is unknown; {known}", offset)
 
-    def _name(self, line: int, start: int, end: int) -> None:
-        stop = self.text.find("\n", line, end)
-        if stop < 0:
-            stop = end
-        for more in self._words(stop, end):
-            raise self.error("a name stands on one line", more.start())
+    def _name(self, after: int, start: int, end: int) -> None:
         # Inner runs of blanks belong to the name.
-        self.name = self.text[start:stop].partition("#")[0].rstrip(" \t\r")
-        if not self.name.isprintable():
-            offset, wrong = next((i, c) for i, c in enumerate(self.name) if not c.isprintable())
-            raise self.error(f"{wrong!r} can't stand in a name", start + offset)
-
-    def _rank(self, match: re.Match[str], end: int) -> None:
-        rank = int(match[1])
-        if "schedir" not in self.headers:
-            raise self._no_version("rank", match.start())
-        if rank in self.ranks:
-            line = self.line(self._start_of(rank))
-            raise self.error(
-                f"a second line for rank {rank}; the first is line {line}", match.start()
-            )
-        self.ranks[rank] = tuple(self._entries(match.end(), end))
+        line = self.text[after:end].partition("\n")[0].partition("#")[0]
+        for more in self._words(after + len(line), end):
+            raise self.error("a name stands on one line", more.start())
+        self.name = line.strip(" \t\r")
+        for offset, wrong in enumerate(self.name, start):
+            if not wrong.isprintable():
+                raise self.error(f"{wrong!r} can't stand in a name", offset)
 
     def _entries(self, start: int, end: int) -> Iterator[Entry]:
         word = None
@@ -190,16 +170,6 @@ class _Parser(Reader):
                 yield parse_entry(token) if token[0] == "(" else parse_action(token)
         except ValueError as error:
             raise self.fault(error, word.start() if word else start) from None
-
-    def _start_of(self, rank: int) -> int:
-        """Where the line of a rank starts."""
-        lines = (_RANK_LINE.match(self.text, *statement) for statement in self._statements())
-        return next(line.start() for line in lines if line and int(line[1]) == rank)
-
-    def _no_version(self, word: str, offset: int) -> ParseError:
-        return self.error(
-            f"the first line must be 'schedir {FORMAT_VERSION}', not {clip(word)}", offset
-        )
 
 
 def _number(word: str) -> int:
@@ -212,12 +182,12 @@ def _number(word: str) -> int:
 def _ranks_of(word: str) -> tuple[int, ...]:
     """The ranks that a word of the placement names, ascending. Raises TokenError."""
     held: set[int] = set()
-    for part, offset in parts_of(word, ",", 0):
-        try:
-            rank = _number(part)
-        except ValueError as error:
-            raise TokenError(str(error), offset) from None
-        if rank in held:
-            raise TokenError(f"rank {rank} is named twice", offset)
-        held.add(rank)
-    return tuple(sorted(held))
+
+    def rank(part: str) -> int:
+        number = _number(part)
+        if number in held:
+            raise ValueError(f"rank {number} is named twice")
+        held.add(number)
+        return number
+
+    return tuple(sorted(parse_parts(word, ",", rank)))

@@ -73,15 +73,29 @@ def parse_entry(token: str) -> Entry:
         raise TokenError("entries of several actions can't be nested", nested.end())
     if token[end + 1 :]:
         raise TokenError(f"{clip(token[end + 1 :])} can't follow the ')' of an entry", end + 1)
-    actions: list[Action] = []
-    for part, offset in parts_of(token[1:end], ";", 1):
-        if not part:
-            raise TokenError("an empty part; actions that run together read (0F4;7B3)", offset)
+    return Together(parse_parts(token[1:end], ";", parse_action, 1))
+
+
+def parse_parts(
+    text: str, separator: str, parse: Callable[[str], T], offset: int = 0
+) -> Iterator[T]:
+    """What `parse` makes of each part of `text`, which stands at `offset` in its token.
+
+    Raises TokenError for an empty part, and for what `parse` raises.
+    """
+    start = 0
+    while start <= len(text):
+        stop = text.find(separator, start)
+        part = text[start : stop if stop >= 0 else len(text)]
+        token = part.strip(" \t")
+        place = offset + start
+        if not token:
+            raise TokenError(f"an empty part; parts stand between '{separator}'", place)
         try:
-            actions.append(parse_action(part))
+            yield parse(token)
         except ValueError as error:
-            raise TokenError(str(error), offset) from None
-    return Together(actions)
+            raise TokenError(str(error), place + part.index(token[0])) from None
+        start += len(part) + 1
 
 
 def decode(text: str | bytes, file: str) -> str:
@@ -146,18 +160,6 @@ class Reader:
             return parse(token)
         except ValueError as error:
             raise self.fault(error, offset) from None
-
-
-def parts_of(text: str, separator: str, offset: int) -> Iterator[tuple[str, int]]:
-    """Like `text.split`, but yields one part at a time, with its place; `offset` is the text's
-    place."""
-    start = 0
-    while start <= len(text):
-        stop = text.find(separator, start)
-        if stop < 0:
-            stop = len(text)
-        yield text[start:stop], offset + start
-        start = stop + 1
 
 
 def printable(text: str) -> str:

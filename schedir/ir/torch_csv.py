@@ -20,43 +20,41 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby, islice
 from pathlib import PurePath
 
 import attrs
 import numpy as np
 
-from schedir.ir.action import MAX_NUMBER, Action, Entry, Together
+from schedir.ir.action import MAX_NUMBER, Action, Entry, Together, flat
 from schedir.ir.columns import Columns, columns_of
-from schedir.ir.kinds import COMMUNICATION, COMPUTE, STAGE_WIDE, Kind
+from schedir.ir.kinds import COMMUNICATION, COMPUTE, GATHERS, RELEASES, STAGE_WIDE, Kind
 from schedir.ir.schedule import Schedule
-from schedir.ir.tokens import NUMBER, Reader, clip, parts_of
+from schedir.ir.tokens import NUMBER, Reader, clip, parse_parts
 
 logger = logging.getLogger("schedir")
 
-_TO_TORCH = {
-    Kind.FORWARD: "F",
-    Kind.BACKWARD: "B",
-    Kind.BACKWARD_INPUT: "I",
-    Kind.BACKWARD_WEIGHT: "W",
+_TO_TORCH = {Kind(token): token for token in ("F", "B", "I", "W")} | {
     Kind.SEND_ACT: "SEND_F",
     Kind.RECV_ACT: "RECV_F",
     Kind.SEND_GRAD: "SEND_B",
     Kind.RECV_GRAD: "RECV_B",
     Kind.REDUCE_GRAD: "REDUCE_GRAD",
+    Kind.UNSHARD: "UNSHARD",
+    Kind.RESHARD: "RESHARD",
 }
 _FROM_TORCH = {token: kind for kind, token in _TO_TORCH.items()}
-_GATHERING = {Kind.UNSHARD: "UNSHARD", Kind.RESHARD: "RESHARD"}
+_GATHERING = GATHERS | RELEASES
 _OLD_BACKWARD = (
     "older torch wrote B for the gradient of the input alone, which is I now, and BW for the full "
     "backward, which is B now: write them so"
 )
 
+_ROW = re.compile(r"(?!\Z)(.*)(?:\n|\Z)")
+_CELL = re.compile(r"[^, \t][^,]*")
 _TOKEN = re.compile(rf"({NUMBER})([A-Z][A-Z_]*)({NUMBER})?")
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _OLD_BATCH = re.compile(rf"{NUMBER}(SEND_[FB]){NUMBER}_{NUMBER}(RECV_[FB]){NUMBER}")
-_CELL = re.compile(r"[^, \t][^,]*")
-_BLANKS = " \t"
 _MOST_NAMED = 8  # in a warning
 
 
@@ -67,44 +65,32 @@ def dumps_torch_csv(schedule: Schedule, compute_only: bool = False) -> tuple[str
     adds communication.
     """
     dropped: Counter[str] = Counter()
-    words = {
-        kind: token
-        for kind, token in (_TO_TORCH | _GATHERING).items()
-        if kind in COMPUTE or not compute_only
-    }
-    rows = (
-        ",".join(cell for entry in entries for cell in _cells(entry, words, dropped))
-        for entries in schedule.actions
-    )
+
+    def cells(entry: Entry) -> list[str]:
+        """The cells of an entry; `dropped` counts what they can't hold."""
+        actions, found = [*flat([entry])], []
+        for action in actions:
+            token = _TO_TORCH.get(action.kind)
+            if token is None:
+                dropped[f"{action} is left out: torch has no {action.kind}"] += 1
+            elif compute_only and action.kind not in COMPUTE:
+                dropped[f"{action} is left out: torch lists its own"] += 1
+            else:
+                if action.version is not None:
+                    dropped[f"{action} loses its weight version: torch has none"] += 1
+                microbatch = "" if action.microbatch is None else action.microbatch
+                found.append(f"{action.stage}{token}{microbatch}")
+        if len(actions) == 1:
+            return found
+        if actions[0].kind in COMMUNICATION:
+            dropped[f"{entry} is taken apart: torch has no batch of sends and receives"] += 1
+            return found
+        return [f"({';'.join(found)})OVERLAP_F_B"]
+
+    rows = (",".join(chain.from_iterable(map(cells, own))) for own in schedule.actions)
     text = "\n".join(rows) + "\n"
     lost = [what if count == 1 else f"{what} ({count} times)" for what, count in dropped.items()]
     return text, lost
-
-
-def _cells(entry: Entry, words: dict[Kind, str], dropped: Counter[str]) -> list[str]:
-    """The cells of an entry, in torch's `words`; `dropped` counts what they can't hold."""
-    actions = entry.actions if isinstance(entry, Together) else (entry,)
-    cells = []
-    for action in actions:
-        token = words.get(action.kind)
-        if token is None:
-            has = (
-                f"torch has no {action.kind}"
-                if action.kind not in _TO_TORCH | _GATHERING
-                else "torch lists its own"
-            )
-            dropped[f"{action} is left out: {has}"] += 1
-            continue
-        if action.version is not None:
-            dropped[f"{action} loses its weight version: torch has none"] += 1
-        microbatch = "" if action.microbatch is None else action.microbatch
-        cells.append(f"{action.stage}{token}{microbatch}")
-    if len(actions) == 1:
-        return cells
-    if actions[0].kind in COMMUNICATION:
-        dropped[f"{entry} is taken apart: torch has no batch of sends and receives"] += 1
-        return cells
-    return [f"({';'.join(cells)})OVERLAP_F_B"]
 
 
 def loads_torch_csv(text: str | bytes, file: str = "<string>") -> Schedule:
@@ -112,120 +98,92 @@ def loads_torch_csv(text: str | bytes, file: str = "<string>") -> Schedule:
 
     A stage lives on the ranks that run its FORWARD. Raises ParseError with line and column.
     """
-    return _Reader(text, file).schedule()
+    reader = Reader(text, file)
+    left_out: Counter[str] = Counter()  # how many, by kind
+    names: dict[str, None] = {}
 
-
-class _Reader(Reader):
-    def __init__(self, text: str | bytes, file: str) -> None:
-        super().__init__(text, file)
-        self.left_out: Counter[str] = Counter()  # how many, by kind
-        self.left_out_names: dict[str, None] = {}
-
-    def schedule(self) -> Schedule:
-        nothing = "the file holds no action of any microbatch"
-        if not re.search(r"[^, \t\r\n]", self.text):
-            raise self.error(nothing, 0)
-        # Of millions of lines most are empty, in a file that is none of torch's: these cost least.
-        columns = columns_of(self._row(*row) if row[0] < row[1] else () for row in self._rows())
-        if self.left_out:
-            self._warn()
-        microbatches = 1 + int(columns.microbatch.max(initial=-1))
-        if microbatches == 0:
-            raise self.error(nothing, 0)
-        self._refuse_old(columns)
-        stem = PurePath(self.file).stem
-        name = re.sub(r"[^\w .-]", "-", stem, flags=re.ASCII).strip(" -") or "torch-csv"
-        return Schedule(name, microbatches, self._placement(columns), columns)
-
-    def _rows(self) -> Iterator[tuple[int, int]]:
-        """Where each row starts and ends."""
-        start = 0
-        last = len(self.text.rstrip(" \t\r"))
-        while start < last:
-            end = self.text.find("\n", start)
-            if end < 0:
-                end = last
-            yield start, end - self.text.endswith("\r", start, end)
-            start = end + 1
-
-    def _row(self, start: int, end: int) -> Iterator[Entry]:
-        for match in _CELL.finditer(self.text, start, end):
-            cell = match[0].rstrip(_BLANKS)
-            read = self._pair if cell.startswith("(") else self._action
-            entry = read(cell, match.start())
+    def entries(row: re.Match[str]) -> Iterator[Entry]:
+        start, end = row.span(1)
+        end -= reader.text.endswith("\r", start, end)
+        for match in _CELL.finditer(reader.text, start, end):
+            cell = match[0].rstrip(" \t")
+            entry = reader.read(_entry, cell, match.start())
             if entry is not None:
                 yield entry
+            else:
+                left_out[cell.strip("0123456789")] += 1
+                if len(names) <= _MOST_NAMED:
+                    names[cell] = None
 
-    def _pair(self, cell: str, offset: int) -> Together:
-        """An overlapped pair."""
-        match = _OVERLAP.fullmatch(cell)
-        if match is None:
-            raise self.error(
-                f"{clip(cell)} is not a composite action; one reads (0F1;7B0)OVERLAP_F_B", offset
-            )
-        parts: list[Action] = []
-        for part, place in parts_of(match[1], ";", offset + 1):
-            token = part.strip(_BLANKS)
-            if not token:
-                raise self.error("an empty part in a composite action", place)
-            at = place + part.index(token[0])
-            action = self._action(token, at)
-            if action is None or action.kind in COMMUNICATION:
-                raise self.error(f"{clip(token)} can't be a part of an overlapped pair", at)
-            parts.append(action)
-            if len(parts) > 2:
-                break
-        try:
-            return Together(tuple(parts))
-        except ValueError as error:
-            raise self.error(f"{clip(cell)}: {error}", offset) from None
-
-    def _action(self, token: str, offset: int) -> Action | None:
-        """The action of a token; None if it gathers weights."""
-        action = self.read(_action, token, offset)
-        if action is None:
-            self.left_out[token.strip("0123456789")] += 1
-            if len(self.left_out_names) <= _MOST_NAMED:
-                self.left_out_names[token] = None
-        return action
-
-    def _warn(self) -> None:
-        names = list(self.left_out_names)
-        more = " and others" if len(names) > _MOST_NAMED else ""
+    columns = columns_of(
+        map(entries, _ROW.finditer(reader.text, 0, len(reader.text.rstrip(" \t\r"))))
+    )
+    if left_out:
         logger.warning(
             "%s: left out what schedir.shard lists anew: %s (%s%s)",
-            self.file,
-            ", ".join(f"{number} {kind}" for kind, number in self.left_out.items()),
-            " ".join(names[:_MOST_NAMED]),
-            more,
+            file,
+            ", ".join(f"{number} {kind}" for kind, number in left_out.items()),
+            " ".join([*names][:_MOST_NAMED]),
+            " and others" if len(names) > _MOST_NAMED else "",
+        )
+    microbatches = 1 + int(columns.microbatch.max(initial=-1))
+    if microbatches == 0:
+        raise reader.error("the file holds no action of any microbatch", 0)
+    _refuse_old(reader, columns)
+    stem = PurePath(file).stem
+    name = re.sub(r"[^\w .-]", "-", stem, flags=re.ASCII).strip(" -") or "torch-csv"
+    return Schedule(name, microbatches, _placement(reader, columns), columns)
+
+
+def _refuse_old(reader: Reader, columns: Columns) -> None:
+    """Raise ParseError if a B stands for the gradient of the input, as in older torch."""
+    backwards, weights = columns.where(Kind.BACKWARD), columns.where(Kind.BACKWARD_WEIGHT)
+    old = backwards[columns.alike(backwards, weights)]
+    if len(old) and not columns.is_kind(Kind.BACKWARD_INPUT).any():
+        action = columns.action(old[0])
+        found = re.search(rf"(?<![0-9]){action}(?![0-9])", reader.text)
+        weight = attrs.evolve(action, kind=Kind.BACKWARD_WEIGHT)
+        raise reader.error(
+            f"'{action}' is not a full backward, because there is '{weight}': {_OLD_BACKWARD}",
+            found.start() if found else 0,
         )
 
-    def _refuse_old(self, columns: Columns) -> None:
-        """Raise ParseError if a B stands for the gradient of the input, as in older torch."""
-        backwards, weights = columns.where(Kind.BACKWARD), columns.where(Kind.BACKWARD_WEIGHT)
-        old = backwards[columns.alike(backwards, weights)]
-        if len(old) and not columns.is_kind(Kind.BACKWARD_INPUT).any():
-            action = columns.action(old[0])
-            found = re.search(rf"(?<![0-9]){action}(?![0-9])", self.text)
-            weight = attrs.evolve(action, kind=Kind.BACKWARD_WEIGHT)
-            raise self.error(
-                f"'{action}' is not a full backward, because there is '{weight}': {_OLD_BACKWARD}",
-                found.start() if found else 0,
-            )
 
-    def _placement(self, columns: Columns) -> Iterator[tuple[int, ...]]:
-        """The ranks that run each stage's FORWARD; without a FORWARD, the ranks that name the
-        stage."""
-        stages, runs = np.unique(columns.stage), columns.is_kind(Kind.FORWARD)
-        missing = np.flatnonzero(stages != np.arange(len(stages)))
-        if len(missing):
-            raise self.error(
-                f"stage {missing[0]} is on no rank, though stage {stages[-1]} is on one", 0
-            )
-        runs |= ~np.isin(columns.stage, columns.stage[runs])
-        held = np.unique(columns.stage[runs] * columns.ranks + columns.rank[runs]).tolist()
-        for _, of_stage in groupby(held, lambda each: each // columns.ranks):
-            yield tuple(each % columns.ranks for each in of_stage)
+def _placement(reader: Reader, columns: Columns) -> Iterator[tuple[int, ...]]:
+    """The ranks that run each stage's FORWARD; without a FORWARD, the ranks that name the
+    stage."""
+    stages, runs = np.unique(columns.stage), columns.is_kind(Kind.FORWARD)
+    missing = np.flatnonzero(stages != np.arange(len(stages)))
+    if len(missing):
+        raise reader.error(
+            f"stage {missing[0]} is on no rank, though stage {stages[-1]} is on one", 0
+        )
+    runs |= ~np.isin(columns.stage, columns.stage[runs])
+    held = np.unique(columns.stage[runs] * columns.ranks + columns.rank[runs]).tolist()
+    for _, of_stage in groupby(held, lambda each: each // columns.ranks):
+        yield tuple(each % columns.ranks for each in of_stage)
+
+
+def _entry(cell: str) -> Entry | None:
+    """The entry of a cell; None if it gathers weights.
+
+    Raises ValueError, a TokenError if the fault is not at the cell's beginning.
+    """
+    if not cell.startswith("("):
+        return _action(cell)
+    match = _OVERLAP.fullmatch(cell)
+    if match is None:
+        raise ValueError(f"{clip(cell)} is not a composite action; one reads (0F1;7B0)OVERLAP_F_B")
+    # No more than tell that there are too many.
+    return Together(islice(parse_parts(match[1], ";", _part, 1), 3))
+
+
+def _part(token: str) -> Action:
+    """The part of an overlapped pair that a token names. Raises ValueError."""
+    action = _action(token)
+    if action is None or action.kind not in COMPUTE:
+        raise ValueError(f"{clip(token)} can't be a part of an overlapped pair")
+    return action
 
 
 @lru_cache(maxsize=1 << 16)
@@ -237,14 +195,13 @@ def _action(token: str) -> Action | None:
     if match is None:
         raise ValueError(f"{clip(token)} is not an action of torch's CSV, such as 2F0 or 3SEND_F1")
     stage, name, microbatch = match.groups()
-    if name in _GATHERING.values():
-        return None
     kind = _FROM_TORCH.get(name)
     if name == "BW":
         raise ValueError(f"{clip(token)}: {_OLD_BACKWARD}")
     if kind is None:
-        known = " ".join([*_FROM_TORCH, *_GATHERING.values()])
-        raise ValueError(f"unknown action {clip(name)}; known: {known}")
+        raise ValueError(f"unknown action {clip(name)}; known: {' '.join(_FROM_TORCH)}")
+    if kind in _GATHERING:
+        return None
     if (microbatch is None) != (kind in STAGE_WIDE):
         need = "names no microbatch" if kind in STAGE_WIDE else "needs a microbatch"
         raise ValueError(f"{clip(token)}: {name} {need}")

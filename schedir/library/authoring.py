@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from math import gcd
 from typing import Any, TypeAlias
 
 import attrs
 
 from schedir.errors import LoadError
-from schedir.ir import Entry, Placement, stages_by_rank
+from schedir.ir import Entry, Placed, Placement
 
 Parameter: TypeAlias = str | int | bool | None
 
@@ -22,7 +22,7 @@ GeneratorFunction: TypeAlias = Callable[..., Iterable[Entry]]
 
 # Not slotted, so that what is derived can be cached beside the fields.
 @attrs.frozen(slots=False)
-class Pipeline:
+class Pipeline(Placed):
     """The shape that a generator fills: `ranks` × `chunks` stages and `microbatches`.
 
     `placement[stage]` names the ranks that hold the stage.
@@ -38,19 +38,6 @@ class Pipeline:
     microbatches: int
     chunks: int
     placement: Placement
-
-    @property
-    def stages(self) -> int:
-        """The number of stages, over all ranks."""
-        return len(self.placement)
-
-    @cached_property
-    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
-        return stages_by_rank(self.placement)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` holds, ascending: its model chunks."""
-        return self._stages_by_rank.get(rank, ())
 
 
 # Stages by rank, 2 chunks on 4 ranks (mirrored: one stage for each rank):

@@ -81,27 +81,37 @@ def load(
     **parameters: Parameter,
 ) -> Schedule:
     """Like `build`, but the actions as written, neither checked nor completed."""
-    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+    shape = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+    for what, number in shape.items():
         if number is not None and (type(number) is not int or number < 1):
             raise LoadError(f"{what} must be an int >= 1, not {number!r}")
     if isinstance(costs, (str, int)):
         raise LoadError(f"costs must be a CostModel, or a function to one, not {costs!r}")
     if isinstance(target, (str, Path)) and is_list(target):
-        own = [*parameters, *(["chunks"] if chunks is not None else [])]
-        return _load_list(Path(target), ranks, microbatches, own)
+        found, name = read_list(Path(target)), name_of(target)
+        taken = [*parameters, *(["chunks"] if chunks is not None else [])]
+        if taken:
+            raise LoadError(
+                f"{name} is a list of actions and takes no parameters: {', '.join(taken)}"
+            )
+        for what in ("ranks", "microbatches"):
+            has = getattr(found, what)
+            if shape[what] not in (None, has):
+                raise LoadError(f"{name} has {has} {what}, not {shape[what]}; leave {what} out")
+        return found
     generator = generator_of(target)
     ranks = ranks or getattr(costs, "ranks", None) or DEFAULT_RANKS
     microbatches = DEFAULT_MICROBATCHES if microbatches is None else microbatches
     chunks = generator.chunks if chunks is None else chunks
     expect_fewer(ranks, chunks, microbatches)
     found = generate(generator, ranks, microbatches, chunks, parameters, costs)
-    shape = {"ranks": ranks, "chunks": chunks, "costs": costs, **parameters}
-    return attrs.evolve(found, rebuild=partial(_again, generator, shape))
+    others = {"ranks": ranks, "chunks": chunks, "costs": costs, **parameters}
+    return attrs.evolve(found, rebuild=partial(_again, generator, others))
 
 
-def _again(generator: Generator, shape: dict[str, Any], microbatches: int) -> Schedule:
+def _again(generator: Generator, others: dict[str, Any], microbatches: int) -> Schedule:
     """The same schedule for another number of microbatches, as written."""
-    return load(generator, microbatches=microbatches, **shape)
+    return load(generator, microbatches=microbatches, **others)
 
 
 def expect_fewer(ranks: int, chunks: int, microbatches: int) -> None:
@@ -111,21 +121,3 @@ def expect_fewer(ranks: int, chunks: int, microbatches: int) -> None:
             f"{ranks} ranks, {chunks} chunks on each and {microbatches} microbatches are too many: "
             f"their product may be at most {_MOST_PAIRS}"
         )
-
-
-def _load_list(
-    path: Path, ranks: int | None, microbatches: int | None, parameters: list[str]
-) -> Schedule:
-    """The schedule in a file, which already has a shape and takes no `parameters`."""
-    found, name = read_list(path), name_of(path)
-    if parameters:
-        raise LoadError(
-            f"{name} is a list of actions and takes no parameters: {', '.join(parameters)}"
-        )
-    for what, asked, has in (
-        ("ranks", ranks, found.ranks),
-        ("microbatches", microbatches, found.microbatches),
-    ):
-        if asked is not None and asked != has:
-            raise LoadError(f"{name} has {has} {what}, not {asked}; leave {what} out")
-    return found
