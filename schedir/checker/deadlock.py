@@ -9,7 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from schedir.checker.diagnostics import Change, Excerpt, Faults, Finding, Side, in_short
-from schedir.checker.repairs import Slide, in_turn, reorder, slide
+from schedir.checker.repairs import Slide, between, in_turn, reorder, slide
 from schedir.checker.rules import MEETS, WAIT_CYCLE
 from schedir.graph.compile import graph_of
 from schedir.graph.cycles import Wait, shortest_cycle
@@ -117,7 +117,8 @@ def _shortest(
             inserted=given is not None,
             excerpts=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
         ),
-        (None, _breaking(schedule, given or schedule, cycle, bool(ties))),
+        extent=1,
+        changes=(None, _breaking(schedule, given or schedule, cycle, bool(ties))),
     )
 
 
@@ -165,8 +166,8 @@ def _breaking(
     # A receive can always be posted earlier as far as data goes, so those are tried first.
     passages.sort(key=lambda passage: not receives[passage[0]])
     earlier_moves, later_moves = [], []
-    for later, *between, earlier in passages:
-        inner = between if tied else []
+    for later, *inner, earlier in passages:
+        inner = inner if tied else []
         earlier_moves += [(place, min(kept[earlier], kept[place] - 1)) for place in (later, *inner)]
         last = kept[later] - inserted[later]
         later_moves += [(place, max(last, kept[place] + 1)) for place in (earlier, *inner)]
@@ -207,23 +208,18 @@ def _passages(cycle: list[Wait]) -> list[list[int]]:
     return passages
 
 
-def _window(schedule: Schedule, place: int) -> tuple[int | None, int | None]:
+def _window(schedule: Schedule, place: int) -> tuple[int, int]:
     """The places between which a send or receive can move: on the right side of its compute, and in
-    the order of its channel."""
-    transfers = graph_of(schedule).transfers
-    sends = bool(schedule.columns.is_kind(*SENDS)[place])
+    the order of its channel; -1 for no limit."""
+    transfers, sends = graph_of(schedule).transfers, schedule.columns.is_kind(*SENDS)[place]
     own = transfers.send if sends else transfers.receive
-    (number,) = np.flatnonzero(own == place).tolist() or (None,)
-    if number is None:
-        return None, None
-    # In its channel both ends stand in the same order.
-    beside = own[transfers.beside(number)].tolist()
-    at = beside.index(place)
-    first = beside[at - 1] + 1 if at else -1
-    last = beside[at + 1] - 1 if at + 1 < len(beside) else len(schedule.columns)
-    if sends:
-        return max(first, int(transfers.maker[number]) + 1), last
-    return first, min(last, int(transfers.user[number]) - 1)
+    for number in np.flatnonzero(own == place).tolist():
+        # In its channel both ends stand in the same order.
+        before, after = between(transfers, number, own, own)
+        if sends:
+            return max(before, int(transfers.maker[number])), after
+        return before, min(p for p in (after, int(transfers.user[number])) if p >= 0)
+    return -1, -1
 
 
 def _excerpts(schedule: Schedule, places: list[int]) -> Iterator[Excerpt]:

@@ -152,28 +152,26 @@ class Rule:
         else:
             first = np.array([row[0] for row in rows], np.int64)
         keys = _numbers(schedule, first) if keys is None else keys
-        return Faults(
-            rule=self,
-            keys=keys,
-            extents=np.ones_like(keys) if extents is None else extents,
-            findings=self._findings(schedule, rows, facts),
-        )
-
-    def _findings(
-        self,
-        schedule: Schedule,
-        rows: Iterable[Iterable[int]],
-        facts: Mapping[str, Any],
-    ) -> Iterator[Finding]:
+        extents = np.ones_like(keys) if extents is None else extents
         lists = {
             name: fact.tolist() if isinstance(fact, np.ndarray) else fact
             for name, fact in facts.items()
             if isinstance(fact, np.ndarray | list)
         }
-        for row, *own in zip(rows, *lists.values(), strict=True):
-            places = [int(place) for place in row if place >= 0]
-            found = self.at(schedule, *places, **{**facts, **dict(zip(lists, own, strict=True))})
-            yield Finding(found)
+
+        def findings() -> Iterator[Finding]:
+            numbers = keys.tolist(), extents.tolist()
+            for row, key, extent, *own in zip(rows, *numbers, *lists.values(), strict=True):
+                places = [int(place) for place in row if place >= 0]
+                own_facts = {**facts, **dict(zip(lists, own, strict=True))}
+                yield Finding(self.at(schedule, *places, **own_facts), key, extent)
+
+        return Faults(
+            rule=self,
+            keys=keys,
+            extents=extents,
+            findings=findings(),
+        )
 
 
 def _numbers(schedule: Schedule, places: Ints) -> Ints:
@@ -449,13 +447,15 @@ Change: TypeAlias = Move | Reorder | Edit | Several | AsSent | Batch | LeaveOut
 
 @attrs.frozen(eq=False)
 class Finding:
-    """A fault in words.
+    """A fault in words, with its `key` and `extent` (`Faults`).
 
     `changes` are the change that ends it whatever else is wrong, None if none is known, and those
     to try, likely ones first; None if they follow from the locations.
     """
 
     diagnostic: Diagnostic
+    key: int = 0
+    extent: int = 0
     changes: tuple[Change | None, Iterable[Change]] | None = None
 
 
@@ -501,7 +501,7 @@ def fault(
         rule=diagnostic.rule,
         keys=np.array([key]),
         extents=np.array([extent]),
-        findings=(Finding(diagnostic, changes),),
+        findings=(Finding(diagnostic, key, extent, changes),),
     )
 
 

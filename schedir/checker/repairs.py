@@ -35,7 +35,7 @@ from schedir.checker.diagnostics import (
     Write,
 )
 from schedir.checker.structure import WAYS
-from schedir.graph.compile import Graph, graph_of, pairs_of
+from schedir.graph.compile import Graph, Transfers, graph_of, pairs_of
 from schedir.ir import (
     BACKWARDS,
     COMMUNICATION,
@@ -74,78 +74,57 @@ def changed(schedule: Schedule, change: Change) -> Schedule:
         return reduce(changed, change.changes, schedule)
     columns, new = schedule.columns, len(schedule.columns)
     rank = change.target if isinstance(change, AsSent) else change.rank
-    start, end = columns.starts[[rank, rank + 1]].tolist()
-    heads = columns.heads[(columns.heads > start) & (columns.heads < end)]
-    entries = [entry.tolist() for entry in np.split(np.arange(start, end), heads - start)]
-    entries, like = _edited(schedule, change, entries)
-    own = np.array([place for entry in entries for place in entry], np.int64)
-    joined = [part > 0 for entry in entries for part in range(len(entry))]
-    places = np.concatenate((np.arange(start), own, np.arange(end, new)))
-    row = columns_of([[change.action] if isinstance(change, Add | Write) else []])
+    first = int(np.searchsorted(columns.heads, columns.starts[rank]))
+    # By place: where it goes among the entries of all ranks, nowhere for nan, and the place whose
+    # action stands there then. A new action has the place after all others.
+    goes, what, like = np.append(columns.entry, np.nan), np.arange(new + 1), -1
+    if isinstance(change, AsSent):
+        # What runs together are slots: the receives change places, and nothing else does.
+        transfers = graph_of(schedule).transfers
+        channel = (transfers.source == change.source) & (transfers.target == rank)
+        receives = transfers.receive[transfers.beside(int(channel.argmax()))]
+        what[np.sort(receives)] = receives
+    elif isinstance(change, Reorder):
+        moved = [goes == first + index for index in change.indices]
+        for index, own in zip(sorted(change.indices), moved, strict=True):
+            goes[own] = first + index
+    elif isinstance(change, Move | Add):
+        own = goes == first + change.index if isinstance(change, Move) else new
+        goes[own] = first + _gap(change)
+    else:  # one of the parts of an entry
+        wanted = change.action if isinstance(change, Remove) else change.old
+        parts = np.flatnonzero(goes == first + change.index).tolist()
+        like = next(place for place in parts if columns.action(place) == wanted)
+        if isinstance(change, Write):
+            what[like] = new
+        else:
+            goes[like] = np.nan
+    row = columns_of([[change.action if isinstance(change, Edit) else columns.action(0)]])
+    order = goes.argsort(kind="stable")[: np.count_nonzero(~np.isnan(goes))]
+    starts = columns.starts + (len(order) - new) * (np.arange(columns.ranks + 1) > rank)
     kind, stage, microbatch, version = (
-        np.append(getattr(columns, name), getattr(row, name))[places]
+        np.append(getattr(columns, name), getattr(row, name))[what]
         for name in ("kind", "stage", "microbatch", "version")
     )
-    listed = Columns(
-        columns.starts + (len(own) - (end - start)) * (np.arange(columns.ranks + 1) > rank),
-        kind,
-        stage,
-        microbatch,
-        version,
-        np.concatenate((columns.joined[:start], np.array(joined, np.bool_), columns.joined[end:])),
-    )
+    joined = np.append(columns.joined, False)
+    listed = Columns(columns.starts, kind, stage, microbatch, version, joined).take(order, starts)
     sources = schedule.sources
     if sources is not None:
         lines = np.append(sources.line_of, -1 if like < 0 else sources.line_of[like])
-        sources = Sources(sources.lines, lines[places])
+        sources = Sources(sources.lines, lines[what][order])
     return attrs.evolve(schedule, actions=listed, sources=sources)
 
 
-def _edited(
-    schedule: Schedule, change: Move | Reorder | Edit | AsSent, entries: list[list[int]]
-) -> tuple[list[list[int]], int]:
-    """The entries of a rank after a change, as places, and the place that a new action replaces, -1
-    for none.
-
-    The place of a new action is the one after all others.
-    """
-    columns, new = schedule.columns, len(schedule.columns)
-    if isinstance(change, Move):
-        entry, to = entries.pop(change.index), change.target + (change.side == "after")
-        entries.insert(to - (change.index < to), entry)  # it leaves a gap where it stood
-    elif isinstance(change, Reorder):
-        moved = [entries[index] for index in change.indices]
-        for index, entry in zip(sorted(change.indices), moved, strict=True):
-            entries[index] = entry
-    elif isinstance(change, Add):
-        entries.insert((change.target or 0) + (change.side == "after"), [new])
-    elif isinstance(change, AsSent):
-        # What runs together are slots: the receives change places, and nothing else does.
-        transfers = graph_of(schedule).transfers
-        order, _ = transfers.by_channel
-        own = transfers.source[order] == change.source
-        own &= transfers.target[order] == change.target
-        receives = transfers.receive[order[own]].tolist()
-        slots = dict(zip(sorted(receives), receives, strict=True))
-        entries = [[slots.get(place, place) for place in entry] for entry in entries]
-    else:  # one of the parts of an entry
-        entry = entries[change.index]
-        wanted = change.action if isinstance(change, Remove) else change.old
-        at = next(at for at, place in enumerate(entry) if columns.action(place) == wanted)
-        old = entry[at]
-        entry[at : at + 1] = [new] if isinstance(change, Write) else []
-        return entries, old
-    return entries, -1
+def _gap(change: Move | Add) -> float:
+    """Between which entries of its rank something goes: 1.5 between #1 and #2."""
+    return (change.target or 0) - 0.5 + (change.side == "after")
 
 
 def several(edits: Iterable[Edit]) -> Edit | Several:
     """The changes, ordered so that no change renumbers an entry that a later one names."""
 
     def position(edit: Edit) -> tuple[int, float]:
-        if not isinstance(edit, Add):
-            return edit.rank, -edit.index
-        target = -1 if edit.target is None else edit.target
-        return edit.rank, -(target + (0.5 if edit.side == "after" else -0.5))
+        return edit.rank, -(_gap(edit) if isinstance(edit, Add) else edit.index)
 
     ordered = sorted(edits, key=position)
     return ordered[0] if len(ordered) == 1 else Several(tuple(ordered))
@@ -198,11 +177,9 @@ class Slide:
             yield Move(self.rank, self.index, self.side, target, self.verb)
 
 
-def slide(
-    schedule: Schedule, place: int, side: Side, target: int, limit: int | None = None
-) -> Slide:
-    """The moves of the entry at `place` to before or after `target`, or further that way: at most
-    to that side of `limit`, or of all other entries of the rank."""
+def slide(schedule: Schedule, place: int, side: Side, target: int, limit: int = -1) -> Slide:
+    """The moves of the entry at `place` to before or after `target`, or further that way, up to
+    `limit` if that is on the rank."""
     columns, step = schedule.columns, 1 if side == "after" else -1
     rank, index = columns.position(place)
     start, end = columns.starts[[rank, rank + 1]].tolist()
@@ -211,8 +188,8 @@ def slide(
     if start <= target < end:
         ends = columns.position(target)[1], index + step
         nearest = max(ends) if side == "after" else min(ends)
-    if limit is not None and start <= limit + step < end:
-        bound = columns.position(limit + step)[1] - step
+    if start <= limit < end:
+        bound = columns.position(limit)[1] - step
     posted = KINDS[columns.kind[place]] in COMMUNICATION | GROUPS
     return Slide(
         rank, index, side, range(nearest, bound + step, step), "post" if posted else "move"
@@ -327,7 +304,7 @@ def at_gap(schedule: Schedule, action: Action, rank: int, place: int, *, ahead: 
     columns = schedule.columns
     start, end = int(columns.starts[rank]), int(columns.starts[rank + 1])
     if start == end:
-        return Add(action, rank, "after", None)
+        return Add(action, rank, "before", None)
     if place == start or (ahead and place < end):
         return beside(schedule, action, "before", place)
     return beside(schedule, action, "after", place - 1)
@@ -548,12 +525,20 @@ def _other_end(graph: Graph, place: int) -> Iterator[Add]:
     if action.kind in RECEIVES:
         known, lacked, rank = lacked, known, transfers.target[number]
     if known[number] >= 0:
-        beside = transfers.beside(number)
-        beside = beside[np.argsort(known[beside])]
-        at = int(np.searchsorted(known[beside], known[number]))
-        least = int(lacked[beside[at - 1]]) + 1 if at else 0
-        most = int(lacked[beside[at]]) if at < len(beside) else None
+        before, after = between(transfers, number, known, lacked)
+        least, most = before + 1, after if after >= 0 else None
     return additions(graph.schedule, action, int(rank), least, most)
+
+
+def between(transfers: Transfers, number: int, known: Ints, ends: Ints) -> tuple[int, int]:
+    """The places in `ends` of the transfers before and after one on its channel, in the order of
+    the end `known`; -1 for none."""
+    beside = transfers.beside(number)
+    beside = beside[np.argsort(known[beside])]
+    first = np.searchsorted(known[beside], known[number])
+    end = np.searchsorted(known[beside], known[number], side="right")
+    before, after = np.append(-1, ends[beside[:first]])[-1], np.append(ends[beside[end:]], -1)[0]
+    return int(before), int(after)
 
 
 def _paired(graph: Graph, number: int) -> Repairs:
@@ -711,6 +696,7 @@ class Trials:
     found: list[Faults]
     judge: Judge
     blocked: Blocked | None
+    _known: dict[type, list[Faults]] = attrs.field(init=False, factory=dict)
     left: int = attrs.field(init=False)
     _few: bool = attrs.field(init=False)
 
@@ -718,14 +704,14 @@ class Trials:
         many = _MOST_TOUCHED // (len(self.schedule.columns) + _OVERHEAD)
         self.left, self._few = max(1, many), many <= _FEW
 
-    def fix(self, finding: Finding, key: int, extent: int, most: int) -> Diagnostic:
+    def fix(self, finding: Finding, most: int) -> Diagnostic:
         """The finding with the first change that ends the fault, after at most `most` trials.
         Otherwise, the finding with the change that ends it in any case, if there is one; or that
         undoes one of several deadlocks, after which fewer actions are blocked."""
         found = finding.diagnostic
         sure, changes = finding.changes or repairs(self.schedule, found)
         deadlock = found.rule is rules.WAIT_CYCLE
-        about = (found.code, key), extent
+        about = (found.code, finding.key), finding.extent
         communicates = (
             bool(changes)
             and len(found.locations) > 1
@@ -744,10 +730,10 @@ class Trials:
                 return attrs.evolve(found, change=change, tried=True)
             if deadlock and self.blocked and not eases and self._nothing_new(faults):
                 eases = change if self.blocked(after) < self.blocked(self.schedule) else None
-        if communicates and deadlock and self._nothing_new(self._batched, *about):
-            return attrs.evolve(found, change=Batch(tried), tried=True)
-        if communicates and self._nothing_new(self._without_communication, *about):
-            return attrs.evolve(found, change=LeaveOut(tried), tried=True)
+        wholes: tuple[type[Batch | LeaveOut], ...] = (Batch, LeaveOut) if deadlock else (LeaveOut,)
+        for whole in wholes if communicates else ():
+            if self._nothing_new(self._after(whole), *about):
+                return attrs.evolve(found, change=whole(tried), tried=True)
         return attrs.evolve(found, change=sure or eases)
 
     def _nothing_new(
@@ -772,10 +758,7 @@ class Trials:
                 counted.update(faults.tally)
         return counted
 
-    @cached_property
-    def _batched(self) -> list[Faults]:
-        return list(self.judge(changed(self.schedule, Batch())))
-
-    @cached_property
-    def _without_communication(self) -> list[Faults]:
-        return list(self.judge(changed(self.schedule, LeaveOut())))
+    def _after(self, whole: type[Batch | LeaveOut]) -> list[Faults]:
+        if whole not in self._known:
+            self._known[whole] = [*self.judge(changed(self.schedule, whole()))]
+        return self._known[whole]

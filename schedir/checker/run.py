@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 
 import attrs
 import numpy as np
 
 from schedir.checker.communication import collectives, communication
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
-from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Location, Report
+from schedir.checker.diagnostics import Diagnostic, Faults, Location, Report
 from schedir.checker.lints import Pricing, lints
 from schedir.checker.memory import Limits, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
@@ -247,7 +247,10 @@ def _lints(schedule: Schedule, complete: Schedule, channel: str, terms: _Terms) 
         if complete is schedule:
             yield faults
             continue
-        given = [Finding(_as_given(complete, each.diagnostic)) for each in faults.findings]
+        given = [
+            attrs.evolve(each, diagnostic=_as_given(complete, each.diagnostic))
+            for each in faults.findings
+        ]
         yield attrs.evolve(faults, findings=given)
 
 
@@ -284,24 +287,15 @@ def _diagnostics(
     diagnostics: list[Diagnostic] = []
     # What is rare goes first: thousands of findings of one code leave no time to try for others.
     for several in sorted(by_code.values(), key=lambda several: sum(f.many for f in several)):
-        first = sorted(_first(several), key=lambda each: _place(each[1].diagnostic))
+        findings = chain.from_iterable(islice(f.findings, _MOST_OF_A_CODE) for f in several)
+        first = sorted(findings, key=lambda each: _place(each.diagnostic))[:_MOST_OF_A_CODE]
         more = sum(faults.many for faults in several) - _MOST_OF_A_CODE
-        first = first[:_MOST_OF_A_CODE]
-        for number, (key, finding, extent) in enumerate(first):
+        for number, finding in enumerate(first):
             share = -(-trials.left // (len(first) - number))
-            diagnostics.append(trials.fix(finding, key, extent, share))
+            diagnostics.append(trials.fix(finding, share))
         if more > 0:
             diagnostics[-1] = attrs.evolve(diagnostics[-1], more=more)
     return tuple(sorted(diagnostics, key=_place))
-
-
-def _first(several: list[Faults]) -> Iterator[tuple[int, Finding, int]]:
-    """The first findings of each, with their keys and extents."""
-    for faults in several:
-        keys = chain(faults.keys.tolist(), repeat(0))
-        extents = chain(faults.extents.tolist(), repeat(0))
-        found = zip(keys, faults.findings, extents, strict=False)
-        yield from islice(found, _MOST_OF_A_CODE)
 
 
 def _place(finding: Diagnostic) -> tuple[int, int, str, str]:
