@@ -98,7 +98,7 @@ def _swapped(
     turn = int(wrong[0])
     rows = range(max(0, turn - _ROWS_AROUND), min(len(sent), turn + _ROWS_AROUND + 2))
     pairs = tuple(
-        rules.Pair(
+        (
             row,
             locate(schedule, int(sends[row])),
             locate(schedule, int(receives[row])),

@@ -91,13 +91,20 @@ Text: TypeAlias = "str | Callable[[Diagnostic], str]"
 Texts: TypeAlias = "tuple[str, ...] | Callable[[Diagnostic], Iterable[str]]"
 
 
+def _whole(example: str) -> str:
+    """A whole `.sched` text, from its lines without the head."""
+    lines = "schedir 1", "name example", *example.strip().split("\n")
+    return "".join(f"{' '.join(line.split())}\n" for line in lines)
+
+
 @attrs.frozen(kw_only=True)
 class Rule:
     """A bad pattern: what a check says about it, and what `schedir explain` says about it.
 
     `code` is stable and never reused. `name` names the bad pattern. `strict` says whether `schedir
     check --strict` fails for it. `meaning` is what the rule rejects. `example` is a whole `.sched`
-    text that it rejects, with the `options` of `check` that the example needs.
+    text that it rejects, given without its first two lines, with the `options` of `check` that the
+    example needs.
 
     A finding's texts are made when somebody reads them. There is one of the `labels` for each
     location, or fewer. `advice` is the help line if no known change removes the fault;
@@ -114,7 +121,7 @@ class Rule:
     meaning: str
     why: str
     fix: str
-    example: str
+    example: str = attrs.field(converter=_whole)
     options: tuple[tuple[str, Any], ...] = ()
 
     message: Text
@@ -292,16 +299,12 @@ class Diagnostic:
         """The second location."""
         return self.locations[1]
 
-    @property
-    def last(self) -> Location:
-        """The last location."""
-        return self.locations[-1]
-
     def _said(self, text: Text) -> str:
         return text(self) if callable(text) else fill(text, self)
 
     def _all_said(self, texts: Texts) -> tuple[str, ...]:
-        return tuple(texts(self) if callable(texts) else (fill(each, self) for each in texts))
+        said = texts(self) if callable(texts) else (fill(each, self) for each in texts)
+        return tuple(filter(None, said))
 
 
 # Changes: entries are moved, reordered, added, removed or rewritten, sends and receives joined into
@@ -489,19 +492,13 @@ class Faults:
 Tally: TypeAlias = Counter[tuple[str, int]]
 
 
-def fault(
-    diagnostic: Diagnostic,
-    changes: tuple[Change | None, Iterable[Change]] | None = None,
-    *,
-    key: int = 0,
-    extent: int = 1,
-) -> Faults:
+def fault(diagnostic: Diagnostic, *, key: int = 0, extent: int = 1) -> Faults:
     """A single fault."""
     return Faults(
         rule=diagnostic.rule,
         keys=np.array([key]),
         extents=np.array([extent]),
-        findings=(Finding(diagnostic, key, extent, changes),),
+        findings=(Finding(diagnostic, key, extent),),
     )
 
 

@@ -200,22 +200,16 @@ def _applied_once(
     yield rules.EMPTY_STEP.each(schedule, empty)
 
 
-def _steps_of(graph: Graph, holding: int) -> list[int]:
-    """The places of the steps of a stage on a rank."""
-    places: list[int] = graph.steps[graph.holding[graph.steps] == holding].tolist()
-    return places
-
-
 def _more_often(schedule: Schedule, graph: Graph) -> Faults:
     """The replicas with more steps than another one of their stage."""
-    many = graph.steps_of
+    many, steps = graph.steps_of, graph.steps
     stage, rank = np.array(schedule.holdings).T
     fewest = np.minimum.reduceat(many, np.searchsorted(stage, np.arange(schedule.stages)))[stage]
     more, least = np.flatnonzero(many > fewest), np.flatnonzero(many == fewest)
     least = least[np.searchsorted(stage[least], stage[more])]
     return rules.UNEVEN_REPLICAS.each(
         schedule,
-        [[_steps_of(graph, number)[fewest[number]]] for number in more.tolist()],
+        [steps[graph.holding[steps] == number][[fewest[number]]] for number in more],
         extents=(many - fewest)[more],
         steps=many[more],
         least=rank[least],

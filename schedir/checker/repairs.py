@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, reduce
-from itertools import chain, compress, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import TypeAlias
 
 import attrs
@@ -148,15 +148,13 @@ def beside(schedule: Schedule, action: Action, side: Side, place: int) -> Add:
     return Add(action, rank, side, index)
 
 
-def moved_beside(schedule: Schedule, place: int, side: Side, target: int) -> Move | Several:
+def moved_beside(schedule: Schedule, place: int, side: Side, target: int) -> Change:
     """The change that moves the action at a place next to another place of its rank, without the
     other parts of its entry."""
     columns = schedule.columns
     if columns.shared[place]:
         out = removal(schedule, place)
-        split = several((out, beside(schedule, out.action, side, target)))
-        assert isinstance(split, Several)
-        return split
+        return several((out, beside(schedule, out.action, side, target)))
     rank, index = columns.position(place)
     return Move(rank, index, side, columns.position(target)[1])
 
@@ -171,10 +169,9 @@ class Slide:
     targets: range
     verb: Verb = "move"
 
-    def moves(self) -> Iterator[Move]:
-        """Every move."""
-        for target in self.targets:
-            yield Move(self.rank, self.index, self.side, target, self.verb)
+    def move(self, target: int) -> Move:
+        """The move to one of the targets."""
+        return Move(self.rank, self.index, self.side, target, self.verb)
 
 
 def slide(schedule: Schedule, place: int, side: Side, target: int, limit: int = -1) -> Slide:
@@ -206,12 +203,9 @@ def in_turn(slides: Sequence[Slide]) -> Iterator[Move]:
     """The moves of all slides, likely ones first: the nearest of each, then the furthest of each
     (which puts a send right after its maker, for example), then the others, nearer ones first."""
     slides = [slide for slide in slides if slide.targets]
-    ends = [attrs.evolve(slide, targets=slide.targets[:1]) for slide in slides]
-    ends += [attrs.evolve(s, targets=s.targets[-1:]) for s in slides if len(s.targets) > 1]
-    between = [attrs.evolve(slide, targets=slide.targets[1:-1]) for slide in slides]
-    for slide in ends:
-        yield from slide.moves()
-    rows = zip_longest(*(slide.moves() for slide in between))
+    yield from (slide.move(slide.targets[0]) for slide in slides)
+    yield from (slide.move(slide.targets[-1]) for slide in slides if len(slide.targets) > 1)
+    rows = zip_longest(*(map(slide.move, slide.targets[1:-1]) for slide in slides))
     yield from (move for move in chain.from_iterable(rows) if move is not None)
 
 
@@ -481,17 +475,12 @@ def _beside(schedule: Schedule, places: list[int]) -> Repairs:
 def _living(schedule: Schedule, finding: Diagnostic, places: list[int]) -> Repairs:
     """What makes or ends a value and nobody lists is added; or what is one too many goes, but for
     compute, of which nothing is."""
-    columns, label = schedule.columns, finding.facts["label"]
-    value, gone = finding.facts["value"], len(places) > 1 and label == "gone"
-    place, computes = places[0], [columns.action(each).kind in COMPUTE for each in places]
-    adds = [*_unlisted(schedule, place, "end" if label == "unended" else "make", value)]
-    order = places[::-1] if gone else places
-    spare = [each for each in order if columns.action(each).kind not in COMPUTE][:1]
-    out = [removal(schedule, each) for each in spare]
-    # Weights that are not gathered, or not given up, are so once there is an action more.
-    lacks = VALUES[value].per == "version" and (label == "unended" or computes[0])
-    rest: Sequence[Change] = adds if lacks and not gone else out
-    return rest[0] if rest else None, chain(adds, anywhere(schedule, places), out)
+    columns, label, value = schedule.columns, finding.facts["label"], finding.facts["value"]
+    adds = [*_unlisted(schedule, places[0], "end" if label == "unended" else "make", value)]
+    spare = [place for place in places[::-1] if columns.action(place).kind not in COMPUTE]
+    outs = [removal(schedule, place) for place in spare]
+    sure: list[Change] = [*adds, *outs]
+    return next(iter(sure), None), chain(adds, anywhere(schedule, places), outs)
 
 
 def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:
@@ -547,17 +536,10 @@ def _paired(graph: Graph, number: int) -> Repairs:
     sent = transfers.beside(number)
     received = sent[np.argsort(transfers.receive[sent])]
     wrong = np.flatnonzero(sent != received)
-    begin, end = int(wrong[0]), int(wrong[-1])
-    first, last = (
-        (int(transfers.receive[received[at]]), int(transfers.send[sent[at]])) for at in (begin, end)
-    )
     slides = []
-    for end_moved, (low, high) in enumerate(zip(first, last, strict=True)):
-        mine, theirs = (received, sent) if end_moved == 0 else (sent, received)
-        if (mine[begin:end] == theirs[begin + 1 : end + 1]).all():
-            slides.append(slide(schedule, high, "before", low))
-        if (mine[begin + 1 : end + 1] == theirs[begin:end]).all():
-            slides.append(slide(schedule, low, "after", high))
+    for places in (transfers.receive[received], transfers.send[sent]):
+        low, high = int(places[wrong[0]]), int(places[wrong[-1]])
+        slides += [slide(schedule, high, "before", low), slide(schedule, low, "after", high)]
     orders = transfers.receive[sent[wrong]], transfers.send[received[wrong]]
     reordered = (change for places in orders for change in reorder(schedule, places))
     whole = AsSent(int(transfers.source[number]), int(transfers.target[number]))
@@ -570,73 +552,64 @@ def _paired(graph: Graph, number: int) -> Repairs:
 def _of_round(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
     """What is one too many in a round goes, if the stage has more of it than others; else it moves,
     or gets what it lacks."""
-    rule, facts, (place, *others) = finding.rule, finding.facts, places
-    schedule, columns, turns, steps = graph.schedule, graph.columns, graph.turn, graph.steps
-    number, many, stage = int(graph.holding[place]), graph.steps_of, finding.action.stage
-    own = steps[graph.holding[steps] == number].tolist()
+    rule, facts, place, stage = finding.rule, finding.facts, places[0], finding.action.stage
+    schedule, turns, steps, many = graph.schedule, graph.turn, graph.steps, graph.steps_of
+    number = int(graph.holding[place])
     # As many steps as most of the other stages, and the replicas of this one, have.
-    others_many = np.bincount(np.delete(many, number), minlength=1)
-    usual = len(others_many) - 1 - int(others_many[::-1].argmax())
+    others = np.delete(many, number).tolist()
+    usual = max({*others}, key=lambda each: (others.count(each), each), default=0)
     out, moves = removal(schedule, place), anywhere(schedule, places)
+    total = beside(schedule, Action(_SUM, stage), "before" if len(steps) else "after", place)
     sure: Change
     if rule is rules.EMPTY_STEP:
         if many[number] > (usual or 1):
             return out, chain((out,), moves)
         filled = turns[graph.weight_gradients[stage]] == turns[place]  # on some rank
-        if filled.any() and len(schedule.placement[stage]) > 1:
-            sure = beside(schedule, Action(_SUM, stage), "before", place)
-        else:
-            sure = _removals(schedule, _alike(graph, place))
+        replicated = len(schedule.placement[stage]) > 1
+        sure = total if replicated and filled.any() else _removals(schedule, _alike(graph, place))
         return sure, chain(moves, (sure, out))
     if rule is rules.STEP_WITHOUT_REDUCE:
-        side: Side = "before" if len(steps) else "after"
-        sure = beside(schedule, Action(_SUM, stage), side, place)
-        sums = columns.where(_SUM)
+        sums = graph.columns.where(_SUM)
         sums = sums[graph.holding[sums] == number]
         at = int(np.searchsorted(sums, place))
         near = [place, *sums[max(0, at - 1) : at + 1].tolist()]
-        return sure, chain(anywhere(schedule, near) if len(sums) else (), (sure,))
+        return total, chain(anywhere(schedule, near) if len(sums) else (), (total,))
     if rule is rules.EMPTY_REDUCE:
         sure = _removals(schedule, places)
         return sure, chain((sure,), moves)
     if rule is rules.REDUCE_ACROSS_STEPS:
-        first = int(turns[places].min())
+        first = turns[places].min()
         behind = [each for each in places if turns[each] == first]
         ends = [graph.holding[each] for each in places if turns[each] > first]
         ends = [int(steps[graph.holding[steps] == held][first]) for held in ends]
-        changes: list[Change] = [
-            several(beside(schedule, finding.action, "before", end) for end in ends)
-        ]
-        ranks = [columns.rank[each] for each in _alike(graph, behind[0])]
-        if all(ranks.count(columns.rank[each]) > 1 for each in behind):  # they have one in excess
-            changes.insert(0, _removals(schedule, behind))
+        sure = several(beside(schedule, finding.action, "before", end) for end in ends)
+        changes = [sure, _removals(schedule, behind)]
+        if len(_alike(graph, behind[0])) > len(schedule.placement[stage]):  # one is in excess
+            changes.reverse()
         return changes[0], chain(changes, moves)
     if rule is rules.UNEVEN_STEPS:
-        # The step that applies a part of the other's goes, so that the next applies its gradients.
-        one, other = {*facts["applied"]}, {*facts["expected"]}
-        fewer = places[:1] if one < other else others if other < one else places
-        last = many[graph.holding[fewer]] == turns[fewer] + 1
-        outs = [_alike(graph, each) for each in compress(fewer, ~last)]
-        sure = _removals(schedule, chain.from_iterable(outs))
-        return sure, chain(moves, (sure,))
+        # The step that applies less goes, so that the next applies its gradients too.
+        fewer = sorted(
+            places, key=lambda each: len(facts["applied" if each == place else "expected"])
+        )
+        outs = [_removals(schedule, _alike(graph, each)) for each in fewer]
+        return outs[0], chain(moves, outs)
+    near_by, ways = _beside(schedule, places)
+    together = iter(ways)
     if rule is rules.REDUCE_BEFORE_GRADIENTS:
-        alike = np.array(_alike(graph, place))
-        if (alike[graph.holding[alike] == number] > places[-1]).any():
-            met = next((each for each in graph.collectives if place in each), places)
-            return out, (out, _removals(schedule, met))
-        return _beside(schedule, places)
-    rank = facts.get("least", int(columns.rank[place]))
+        met = next((each for each in graph.collectives if place in each), places[:1])
+        return near_by, chain(islice(together, 1), (out, _removals(schedule, met)), together)
+    rank = facts.get("least", int(graph.columns.rank[place]))
     add = after_stage(schedule, Action(_STEP, stage), rank, *_ENDS_WITH_A_STEP)
     if rule is rules.UNEVEN_REPLICAS:
-        sure = _removals(schedule, own[facts["fewest"] :])
-        spare = (removal(schedule, each) for each in own)
-        adds = (many == facts["fewest"]).sum() <= (many == facts["steps"]).sum()
-        if adds and facts["steps"] - facts["fewest"] == 1:
-            return add, chain((add, sure), spare)
-        return sure, chain((sure, add), spare)
+        own = steps[graph.holding[steps] == number].tolist()
+        changes = [_removals(schedule, own[facts["fewest"] :]), add]
+        if (many == facts["fewest"]).sum() <= (many == facts["steps"]).sum():
+            changes.reverse()
+        return changes[0], chain(changes, (removal(schedule, each) for each in own))
     if many[number] < usual or rule is rules.GRADIENT_NEVER_APPLIED:
-        return add, chain((add,), _beside(schedule, places)[1])
-    return _beside(schedule, places)
+        return add, chain((add,), together)
+    return near_by, together
 
 
 def _alike(graph: Graph, place: int) -> list[int]:
@@ -650,21 +623,15 @@ def _alike(graph: Graph, place: int) -> list[int]:
 
 def _of_group(graph: Graph, place: int, other: int) -> Repairs:
     """A collective is added on the other rank, or goes, or another one of its stage there does."""
-    schedule, columns, turns = graph.schedule, graph.columns, graph.turn
-    action, rank = columns.action(place), columns.rank[place]
-    steps = graph.steps[columns.stage[graph.steps] == action.stage]
-    steps = steps[turns[steps] == turns[place]]
+    schedule, columns, steps = graph.schedule, graph.columns, graph.steps
+    action, rank = columns.action(place), int(columns.rank[place])
+    steps = steps[(columns.stage[steps] == action.stage) & (graph.turn[steps] == graph.turn[place])]
     there, here = (steps[columns.rank[steps] == each] for each in (other, rank))
-    spare = [each for each in _alike(graph, place) if columns.rank[each] == rank]
-    sure: Change
+    ends = (*COMPLETES_GRADIENTS, *GROUPS, *STEPS) if len(here) else COMPLETES_GRADIENTS
+    sure = after_stage(schedule, action, other, *ends)
     if len(there):
         sure = beside(schedule, action, "before", int(there[0]))
-    elif len(graph.steps) and (len(spare) > 1 or not len(here)):
-        sure = removal(schedule, place)
-    else:
-        ends = (*COMPLETES_GRADIENTS, *GROUPS, *STEPS) if len(here) else COMPLETES_GRADIENTS
-        sure = after_stage(schedule, action, other, *ends)
-    every = graph.collectives_of[action.stage][int(rank)]
+    every = graph.collectives_of[action.stage][rank]
     return sure, chain((sure,), (removal(schedule, each) for each in (place, *every)))
 
 
@@ -734,7 +701,7 @@ class Trials:
         for whole in wholes if communicates else ():
             if self._nothing_new(self._after(whole), *about):
                 return attrs.evolve(found, change=whole(tried), tried=True)
-        return attrs.evolve(found, change=sure or eases)
+        return attrs.evolve(found, change=sure or eases or found.change)
 
     def _nothing_new(
         self,
