@@ -69,8 +69,7 @@ def test_a_copy_on_another_replica() -> None:
     (finding,) = schedir.check(wrong).errors
     assert finding.code == "S107"
     assert finding.message == (
-        "stage 0 runs microbatch 0 forward on rank 0, but has the copy of the activation to the "
-        "host on rank 1"
+        "stage 0 runs microbatch 0 forward on rank 0, but 0OFFLOAD0 is on rank 1"
     )
 
 

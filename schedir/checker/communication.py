@@ -8,7 +8,7 @@ import numpy as np
 
 from schedir.checker import rules
 from schedir.checker.diagnostics import Faults, Finding, locate
-from schedir.checker.values import values
+from schedir.checker.ordering import values
 from schedir.graph.compile import Graph, Transfers, graph_of
 from schedir.ir import Ints, Schedule
 
@@ -85,18 +85,20 @@ def _mis_paired(graph: Graph) -> Iterator[Faults]:
         rule=rules.MIS_PAIRED,
         keys=np.array([*channels], np.int64),
         extents=np.array([(one != other).sum() for one, other in channels.values()], np.int64),
-        findings=(_swapped(graph.schedule, transfers, *ends) for ends in channels.values()),
+        findings=(_swapped(graph.schedule, transfers, key, *channels[key]) for key in channels),
     )
 
 
-def _swapped(schedule: Schedule, transfers: Transfers, sent: Ints, received: Ints) -> Finding:
+def _swapped(
+    schedule: Schedule, transfers: Transfers, key: int, sent: Ints, received: Ints
+) -> Finding:
     """The finding for a channel, given its transfers in the order of each end."""
     sends, receives = transfers.send[sent], transfers.receive[received]
     wrong = np.flatnonzero(sent != received)
     turn = int(wrong[0])
     rows = range(max(0, turn - _ROWS_AROUND), min(len(sent), turn + _ROWS_AROUND + 2))
     pairs = tuple(
-        rules.Pair(
+        (
             row,
             locate(schedule, int(sends[row])),
             locate(schedule, int(receives[row])),
@@ -114,5 +116,7 @@ def _swapped(schedule: Schedule, transfers: Transfers, sent: Ints, received: Int
             transfers=len(sent),
             pairs=pairs,
             transfer=int(sent[0]),
-        )
+        ),
+        key,
+        len(wrong),
     )

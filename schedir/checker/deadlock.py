@@ -9,7 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from schedir.checker.diagnostics import Change, Excerpt, Faults, Finding, Side, in_short
-from schedir.checker.repairs import Slide, in_turn, reorder, slide
+from schedir.checker.repairs import between, in_turn, reorder, slide
 from schedir.checker.rules import MEETS, WAIT_CYCLE
 from schedir.graph.compile import graph_of
 from schedir.graph.cycles import Wait, shortest_cycle
@@ -117,7 +117,8 @@ def _shortest(
             inserted=given is not None,
             excerpts=tuple(_excerpts(schedule, [place for place, _, _ in rows])),
         ),
-        (None, _breaking(schedule, given or schedule, cycle, bool(ties))),
+        extent=1,
+        changes=(None, _breaking(schedule, given or schedule, cycle, bool(ties))),
     )
 
 
@@ -164,25 +165,21 @@ def _breaking(
     passages = _passages(cycle)
     # A receive can always be posted earlier as far as data goes, so those are tried first.
     passages.sort(key=lambda passage: not receives[passage[0]])
-    earlier_moves, later_moves = [], []
-    for later, *between, earlier in passages:
-        inner = between if tied else []
-        earlier_moves += [(place, min(kept[earlier], kept[place] - 1)) for place in (later, *inner)]
-        last = kept[later] - inserted[later]
-        later_moves += [(place, max(last, kept[place] + 1)) for place in (earlier, *inner)]
-
-    def slides(compute: bool) -> Iterator[Slide]:
-        sides: tuple[tuple[list[tuple[int, Ints]], Side, int], ...]
-        sides = (earlier_moves, "before", 0), (later_moves, "after", 1)
-        for moves, side, end in sides:
-            for place, to in moves:
-                if computes[place] == compute and not inserted[place]:
-                    limit = _window(schedule, place)[end]
-                    yield slide(given, int(kept[place]), side, int(to), limit)
-
+    ways: list[tuple[int, Side, int]] = []
+    for later, *inner, earlier in passages:
+        ways += [(place, "before", int(kept[earlier])) for place in (later, *inner * tied)]
+    for later, *inner, earlier in passages:
+        last = int(kept[later] - inserted[later])
+        ways += [(place, "after", last) for place in (earlier, *inner * tied)]
     # To move compute is to change the schedule, and not how it is posted.
-    yield from in_turn(list(slides(compute=False)))
-    yield from in_turn(list(slides(compute=True)))
+    for compute in (False, True):
+        yield from in_turn(
+            [
+                slide(given, int(kept[place]), side, to, _window(schedule, place)[side == "after"])
+                for place, side, to in ways
+                if computes[place] == compute and not inserted[place]
+            ]
+        )
     sums = columns.is_kind(*GROUPS)
     for later, *_, earlier in passages:
         if sums[later] and sums[earlier]:
@@ -207,43 +204,35 @@ def _passages(cycle: list[Wait]) -> list[list[int]]:
     return passages
 
 
-def _window(schedule: Schedule, place: int) -> tuple[int | None, int | None]:
+def _window(schedule: Schedule, place: int) -> tuple[int, int]:
     """The places between which a send or receive can move: on the right side of its compute, and in
-    the order of its channel."""
-    transfers = graph_of(schedule).transfers
-    sends = bool(schedule.columns.is_kind(*SENDS)[place])
+    the order of its channel; -1 for no limit."""
+    transfers, sends = graph_of(schedule).transfers, schedule.columns.is_kind(*SENDS)[place]
     own = transfers.send if sends else transfers.receive
-    (number,) = np.flatnonzero(own == place).tolist() or (None,)
-    if number is None:
-        return None, None
-    # In its channel both ends stand in the same order.
-    beside = own[transfers.beside(number)].tolist()
-    at = beside.index(place)
-    first = beside[at - 1] + 1 if at else -1
-    last = beside[at + 1] - 1 if at + 1 < len(beside) else len(schedule.columns)
-    if sends:
-        return max(first, int(transfers.maker[number]) + 1), last
-    return first, min(last, int(transfers.user[number]) - 1)
+    for number in np.flatnonzero(own == place).tolist():
+        # In its channel both ends stand in the same order.
+        before, after = between(transfers, number, own, own)
+        if sends:
+            return max(before, int(transfers.maker[number])), after
+        return before, min(p for p in (after, int(transfers.user[number])) if p >= 0)
+    return -1, -1
 
 
 def _excerpts(schedule: Schedule, places: list[int]) -> Iterator[Excerpt]:
     """The pieces of the ranks' lists that hold the cycle, a few entries around each part of it."""
     columns = schedule.columns
-    pieces: list[tuple[int, list[int]]] = []
-    for rank, index in sorted(set(map(columns.position, places))):
-        near = pieces and pieces[-1][0] == rank and index - pieces[-1][1][-1] <= 2 * _AROUND + 1
-        if near:
-            pieces[-1][1].append(index)
-        else:
-            pieces.append((rank, [index]))
-    for rank, piece in pieces:
-        _, last_index = columns.position(int(columns.starts[rank + 1]) - 1)
-        first = max(0, piece[0] - _AROUND)
-        shown = range(first, min(last_index, piece[-1] + _AROUND) + 1)
+    own, rank = columns.entry[places], columns.rank[columns.heads]
+    around = own + np.arange(-_AROUND, _AROUND + 1)[:, None]
+    around = around.clip(0, len(rank) - 1)
+    shown = np.unique(around[rank[around] == rank[own]])
+    apart = (np.diff(shown) > 1) | (np.diff(rank[shown]) > 0)
+    for piece in np.split(shown, apart.nonzero()[0] + 1):
+        heads = columns.heads[piece].tolist()
+        of, first = columns.position(heads[0])
         yield Excerpt(
-            rank,
+            of,
             first,
-            tuple(in_short(columns, columns.place(rank, index)) for index in shown),
-            frozenset(piece),
-            last_index + 1,
+            tuple(in_short(columns, head) for head in heads),
+            frozenset((np.intersect1d(piece, own) - piece[0] + first).tolist()),
+            int((rank == of).sum()),
         )

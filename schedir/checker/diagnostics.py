@@ -91,13 +91,20 @@ Text: TypeAlias = "str | Callable[[Diagnostic], str]"
 Texts: TypeAlias = "tuple[str, ...] | Callable[[Diagnostic], Iterable[str]]"
 
 
+def _whole(example: str) -> str:
+    """A whole `.sched` text, from its lines without the head."""
+    lines = "schedir 1", "name example", *example.strip().split("\n")
+    return "".join(f"{' '.join(line.split())}\n" for line in lines)
+
+
 @attrs.frozen(kw_only=True)
 class Rule:
     """A bad pattern: what a check says about it, and what `schedir explain` says about it.
 
     `code` is stable and never reused. `name` names the bad pattern. `strict` says whether `schedir
     check --strict` fails for it. `meaning` is what the rule rejects. `example` is a whole `.sched`
-    text that it rejects, with the `options` of `check` that the example needs.
+    text that it rejects, given without its first two lines, with the `options` of `check` that the
+    example needs.
 
     A finding's texts are made when somebody reads them. There is one of the `labels` for each
     location, or fewer. `advice` is the help line if no known change removes the fault;
@@ -114,7 +121,7 @@ class Rule:
     meaning: str
     why: str
     fix: str
-    example: str
+    example: str = attrs.field(converter=_whole)
     options: tuple[tuple[str, Any], ...] = ()
 
     message: Text
@@ -152,28 +159,26 @@ class Rule:
         else:
             first = np.array([row[0] for row in rows], np.int64)
         keys = _numbers(schedule, first) if keys is None else keys
-        return Faults(
-            rule=self,
-            keys=keys,
-            extents=np.ones_like(keys) if extents is None else extents,
-            findings=self._findings(schedule, rows, facts),
-        )
-
-    def _findings(
-        self,
-        schedule: Schedule,
-        rows: Iterable[Iterable[int]],
-        facts: Mapping[str, Any],
-    ) -> Iterator[Finding]:
+        extents = np.ones_like(keys) if extents is None else extents
         lists = {
             name: fact.tolist() if isinstance(fact, np.ndarray) else fact
             for name, fact in facts.items()
             if isinstance(fact, np.ndarray | list)
         }
-        for row, *own in zip(rows, *lists.values(), strict=True):
-            places = [int(place) for place in row if place >= 0]
-            found = self.at(schedule, *places, **{**facts, **dict(zip(lists, own, strict=True))})
-            yield Finding(found)
+
+        def findings() -> Iterator[Finding]:
+            numbers = keys.tolist(), extents.tolist()
+            for row, key, extent, *own in zip(rows, *numbers, *lists.values(), strict=True):
+                places = [int(place) for place in row if place >= 0]
+                own_facts = {**facts, **dict(zip(lists, own, strict=True))}
+                yield Finding(self.at(schedule, *places, **own_facts), key, extent)
+
+        return Faults(
+            rule=self,
+            keys=keys,
+            extents=extents,
+            findings=findings(),
+        )
 
 
 def _numbers(schedule: Schedule, places: Ints) -> Ints:
@@ -294,16 +299,12 @@ class Diagnostic:
         """The second location."""
         return self.locations[1]
 
-    @property
-    def last(self) -> Location:
-        """The last location."""
-        return self.locations[-1]
-
     def _said(self, text: Text) -> str:
         return text(self) if callable(text) else fill(text, self)
 
     def _all_said(self, texts: Texts) -> tuple[str, ...]:
-        return tuple(texts(self) if callable(texts) else (fill(each, self) for each in texts))
+        said = texts(self) if callable(texts) else (fill(each, self) for each in texts)
+        return tuple(filter(None, said))
 
 
 # Changes: entries are moved, reordered, added, removed or rewritten, sends and receives joined into
@@ -449,13 +450,15 @@ Change: TypeAlias = Move | Reorder | Edit | Several | AsSent | Batch | LeaveOut
 
 @attrs.frozen(eq=False)
 class Finding:
-    """A fault in words.
+    """A fault in words, with its `key` and `extent` (`Faults`).
 
     `changes` are the change that ends it whatever else is wrong, None if none is known, and those
     to try, likely ones first; None if they follow from the locations.
     """
 
     diagnostic: Diagnostic
+    key: int = 0
+    extent: int = 0
     changes: tuple[Change | None, Iterable[Change]] | None = None
 
 
@@ -489,19 +492,13 @@ class Faults:
 Tally: TypeAlias = Counter[tuple[str, int]]
 
 
-def fault(
-    diagnostic: Diagnostic,
-    changes: tuple[Change | None, Iterable[Change]] | None = None,
-    *,
-    key: int = 0,
-    extent: int = 1,
-) -> Faults:
+def fault(diagnostic: Diagnostic, *, key: int = 0, extent: int = 1) -> Faults:
     """A single fault."""
     return Faults(
         rule=diagnostic.rule,
         keys=np.array([key]),
         extents=np.array([extent]),
-        findings=(Finding(diagnostic, changes),),
+        findings=(Finding(diagnostic, key, extent),),
     )
 
 

@@ -53,17 +53,19 @@ class Pricing(Protocol):
 
 
 def lints(
-    schedule: Schedule, channel: str, ties: Ties = (), costs: Pricing | None = None
+    given: Schedule, schedule: Schedule, channel: str, ties: Ties, costs: Pricing | None
 ) -> Iterator[Faults]:
-    """Why a correct, complete schedule is slower than necessary, by default at the textbook
-    costs."""
+    """Why a correct schedule, as it was `given` and as it is when complete, is slower than
+    necessary, by default at the textbook costs. Places are counted as given."""
     times = "times are in forwards of one stage; a backward takes two"
     if costs is not None:
         times = "times are at the costs given"
     if not schedule.memo.get(as_inserted):
         yield from _exposed_communication(schedule, channel, ties, costs, times)
-    yield from _needless_splits(graph_of(schedule))
-    yield from _group_size(schedule, channel, costs, times)
+    inserted = schedule.columns.is_kind(*COMMUNICATION) & (given is not schedule)
+    own = np.cumsum(~inserted) - 1
+    yield from _needless_splits(given, graph_of(schedule), own)
+    yield from _group_size(given, schedule, own, channel, costs, times)
 
 
 @attrs.frozen(eq=False)
@@ -151,29 +153,27 @@ def _exposed_communication(
 
     columns, waited = schedule.columns, _critical(run)
     places = [place for place in waited[0] if columns.is_kind(*COMMUNICATION)[place]][:1]
-    posted, change = None, None
+    posted, change = "and others are posted late", None
     many = _MOST_RUN // (len(columns) + _OVERHEAD) + 1
     for move in islice(_moves(schedule, waited[:many]), many):
         moved = changed(schedule, move)
         if saves(moved):
             shortest, change = _run(moved, channel, costs).makespan, move
             places = [columns.place(move.rank, at) for at in (move.index, move.target)]
-            posted = "late" if move.target < move.index else "early"
+            posted = f"is posted {'late' if move.target < move.index else 'early'}"
     if change is None and saves(inserted):
         shortest = _run(inserted, channel, costs).makespan
     if shortest < makespan:
-        yield fault(
-            rules.EXPOSED_COMMUNICATION.at(
-                schedule,
-                *places,
-                makespan=makespan,
-                shortest=shortest,
-                posted=posted,
-                possible=possible,
-                times=times,
-            ),
-            (change or LeaveOut(), ()),
+        finding = rules.EXPOSED_COMMUNICATION.at(
+            schedule,
+            *places,
+            makespan=makespan,
+            shortest=shortest,
+            posted=posted,
+            possible=possible,
+            times=times,
         )
+        yield fault(attrs.evolve(finding, change=change or LeaveOut(), tried=True))
 
 
 def _critical(run: _Run) -> list[tuple[int, int]]:
@@ -229,20 +229,26 @@ def _moves(schedule: Schedule, waited: Iterable[tuple[int, int]]) -> Iterator[Mo
     return (move for move in dict.fromkeys(chain.from_iterable(rounds)) if move is not None)
 
 
-def _needless_splits(graph: Graph) -> Iterator[Faults]:
+def _needless_splits(given: Schedule, graph: Graph, own: Ints) -> Iterator[Faults]:
     """An I directly followed by its W. An action between the two may be the reason for the
     split."""
     first, second = graph.where("make", "deferred"), graph.where("end", "deferred")
     pairs = np.sort(first[(first >= 0) & (second == first + 1)])
     # That of an overlapped pair is one with the forward beside it.
-    pairs = pairs[~graph.columns.shared[pairs]].tolist()
-    if pairs:
-        places = (at for pair in pairs for at in (pair, pair + 1))
-        yield fault(rules.NEEDLESS_SPLIT.at(graph.schedule, *places), extent=len(pairs))
+    pairs = own[pairs[~graph.columns.shared[pairs]]]
+    if len(pairs):
+        places = np.column_stack((pairs, pairs + 1)).ravel()
+        finding = rules.NEEDLESS_SPLIT.at(given, *places, pairs=len(pairs))
+        yield fault(finding, extent=len(pairs))
 
 
 def _group_size(
-    schedule: Schedule, channel: str, costs: Pricing | None, times: str
+    given: Schedule,
+    schedule: Schedule,
+    own: Ints,
+    channel: str,
+    costs: Pricing | None,
+    times: str,
 ) -> Iterator[Faults]:
     """Interleaved 1F1B takes (V · M + P − 1) times as long as one microbatch does on a chunk, in
     groups of P microbatches."""
@@ -265,8 +271,8 @@ def _group_size(
     if prompt.makespan > possible:
         yield fault(
             rules.GROUP_SIZE.at(
-                schedule,
-                graph.home[ranks].min(),
+                given,
+                own[graph.home[ranks].min()],
                 group=group,
                 ranks=ranks,
                 makespan=prompt.makespan,

@@ -8,15 +8,16 @@ import attrs
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.diagnostics import Diagnostic, Faults, Rule, fault
+from schedir.checker.diagnostics import Faults, Rule, fault
 from schedir.graph.alive import HELD_UNTIL, HeldUntil, peak_activations, weight_versions
 from schedir.graph.compile import Graph, graph_of
 from schedir.ir import GATHERS, HOMES, NAMES_VERSION, RELEASES, Bools, Ints, Schedule, Ties
 
 
 @attrs.frozen
-class Limits:
-    """The limits of a check; None for no limit.
+class Terms:
+    """What a schedule is judged by, besides the channel model: the `ties` of its stages, and
+    limits, None for no limit.
 
     `max_delay` is in updates between the version that a gradient is computed at and the version
     that it is applied to. `max_versions` counts the versions of a stage alive at once, the newest
@@ -28,6 +29,7 @@ class Limits:
     max_versions: int | None = None
     max_activations: int | None = None
     held_until: HeldUntil = "W"
+    ties: Ties = ()
 
     def __attrs_post_init__(self) -> None:
         for name, least in (("max_delay", 0), ("max_versions", 1), ("max_activations", 1)):
@@ -38,7 +40,7 @@ class Limits:
             raise ValueError(f"held_until must be 'W' or 'I', not {self.held_until!r}")
 
 
-def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faults]:
+def memory(schedule: Schedule, terms: Terms) -> Iterator[Faults]:
     """The faults of versions and activations. Expects a sound structure."""
     graph, columns = graph_of(schedule), schedule.columns
     missing = np.flatnonzero((columns.version > graph.turn) & columns.is_kind(*HOMES))
@@ -58,13 +60,13 @@ def memory(schedule: Schedule, limits: Limits, ties: Ties = ()) -> Iterator[Faul
         yield rules.VERSION_OF_SHARDED.each(schedule, named)
         yield from _sharded_on_several(graph)
     # What tied stages may not do, others may: the note would only echo the error.
-    yield from list(_tied_versions_agree(graph, ties)) or _versions_agree(graph)
-    if limits.max_delay is not None:
-        yield _delays(schedule, limits.max_delay)
-    if limits.max_versions is not None:
-        yield from _versions_alive(schedule, limits.max_versions)
-    if limits.max_activations is not None:
-        yield from _activations_alive(graph, limits.max_activations, limits.held_until)
+    yield from list(_tied_versions_agree(graph, terms.ties)) or _versions_agree(graph)
+    if terms.max_delay is not None:
+        yield _delays(schedule, terms.max_delay)
+    if terms.max_versions is not None:
+        yield from _versions_alive(schedule, terms.max_versions)
+    if terms.max_activations is not None:
+        yield from _activations_alive(graph, terms.max_activations, terms.held_until)
 
 
 def _sharded_on_several(graph: Graph) -> Iterator[Faults]:
@@ -85,8 +87,7 @@ def _versions_agree(graph: Graph) -> Iterator[Faults]:
     differ = known != known[-1]
     if differ.any():
         _, stage = np.argwhere(differ.T)[0]
-        finding, many = _disagreeing(rules.VERSIONS_DISAGREE, graph, differ, int(stage), -1)
-        yield fault(finding, extent=many)
+        yield _disagreeing(rules.VERSIONS_DISAGREE, graph, differ, int(stage), -1)
 
 
 def _applied_in_versions(graph: Graph) -> Ints:
@@ -110,15 +111,14 @@ def _tied_versions_agree(graph: Graph, ties: Ties) -> Iterator[Faults]:
         if differ.any():
             _, other = np.argwhere(differ.T)[0]
             rule = rules.TIED_VERSIONS_DISAGREE
-            finding, many = _disagreeing(rule, graph, differ, tie[0], tie[other])
-            yield fault(finding, key=number, extent=many)
+            yield _disagreeing(rule, graph, differ, tie[0], tie[other], number)
 
 
 def _disagreeing(
-    rule: Rule, graph: Graph, differ: Bools, one: int, other: int
-) -> tuple[Diagnostic, int]:
-    """The finding that two stages run the first of the microbatches that `differ` at different
-    versions, and the number of such microbatches."""
+    rule: Rule, graph: Graph, differ: Bools, one: int, other: int, key: int = 0
+) -> Faults:
+    """The fault that two stages run the first of the microbatches that `differ` at different
+    versions; as large as there are such microbatches."""
     microbatches = np.flatnonzero(differ.any(axis=0))
     home, reads = graph.home[:, microbatches[0]], graph.reads[:, microbatches[0]]
     finding = rule.at(
@@ -130,7 +130,7 @@ def _disagreeing(
         differing=len(microbatches),
         microbatches=graph.schedule.microbatches,
     )
-    return finding, len(microbatches)
+    return fault(finding, key=key, extent=len(microbatches))
 
 
 def delays(schedule: Schedule) -> Ints:
@@ -176,6 +176,6 @@ def _activations_alive(graph: Graph, limit: int, held_until: HeldUntil) -> Itera
                 int(graph.columns.starts[rank]) + index,
                 peak=peak,
                 limit=limit,
-                held_until=held_until,
+                until_input=held_until == "I",
             )
             yield fault(finding, key=rank, extent=peak)

@@ -10,14 +10,10 @@ from typing import Any
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.diagnostics import Faults, fault
-from schedir.checker.values import values
+from schedir.checker.diagnostics import Faults, Rule, fault
 from schedir.graph.compile import Graph, graph_of
-from schedir.ir import COMPLETES_GRADIENTS, KIND_INDEX, STEPS, SUMS, Ints, Schedule, Ties
-
-(_STEP,), (_SUM,) = STEPS, SUMS
-# What a stage has on a rank, but for what it computes first: the last of it is a step.
-_ENDS_WITH_A_STEP = (*COMPLETES_GRADIENTS, _SUM, _STEP)
+from schedir.graph.faults import HELD, LINKED, OTHERS, Fault, faults
+from schedir.ir import HOMES, KINDS, SUMS, VALUES, Ints, Schedule, Ties
 
 
 def ordering(schedule: Schedule, ties: Ties = ()) -> Iterator[Faults]:
@@ -36,6 +32,81 @@ def without_steps(schedule: Schedule) -> Iterator[Faults]:
         yield fault(rules.NO_STEP.at(schedule, int(graph.weight_gradients.max())))
 
 
+# Values.
+
+_CLAIMS = {
+    ("late", "input", "home", "compute"): rules.INPUT_NOT_READY,
+    ("late", "output gradient", "compute", "compute"): rules.INPUT_NOT_READY,
+    ("late", "ran", "home", "compute"): rules.BACKWARD_BEFORE_FORWARD,
+    ("late", "output gradient", "home", "compute"): rules.BACKWARD_BEFORE_FORWARD,
+    ("late", "saved", "home", "compute"): rules.BACKWARD_BEFORE_FORWARD,
+    ("late", "deferred", "compute", "compute"): rules.WEIGHT_BEFORE_INPUT,
+    ("late", "kept", "home", "compute"): rules.RECOMPUTE_BEFORE_FORWARD,
+    ("late", "saved", "compute", "compute"): rules.BACKWARD_BEFORE_RECOMPUTE,
+    ("late", "input", "receive", "compute"): rules.MISSING_RECEIVE,
+    ("late", "output gradient", "receive", "compute"): rules.MISSING_RECEIVE,
+    ("missing", "input", "", "compute"): rules.MISSING_RECEIVE,
+    ("missing", "output gradient", "", "compute"): rules.MISSING_RECEIVE,
+    ("late", "output", "home", "send"): rules.SEND_BEFORE_COMPUTE,
+    ("late", "input gradient", "compute", "send"): rules.SEND_BEFORE_COMPUTE,
+}
+"""The rule for a fault, by the kind of fault and the value, its maker and its user."""
+_GENERAL = {
+    "late": rules.USED_TOO_EARLY,
+    "gone": rules.USED_AFTER_ITS_END,
+    "missing": rules.USED_AFTER_ITS_END,
+    "twice": rules.USED_AFTER_ITS_END,
+    "unended": rules.NEVER_ENDED,
+}
+"""The rules for faults that no row of _CLAIMS covers, so that every kind and value is judged."""
+_OF_TRANSFERS = (rules.MISSING_RECEIVE, rules.SEND_BEFORE_COMPUTE)
+_RULES = tuple(dict.fromkeys((*_CLAIMS.values(), *_GENERAL.values())))
+_ROLES = np.array(["home" if kind in HOMES else kind.meaning.on for kind in KINDS])
+
+
+def values(schedule: Schedule, *, of_transfers: bool = False) -> Iterator[Faults]:
+    """The faults of the values, rule by rule: against the rules that judge only complete lists, or
+    against all others. Of several faults at one place the first is reported. Expects a sound
+    structure."""
+    kind = schedule.columns.kind
+    found = [*_found(schedule, LINKED)]
+    if not of_transfers:
+        found += _found(schedule, OTHERS)
+        sharded, named = graph_of(schedule).sharded, schedule.columns.version >= 0
+        # A version that is named is another finding, whose echo these would be.
+        if sharded.any() and not (sharded[schedule.columns.stage] & named).any():
+            found += _found(schedule, HELD)
+    rows: dict[Rule, list[tuple[Ints, Ints, Ints]]] = {}
+    for number, each in enumerate(found):
+        roles = np.where(each.others < 0, "", _ROLES[kind[each.others]])
+        for role in np.unique(roles):
+            row = each.label, each.value, str(role), each.kind.meaning.on
+            own = np.flatnonzero(roles == role)
+            columns = each.places[own], each.others[own], np.full(len(own), number)
+            rows.setdefault(_CLAIMS.get(row, _GENERAL[each.label]), []).append(columns)
+    labels, names = (np.array([getattr(f, of) for f in found]) for of in ("label", "value"))
+    words = np.array([VALUES[fault.value].word for fault in found])
+    for rule in _RULES:
+        if rule in rows and (rule in _OF_TRANSFERS) is of_transfers:
+            places, others, of = map(np.concatenate, zip(*rows[rule], strict=True))
+            places, first = np.unique(places, return_index=True)
+            others, of = others[first], of[first]
+            yield rule.each(
+                schedule,
+                np.column_stack((places, others)),
+                value=names[of],
+                word=words[of],
+                label=np.where((labels[of] == "gone") & (others < 0), "missing", labels[of]),
+            )
+
+
+def _found(schedule: Schedule, names: frozenset[str]) -> list[Fault]:
+    """The faults of the graph, computed once for each Schedule object."""
+    return schedule.once(("faults", names), lambda: [*faults(graph_of(schedule), names)])
+
+
+# Rounds.
+
 # A round lasts from one step of a stage on its rank to the next: its gradients come first, then
 # their sum, which all replicas make, and then the step that applies them.
 
@@ -52,7 +123,7 @@ def _rounds(schedule: Schedule, graph: Graph) -> Iterator[Faults]:
     # Each as one number, ascending by round, then place.
     gradients, sums = (
         np.sort(_round(graph, places) * size + places)
-        for places in (graph.weight_gradients.ravel(), graph.columns.where(_SUM))
+        for places in (graph.weight_gradients.ravel(), graph.columns.where(*SUMS))
     )
     if graph.summed.any():
         yield from _summed_once(schedule, graph, gradients, sums)
@@ -86,7 +157,7 @@ def _summed_once(schedule: Schedule, graph: Graph, gradients: Ints, sums: Ints) 
     )
     # A sum adds up what comes after the one before it.
     new = {*places[here > np.maximum(begin, np.append(0, here)[:-1])].tolist()}
-    meetings = [p for p in graph.collectives if columns.kind[p[0]] == KIND_INDEX[_SUM]]
+    meetings = [p for p in graph.collectives if columns.is_kind(*SUMS)[p[0]]]
     turns = [tuple(graph.turn[[*p]].tolist()) for p in meetings]
     across = [len({*own}) > 1 for own in turns]
     empty = [new.isdisjoint(p) and not apart for p, apart in zip(meetings, across, strict=True)]
@@ -129,22 +200,16 @@ def _applied_once(
     yield rules.EMPTY_STEP.each(schedule, empty)
 
 
-def _steps_of(graph: Graph, holding: int) -> list[int]:
-    """The places of the steps of a stage on a rank."""
-    places: list[int] = graph.steps[graph.holding[graph.steps] == holding].tolist()
-    return places
-
-
 def _more_often(schedule: Schedule, graph: Graph) -> Faults:
     """The replicas with more steps than another one of their stage."""
-    many = graph.steps_of
+    many, steps = graph.steps_of, graph.steps
     stage, rank = np.array(schedule.holdings).T
     fewest = np.minimum.reduceat(many, np.searchsorted(stage, np.arange(schedule.stages)))[stage]
     more, least = np.flatnonzero(many > fewest), np.flatnonzero(many == fewest)
     least = least[np.searchsorted(stage[least], stage[more])]
     return rules.UNEVEN_REPLICAS.each(
         schedule,
-        [[_steps_of(graph, number)[fewest[number]]] for number in more.tolist()],
+        [steps[graph.holding[steps] == number][[fewest[number]]] for number in more],
         extents=(many - fewest)[more],
         steps=many[more],
         least=rank[least],

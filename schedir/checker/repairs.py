@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, reduce
-from itertools import chain, compress, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import TypeAlias
 
 import attrs
@@ -35,7 +35,7 @@ from schedir.checker.diagnostics import (
     Write,
 )
 from schedir.checker.structure import WAYS
-from schedir.graph.compile import Graph, graph_of, pairs_of
+from schedir.graph.compile import Graph, Transfers, graph_of, pairs_of
 from schedir.ir import (
     BACKWARDS,
     COMMUNICATION,
@@ -74,78 +74,57 @@ def changed(schedule: Schedule, change: Change) -> Schedule:
         return reduce(changed, change.changes, schedule)
     columns, new = schedule.columns, len(schedule.columns)
     rank = change.target if isinstance(change, AsSent) else change.rank
-    start, end = columns.starts[[rank, rank + 1]].tolist()
-    heads = columns.heads[(columns.heads > start) & (columns.heads < end)]
-    entries = [entry.tolist() for entry in np.split(np.arange(start, end), heads - start)]
-    entries, like = _edited(schedule, change, entries)
-    own = np.array([place for entry in entries for place in entry], np.int64)
-    joined = [part > 0 for entry in entries for part in range(len(entry))]
-    places = np.concatenate((np.arange(start), own, np.arange(end, new)))
-    row = columns_of([[change.action] if isinstance(change, Add | Write) else []])
+    first = int(np.searchsorted(columns.heads, columns.starts[rank]))
+    # By place: where it goes among the entries of all ranks, nowhere for nan, and the place whose
+    # action stands there then. A new action has the place after all others.
+    goes, what, like = np.append(columns.entry, np.nan), np.arange(new + 1), -1
+    if isinstance(change, AsSent):
+        # What runs together are slots: the receives change places, and nothing else does.
+        transfers = graph_of(schedule).transfers
+        channel = (transfers.source == change.source) & (transfers.target == rank)
+        receives = transfers.receive[transfers.beside(int(channel.argmax()))]
+        what[np.sort(receives)] = receives
+    elif isinstance(change, Reorder):
+        moved = [goes == first + index for index in change.indices]
+        for index, own in zip(sorted(change.indices), moved, strict=True):
+            goes[own] = first + index
+    elif isinstance(change, Move | Add):
+        own = goes == first + change.index if isinstance(change, Move) else new
+        goes[own] = first + _gap(change)
+    else:  # one of the parts of an entry
+        wanted = change.action if isinstance(change, Remove) else change.old
+        parts = np.flatnonzero(goes == first + change.index).tolist()
+        like = next(place for place in parts if columns.action(place) == wanted)
+        if isinstance(change, Write):
+            what[like] = new
+        else:
+            goes[like] = np.nan
+    row = columns_of([[change.action if isinstance(change, Edit) else columns.action(0)]])
+    order = goes.argsort(kind="stable")[: np.count_nonzero(~np.isnan(goes))]
+    starts = columns.starts + (len(order) - new) * (np.arange(columns.ranks + 1) > rank)
     kind, stage, microbatch, version = (
-        np.append(getattr(columns, name), getattr(row, name))[places]
+        np.append(getattr(columns, name), getattr(row, name))[what]
         for name in ("kind", "stage", "microbatch", "version")
     )
-    listed = Columns(
-        columns.starts + (len(own) - (end - start)) * (np.arange(columns.ranks + 1) > rank),
-        kind,
-        stage,
-        microbatch,
-        version,
-        np.concatenate((columns.joined[:start], np.array(joined, np.bool_), columns.joined[end:])),
-    )
+    joined = np.append(columns.joined, False)
+    listed = Columns(columns.starts, kind, stage, microbatch, version, joined).take(order, starts)
     sources = schedule.sources
     if sources is not None:
         lines = np.append(sources.line_of, -1 if like < 0 else sources.line_of[like])
-        sources = Sources(sources.lines, lines[places])
+        sources = Sources(sources.lines, lines[what][order])
     return attrs.evolve(schedule, actions=listed, sources=sources)
 
 
-def _edited(
-    schedule: Schedule, change: Move | Reorder | Edit | AsSent, entries: list[list[int]]
-) -> tuple[list[list[int]], int]:
-    """The entries of a rank after a change, as places, and the place that a new action replaces, -1
-    for none.
-
-    The place of a new action is the one after all others.
-    """
-    columns, new = schedule.columns, len(schedule.columns)
-    if isinstance(change, Move):
-        entry, to = entries.pop(change.index), change.target + (change.side == "after")
-        entries.insert(to - (change.index < to), entry)  # it leaves a gap where it stood
-    elif isinstance(change, Reorder):
-        moved = [entries[index] for index in change.indices]
-        for index, entry in zip(sorted(change.indices), moved, strict=True):
-            entries[index] = entry
-    elif isinstance(change, Add):
-        entries.insert((change.target or 0) + (change.side == "after"), [new])
-    elif isinstance(change, AsSent):
-        # What runs together are slots: the receives change places, and nothing else does.
-        transfers = graph_of(schedule).transfers
-        order, _ = transfers.by_channel
-        own = transfers.source[order] == change.source
-        own &= transfers.target[order] == change.target
-        receives = transfers.receive[order[own]].tolist()
-        slots = dict(zip(sorted(receives), receives, strict=True))
-        entries = [[slots.get(place, place) for place in entry] for entry in entries]
-    else:  # one of the parts of an entry
-        entry = entries[change.index]
-        wanted = change.action if isinstance(change, Remove) else change.old
-        at = next(at for at, place in enumerate(entry) if columns.action(place) == wanted)
-        old = entry[at]
-        entry[at : at + 1] = [new] if isinstance(change, Write) else []
-        return entries, old
-    return entries, -1
+def _gap(change: Move | Add) -> float:
+    """Between which entries of its rank something goes: 1.5 between #1 and #2."""
+    return (change.target or 0) - 0.5 + (change.side == "after")
 
 
 def several(edits: Iterable[Edit]) -> Edit | Several:
     """The changes, ordered so that no change renumbers an entry that a later one names."""
 
     def position(edit: Edit) -> tuple[int, float]:
-        if not isinstance(edit, Add):
-            return edit.rank, -edit.index
-        target = -1 if edit.target is None else edit.target
-        return edit.rank, -(target + (0.5 if edit.side == "after" else -0.5))
+        return edit.rank, -(_gap(edit) if isinstance(edit, Add) else edit.index)
 
     ordered = sorted(edits, key=position)
     return ordered[0] if len(ordered) == 1 else Several(tuple(ordered))
@@ -169,15 +148,13 @@ def beside(schedule: Schedule, action: Action, side: Side, place: int) -> Add:
     return Add(action, rank, side, index)
 
 
-def moved_beside(schedule: Schedule, place: int, side: Side, target: int) -> Move | Several:
+def moved_beside(schedule: Schedule, place: int, side: Side, target: int) -> Change:
     """The change that moves the action at a place next to another place of its rank, without the
     other parts of its entry."""
     columns = schedule.columns
     if columns.shared[place]:
         out = removal(schedule, place)
-        split = several((out, beside(schedule, out.action, side, target)))
-        assert isinstance(split, Several)
-        return split
+        return several((out, beside(schedule, out.action, side, target)))
     rank, index = columns.position(place)
     return Move(rank, index, side, columns.position(target)[1])
 
@@ -192,17 +169,14 @@ class Slide:
     targets: range
     verb: Verb = "move"
 
-    def moves(self) -> Iterator[Move]:
-        """Every move."""
-        for target in self.targets:
-            yield Move(self.rank, self.index, self.side, target, self.verb)
+    def move(self, target: int) -> Move:
+        """The move to one of the targets."""
+        return Move(self.rank, self.index, self.side, target, self.verb)
 
 
-def slide(
-    schedule: Schedule, place: int, side: Side, target: int, limit: int | None = None
-) -> Slide:
-    """The moves of the entry at `place` to before or after `target`, or further that way: at most
-    to that side of `limit`, or of all other entries of the rank."""
+def slide(schedule: Schedule, place: int, side: Side, target: int, limit: int = -1) -> Slide:
+    """The moves of the entry at `place` to before or after `target`, or further that way, up to
+    `limit` if that is on the rank."""
     columns, step = schedule.columns, 1 if side == "after" else -1
     rank, index = columns.position(place)
     start, end = columns.starts[[rank, rank + 1]].tolist()
@@ -211,8 +185,8 @@ def slide(
     if start <= target < end:
         ends = columns.position(target)[1], index + step
         nearest = max(ends) if side == "after" else min(ends)
-    if limit is not None and start <= limit + step < end:
-        bound = columns.position(limit + step)[1] - step
+    if start <= limit < end:
+        bound = columns.position(limit)[1] - step
     posted = KINDS[columns.kind[place]] in COMMUNICATION | GROUPS
     return Slide(
         rank, index, side, range(nearest, bound + step, step), "post" if posted else "move"
@@ -229,12 +203,9 @@ def in_turn(slides: Sequence[Slide]) -> Iterator[Move]:
     """The moves of all slides, likely ones first: the nearest of each, then the furthest of each
     (which puts a send right after its maker, for example), then the others, nearer ones first."""
     slides = [slide for slide in slides if slide.targets]
-    ends = [attrs.evolve(slide, targets=slide.targets[:1]) for slide in slides]
-    ends += [attrs.evolve(s, targets=s.targets[-1:]) for s in slides if len(s.targets) > 1]
-    between = [attrs.evolve(slide, targets=slide.targets[1:-1]) for slide in slides]
-    for slide in ends:
-        yield from slide.moves()
-    rows = zip_longest(*(slide.moves() for slide in between))
+    yield from (slide.move(slide.targets[0]) for slide in slides)
+    yield from (slide.move(slide.targets[-1]) for slide in slides if len(slide.targets) > 1)
+    rows = zip_longest(*(map(slide.move, slide.targets[1:-1]) for slide in slides))
     yield from (move for move in chain.from_iterable(rows) if move is not None)
 
 
@@ -327,7 +298,7 @@ def at_gap(schedule: Schedule, action: Action, rank: int, place: int, *, ahead: 
     columns = schedule.columns
     start, end = int(columns.starts[rank]), int(columns.starts[rank + 1])
     if start == end:
-        return Add(action, rank, "after", None)
+        return Add(action, rank, "before", None)
     if place == start or (ahead and place < end):
         return beside(schedule, action, "before", place)
     return beside(schedule, action, "after", place - 1)
@@ -504,17 +475,12 @@ def _beside(schedule: Schedule, places: list[int]) -> Repairs:
 def _living(schedule: Schedule, finding: Diagnostic, places: list[int]) -> Repairs:
     """What makes or ends a value and nobody lists is added; or what is one too many goes, but for
     compute, of which nothing is."""
-    columns, label = schedule.columns, finding.facts["label"]
-    value, gone = finding.facts["value"], len(places) > 1 and label == "gone"
-    place, computes = places[0], [columns.action(each).kind in COMPUTE for each in places]
-    adds = [*_unlisted(schedule, place, "end" if label == "unended" else "make", value)]
-    order = places[::-1] if gone else places
-    spare = [each for each in order if columns.action(each).kind not in COMPUTE][:1]
-    out = [removal(schedule, each) for each in spare]
-    # Weights that are not gathered, or not given up, are so once there is an action more.
-    lacks = VALUES[value].per == "version" and (label == "unended" or computes[0])
-    rest: Sequence[Change] = adds if lacks and not gone else out
-    return rest[0] if rest else None, chain(adds, anywhere(schedule, places), out)
+    columns, label, value = schedule.columns, finding.facts["label"], finding.facts["value"]
+    adds = [*_unlisted(schedule, places[0], "end" if label == "unended" else "make", value)]
+    spare = [place for place in places[::-1] if columns.action(place).kind not in COMPUTE]
+    outs = [removal(schedule, place) for place in spare]
+    sure: list[Change] = [*adds, *outs]
+    return next(iter(sure), None), chain(adds, anywhere(schedule, places), outs)
 
 
 def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:
@@ -548,12 +514,20 @@ def _other_end(graph: Graph, place: int) -> Iterator[Add]:
     if action.kind in RECEIVES:
         known, lacked, rank = lacked, known, transfers.target[number]
     if known[number] >= 0:
-        beside = transfers.beside(number)
-        beside = beside[np.argsort(known[beside])]
-        at = int(np.searchsorted(known[beside], known[number]))
-        least = int(lacked[beside[at - 1]]) + 1 if at else 0
-        most = int(lacked[beside[at]]) if at < len(beside) else None
+        before, after = between(transfers, number, known, lacked)
+        least, most = before + 1, after if after >= 0 else None
     return additions(graph.schedule, action, int(rank), least, most)
+
+
+def between(transfers: Transfers, number: int, known: Ints, ends: Ints) -> tuple[int, int]:
+    """The places in `ends` of the transfers before and after one on its channel, in the order of
+    the end `known`; -1 for none."""
+    beside = transfers.beside(number)
+    beside = beside[np.argsort(known[beside])]
+    first = np.searchsorted(known[beside], known[number])
+    end = np.searchsorted(known[beside], known[number], side="right")
+    before, after = np.append(-1, ends[beside[:first]])[-1], np.append(ends[beside[end:]], -1)[0]
+    return int(before), int(after)
 
 
 def _paired(graph: Graph, number: int) -> Repairs:
@@ -562,17 +536,10 @@ def _paired(graph: Graph, number: int) -> Repairs:
     sent = transfers.beside(number)
     received = sent[np.argsort(transfers.receive[sent])]
     wrong = np.flatnonzero(sent != received)
-    begin, end = int(wrong[0]), int(wrong[-1])
-    first, last = (
-        (int(transfers.receive[received[at]]), int(transfers.send[sent[at]])) for at in (begin, end)
-    )
     slides = []
-    for end_moved, (low, high) in enumerate(zip(first, last, strict=True)):
-        mine, theirs = (received, sent) if end_moved == 0 else (sent, received)
-        if (mine[begin:end] == theirs[begin + 1 : end + 1]).all():
-            slides.append(slide(schedule, high, "before", low))
-        if (mine[begin + 1 : end + 1] == theirs[begin:end]).all():
-            slides.append(slide(schedule, low, "after", high))
+    for places in (transfers.receive[received], transfers.send[sent]):
+        low, high = int(places[wrong[0]]), int(places[wrong[-1]])
+        slides += [slide(schedule, high, "before", low), slide(schedule, low, "after", high)]
     orders = transfers.receive[sent[wrong]], transfers.send[received[wrong]]
     reordered = (change for places in orders for change in reorder(schedule, places))
     whole = AsSent(int(transfers.source[number]), int(transfers.target[number]))
@@ -585,73 +552,64 @@ def _paired(graph: Graph, number: int) -> Repairs:
 def _of_round(graph: Graph, finding: Diagnostic, places: list[int]) -> Repairs:
     """What is one too many in a round goes, if the stage has more of it than others; else it moves,
     or gets what it lacks."""
-    rule, facts, (place, *others) = finding.rule, finding.facts, places
-    schedule, columns, turns, steps = graph.schedule, graph.columns, graph.turn, graph.steps
-    number, many, stage = int(graph.holding[place]), graph.steps_of, finding.action.stage
-    own = steps[graph.holding[steps] == number].tolist()
+    rule, facts, place, stage = finding.rule, finding.facts, places[0], finding.action.stage
+    schedule, turns, steps, many = graph.schedule, graph.turn, graph.steps, graph.steps_of
+    number = int(graph.holding[place])
     # As many steps as most of the other stages, and the replicas of this one, have.
-    others_many = np.bincount(np.delete(many, number), minlength=1)
-    usual = len(others_many) - 1 - int(others_many[::-1].argmax())
+    others = np.delete(many, number).tolist()
+    usual = max({*others}, key=lambda each: (others.count(each), each), default=0)
     out, moves = removal(schedule, place), anywhere(schedule, places)
+    total = beside(schedule, Action(_SUM, stage), "before" if len(steps) else "after", place)
     sure: Change
     if rule is rules.EMPTY_STEP:
         if many[number] > (usual or 1):
             return out, chain((out,), moves)
         filled = turns[graph.weight_gradients[stage]] == turns[place]  # on some rank
-        if filled.any() and len(schedule.placement[stage]) > 1:
-            sure = beside(schedule, Action(_SUM, stage), "before", place)
-        else:
-            sure = _removals(schedule, _alike(graph, place))
+        replicated = len(schedule.placement[stage]) > 1
+        sure = total if replicated and filled.any() else _removals(schedule, _alike(graph, place))
         return sure, chain(moves, (sure, out))
     if rule is rules.STEP_WITHOUT_REDUCE:
-        side: Side = "before" if len(steps) else "after"
-        sure = beside(schedule, Action(_SUM, stage), side, place)
-        sums = columns.where(_SUM)
+        sums = graph.columns.where(_SUM)
         sums = sums[graph.holding[sums] == number]
         at = int(np.searchsorted(sums, place))
         near = [place, *sums[max(0, at - 1) : at + 1].tolist()]
-        return sure, chain(anywhere(schedule, near) if len(sums) else (), (sure,))
+        return total, chain(anywhere(schedule, near) if len(sums) else (), (total,))
     if rule is rules.EMPTY_REDUCE:
         sure = _removals(schedule, places)
         return sure, chain((sure,), moves)
     if rule is rules.REDUCE_ACROSS_STEPS:
-        first = int(turns[places].min())
+        first = turns[places].min()
         behind = [each for each in places if turns[each] == first]
         ends = [graph.holding[each] for each in places if turns[each] > first]
         ends = [int(steps[graph.holding[steps] == held][first]) for held in ends]
-        changes: list[Change] = [
-            several(beside(schedule, finding.action, "before", end) for end in ends)
-        ]
-        ranks = [columns.rank[each] for each in _alike(graph, behind[0])]
-        if all(ranks.count(columns.rank[each]) > 1 for each in behind):  # they have one in excess
-            changes.insert(0, _removals(schedule, behind))
+        sure = several(beside(schedule, finding.action, "before", end) for end in ends)
+        changes = [sure, _removals(schedule, behind)]
+        if len(_alike(graph, behind[0])) > len(schedule.placement[stage]):  # one is in excess
+            changes.reverse()
         return changes[0], chain(changes, moves)
     if rule is rules.UNEVEN_STEPS:
-        # The step that applies a part of the other's goes, so that the next applies its gradients.
-        one, other = {*facts["applied"]}, {*facts["expected"]}
-        fewer = places[:1] if one < other else others if other < one else places
-        last = many[graph.holding[fewer]] == turns[fewer] + 1
-        outs = [_alike(graph, each) for each in compress(fewer, ~last)]
-        sure = _removals(schedule, chain.from_iterable(outs))
-        return sure, chain(moves, (sure,))
+        # The step that applies less goes, so that the next applies its gradients too.
+        fewer = sorted(
+            places, key=lambda each: len(facts["applied" if each == place else "expected"])
+        )
+        outs = [_removals(schedule, _alike(graph, each)) for each in fewer]
+        return outs[0], chain(moves, outs)
+    near_by, ways = _beside(schedule, places)
+    together = iter(ways)
     if rule is rules.REDUCE_BEFORE_GRADIENTS:
-        alike = np.array(_alike(graph, place))
-        if (alike[graph.holding[alike] == number] > places[-1]).any():
-            met = next((each for each in graph.collectives if place in each), places)
-            return out, (out, _removals(schedule, met))
-        return _beside(schedule, places)
-    rank = facts.get("least", int(columns.rank[place]))
+        met = next((each for each in graph.collectives if place in each), places[:1])
+        return near_by, chain(islice(together, 1), (out, _removals(schedule, met)), together)
+    rank = facts.get("least", int(graph.columns.rank[place]))
     add = after_stage(schedule, Action(_STEP, stage), rank, *_ENDS_WITH_A_STEP)
     if rule is rules.UNEVEN_REPLICAS:
-        sure = _removals(schedule, own[facts["fewest"] :])
-        spare = (removal(schedule, each) for each in own)
-        adds = (many == facts["fewest"]).sum() <= (many == facts["steps"]).sum()
-        if adds and facts["steps"] - facts["fewest"] == 1:
-            return add, chain((add, sure), spare)
-        return sure, chain((sure, add), spare)
+        own = steps[graph.holding[steps] == number].tolist()
+        changes = [_removals(schedule, own[facts["fewest"] :]), add]
+        if (many == facts["fewest"]).sum() <= (many == facts["steps"]).sum():
+            changes.reverse()
+        return changes[0], chain(changes, (removal(schedule, each) for each in own))
     if many[number] < usual or rule is rules.GRADIENT_NEVER_APPLIED:
-        return add, chain((add,), _beside(schedule, places)[1])
-    return _beside(schedule, places)
+        return add, chain((add,), together)
+    return near_by, together
 
 
 def _alike(graph: Graph, place: int) -> list[int]:
@@ -665,21 +623,15 @@ def _alike(graph: Graph, place: int) -> list[int]:
 
 def _of_group(graph: Graph, place: int, other: int) -> Repairs:
     """A collective is added on the other rank, or goes, or another one of its stage there does."""
-    schedule, columns, turns = graph.schedule, graph.columns, graph.turn
-    action, rank = columns.action(place), columns.rank[place]
-    steps = graph.steps[columns.stage[graph.steps] == action.stage]
-    steps = steps[turns[steps] == turns[place]]
+    schedule, columns, steps = graph.schedule, graph.columns, graph.steps
+    action, rank = columns.action(place), int(columns.rank[place])
+    steps = steps[(columns.stage[steps] == action.stage) & (graph.turn[steps] == graph.turn[place])]
     there, here = (steps[columns.rank[steps] == each] for each in (other, rank))
-    spare = [each for each in _alike(graph, place) if columns.rank[each] == rank]
-    sure: Change
+    ends = (*COMPLETES_GRADIENTS, *GROUPS, *STEPS) if len(here) else COMPLETES_GRADIENTS
+    sure = after_stage(schedule, action, other, *ends)
     if len(there):
         sure = beside(schedule, action, "before", int(there[0]))
-    elif len(graph.steps) and (len(spare) > 1 or not len(here)):
-        sure = removal(schedule, place)
-    else:
-        ends = (*COMPLETES_GRADIENTS, *GROUPS, *STEPS) if len(here) else COMPLETES_GRADIENTS
-        sure = after_stage(schedule, action, other, *ends)
-    every = graph.collectives_of[action.stage][int(rank)]
+    every = graph.collectives_of[action.stage][rank]
     return sure, chain((sure,), (removal(schedule, each) for each in (place, *every)))
 
 
@@ -711,6 +663,7 @@ class Trials:
     found: list[Faults]
     judge: Judge
     blocked: Blocked | None
+    _known: dict[type, list[Faults]] = attrs.field(init=False, factory=dict)
     left: int = attrs.field(init=False)
     _few: bool = attrs.field(init=False)
 
@@ -718,14 +671,14 @@ class Trials:
         many = _MOST_TOUCHED // (len(self.schedule.columns) + _OVERHEAD)
         self.left, self._few = max(1, many), many <= _FEW
 
-    def fix(self, finding: Finding, key: int, extent: int, most: int) -> Diagnostic:
+    def fix(self, finding: Finding, most: int) -> Diagnostic:
         """The finding with the first change that ends the fault, after at most `most` trials.
         Otherwise, the finding with the change that ends it in any case, if there is one; or that
         undoes one of several deadlocks, after which fewer actions are blocked."""
         found = finding.diagnostic
         sure, changes = finding.changes or repairs(self.schedule, found)
         deadlock = found.rule is rules.WAIT_CYCLE
-        about = (found.code, key), extent
+        about = (found.code, finding.key), finding.extent
         communicates = (
             bool(changes)
             and len(found.locations) > 1
@@ -744,11 +697,11 @@ class Trials:
                 return attrs.evolve(found, change=change, tried=True)
             if deadlock and self.blocked and not eases and self._nothing_new(faults):
                 eases = change if self.blocked(after) < self.blocked(self.schedule) else None
-        if communicates and deadlock and self._nothing_new(self._batched, *about):
-            return attrs.evolve(found, change=Batch(tried), tried=True)
-        if communicates and self._nothing_new(self._without_communication, *about):
-            return attrs.evolve(found, change=LeaveOut(tried), tried=True)
-        return attrs.evolve(found, change=sure or eases)
+        wholes: tuple[type[Batch | LeaveOut], ...] = (Batch, LeaveOut) if deadlock else (LeaveOut,)
+        for whole in wholes if communicates else ():
+            if self._nothing_new(self._after(whole), *about):
+                return attrs.evolve(found, change=whole(tried), tried=True)
+        return attrs.evolve(found, change=sure or eases or found.change)
 
     def _nothing_new(
         self,
@@ -772,10 +725,7 @@ class Trials:
                 counted.update(faults.tally)
         return counted
 
-    @cached_property
-    def _batched(self) -> list[Faults]:
-        return list(self.judge(changed(self.schedule, Batch())))
-
-    @cached_property
-    def _without_communication(self) -> list[Faults]:
-        return list(self.judge(changed(self.schedule, LeaveOut())))
+    def _after(self, whole: type[Batch | LeaveOut]) -> list[Faults]:
+        if whole not in self._known:
+            self._known[whole] = [*self.judge(changed(self.schedule, whole()))]
+        return self._known[whole]

@@ -2,7 +2,7 @@
 
 Codes are stable and never reused. S1xx structure, S2xx ordering, S3xx communication, S4xx memory
 and weights, S5xx performance. A rule's texts are templates, or functions if something is computed;
-each example is a whole `.sched` text that the rule rejects.
+each example is a `.sched` text that the rule rejects.
 """
 
 from __future__ import annotations
@@ -11,25 +11,16 @@ from collections.abc import Iterator
 
 import attrs
 
-from schedir.checker.diagnostics import Diagnostic, Location, Rule, fill, joined, ranges
+from schedir.checker.diagnostics import Diagnostic, Rule, fill, joined, ranges
 from schedir.ir import (
-    BACKWARDS,
     CHANNELS_IN_WORDS,
     CONSUMES,
-    COPIES,
     DEFAULT_CHANNEL,
     GROUPS,
     SENDS,
     Action,
     Kind,
 )
-
-
-def _example(microbatches: int, placement: str, *lists: str) -> str:
-    """A whole `.sched` text, given one list of tokens per rank."""
-    head = f"schedir 1\nname example\nmicrobatches {microbatches}\nplacement {placement}\n"
-    return head + "".join(f"rank {rank}: {actions}\n" for rank, actions in enumerate(lists))
-
 
 # S1xx: every stage runs every microbatch once, on a rank that holds it.
 
@@ -39,7 +30,11 @@ UNKNOWN_STAGE = Rule(
     meaning="An action names a stage that the placement doesn't have.",
     why="No module exists to run it.",
     fix="Correct the stage, or add it to the placement.",
-    example=_example(1, "0", "0F0 0B0 1F0"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0B0 1F0
+    """,
     message="there is no stage {action.stage}; the placement has {stages}",
     after_change=", or add the stage to the placement",
 )
@@ -50,7 +45,11 @@ UNKNOWN_MICROBATCH = Rule(
     meaning="An action names a microbatch outside 0..M-1.",
     why="A step has exactly M microbatches, so no other microbatch has data.",
     fix="Correct the microbatch, or the schedule's number of microbatches.",
-    example=_example(1, "0", "0F0 0B0 0F1 0B1"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0B0 0F1 0B1
+    """,
     message="there is no microbatch {action.microbatch}; the schedule has {microbatches}",
     after_change=", or say that the schedule has more microbatches",
 )
@@ -83,7 +82,12 @@ WRONG_RANK = Rule(
     meaning="An action is listed on a rank that doesn't hold its stage.",
     why="The rank has neither the module nor its tensors.",
     fix="Move the action to a rank that holds the stage, or change the placement.",
-    example=_example(1, "0 1", "0F0 1B0 0B0", "1F0"),
+    example="""
+        microbatches 1
+        placement 0 1
+        rank 0: 0F0 1B0 0B0
+        rank 1: 1F0
+    """,
     message=_wrong_rank,
     notes=_where_it_lives,
     advice=_to_its_rank,
@@ -101,7 +105,11 @@ DUPLICATE_ACTION = Rule(
     meaning="The same action is listed more than once.",
     why="Each stage runs each microbatch once; a second backward would add its gradient twice.",
     fix="Remove all but one.",
-    example=_example(1, "0", "0F0 0B0 0B0"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0B0 0B0
+    """,
     message=_duplicate,
     labels=("again", "the first time"),
 )
@@ -113,7 +121,11 @@ MISSING_ACTION = Rule(
     why="The gradient would silently lack that microbatch, and the forward's activation would stay "
     "in memory to the end of the step. A backward is one B, or an I and its W.",
     fix="Add the missing action.",
-    example=_example(2, "0", "0F0 0B0 0F1"),
+    example="""
+        microbatches 2
+        placement 0
+        rank 0: 0F0 0B0 0F1
+    """,
     message="stage {action.stage} never runs {action.kind.name} on microbatch {action.microbatch}",
 )
 
@@ -123,27 +135,15 @@ MIXED_BACKWARD = Rule(
     meaning="A stage has both a full backward B and a split one, I or W, for the same microbatch.",
     why="The gradient would be computed, and added, twice.",
     fix="Keep either the B, or the I and its W.",
-    example=_example(1, "0", "0F0 0B0 0W0"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0B0 0W0
+    """,
     message="stage {action.stage} has both a BACKWARD and a {action.kind.name} for microbatch "
     "{action.microbatch}",
     labels=("a part of a split backward", "the full one"),
 )
-
-
-def _split(finding: Diagnostic) -> str:
-    action, copies = finding.action, finding.action.kind in COPIES
-    how = "backward" if action.kind in BACKWARDS else "once more"
-    if copies:
-        how = f"has the {action.kind.meaning.word}"
-    return (
-        f"stage {action.stage} runs microbatch {action.microbatch} forward on rank "
-        f"{finding.other.rank}, but {how} on rank {finding.rank}"
-    )
-
-
-def _split_parts(finding: Diagnostic) -> tuple[str, ...]:
-    kind = finding.action.kind
-    return f"the {'backward' if kind in BACKWARDS else kind.meaning.word}", "its forward"
 
 
 SPLIT_MICROBATCH = Rule(
@@ -153,9 +153,15 @@ SPLIT_MICROBATCH = Rule(
     "recomputation or copy on another.",
     why="The backward needs the activation, which stays on the rank that ran the forward.",
     fix="Run both on the same rank.",
-    example=_example(1, "0,1", "0F0 0REDUCE_GRAD 0OPTIM_STEP", "0B0 0REDUCE_GRAD 0OPTIM_STEP"),
-    message=_split,
-    labels=_split_parts,
+    example="""
+        microbatches 1
+        placement 0,1
+        rank 0: 0F0 0REDUCE_GRAD 0OPTIM_STEP
+        rank 1: 0B0 0REDUCE_GRAD 0OPTIM_STEP
+    """,
+    message="stage {action.stage} runs microbatch {action.microbatch} forward on rank "
+    "{other.rank}, but {action} is on rank {rank}",
+    labels=("needs what the forward leaves", "its forward"),
 )
 
 # S2xx: each rank's compute is in an order that makes sense, and each gradient is applied once.
@@ -169,7 +175,11 @@ BACKWARD_BEFORE_FORWARD = Rule(
     meaning="A backward is listed before the forward of the same stage and microbatch.",
     why="There is nothing yet to differentiate.",
     fix="Move the backward after its forward.",
-    example=_example(1, "0", "0B0 0F0"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0B0 0F0
+    """,
     message=_LISTED_EARLY,
     labels=_NEEDS_LATER,
 )
@@ -180,7 +190,11 @@ WEIGHT_BEFORE_INPUT = Rule(
     meaning="A W is listed before the I of the same stage and microbatch.",
     why="W uses the result of I.",
     fix="Move W after its I.",
-    example=_example(2, "0", "0F0 0W0 0I0 0F1 0I1 0W1"),
+    example="""
+        microbatches 2
+        placement 0
+        rank 0: 0F0 0W0 0I0 0F1 0I1 0W1
+    """,
     message=_LISTED_EARLY,
     labels=_NEEDS_LATER,
 )
@@ -192,7 +206,11 @@ INPUT_NOT_READY = Rule(
     "input.",
     why="A rank runs its list in order, so the input does not exist yet.",
     fix="Run the stages forward in ascending order, and backward in descending order.",
-    example=_example(1, "0 0", "1F0 0F0 1B0 0B0"),
+    example="""
+        microbatches 1
+        placement 0 0
+        rank 0: 1F0 0F0 1B0 0B0
+    """,
     message=_LISTED_EARLY,
     labels=_NEEDS_LATER,
 )
@@ -204,7 +222,11 @@ STEP_BEFORE_GRADIENTS = Rule(
     meaning="The last OPTIM_STEP of a stage is listed before some of its gradients are computed.",
     why="Those gradients are never applied: the step trains on a part of the batch.",
     fix="Move the OPTIM_STEP after the stage's last backward, or add another one there.",
-    example=_example(2, "0", "0F0 0B0 0F1 0OPTIM_STEP 0B1"),
+    example="""
+        microbatches 2
+        placement 0
+        rank 0: 0F0 0B0 0F1 0OPTIM_STEP 0B1
+    """,
     message="{late} of stage {action.stage}'s gradients {late:is|are} computed after its last "
     "OPTIM_STEP",
     labels=("the last step", "never applied"),
@@ -217,7 +239,11 @@ GRADIENT_NEVER_APPLIED = Rule(
     why="The stage would never learn. A schedule may leave the update to the caller, but then it "
     "has no OPTIM_STEP for any stage.",
     fix="List an OPTIM_STEP for every stage, on each rank that holds it, or none for any stage.",
-    example=_example(1, "0 0", "0F0 1F0 1B0 0B0 1OPTIM_STEP"),
+    example="""
+        microbatches 1
+        placement 0 0
+        rank 0: 0F0 1F0 1B0 0B0 1OPTIM_STEP
+    """,
     message="stage {action.stage} has no OPTIM_STEP on rank {rank}, though other stages have",
 )
 
@@ -227,7 +253,11 @@ EMPTY_STEP = Rule(
     meaning="An OPTIM_STEP has no gradient to apply: none was accumulated since the one before.",
     why="Most likely it is a duplicate, or in the wrong place.",
     fix="Remove it, or move it after the backwards whose gradients it applies.",
-    example=_example(1, "0", "0F0 0B0 0OPTIM_STEP 0OPTIM_STEP"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0B0 0OPTIM_STEP 0OPTIM_STEP
+    """,
     message="stage {action.stage} has accumulated no gradient since its last OPTIM_STEP",
 )
 
@@ -238,12 +268,12 @@ UNEVEN_STEPS = Rule(
     why="A tied parameter gets one gradient in each step, the sum over its stages. If the stages "
     "apply different microbatches, that sum is not the gradient of any loss.",
     fix="List the OPTIM_STEPs of tied stages after the same microbatches.",
-    example=_example(
-        3,
-        "0 0",
-        "0F0 1F0 0F1 1F1 0F2 1F2 1B0 1B1 0B0 0OPTIM_STEP 1OPTIM_STEP "
-        "1B2 0B1 0B2 0OPTIM_STEP 1OPTIM_STEP",
-    ),
+    example="""
+        microbatches 3
+        placement 0 0
+        rank 0: 0F0 1F0 0F1 1F1 0F2 1F2 1B0 1B1 0B0 0OPTIM_STEP 1OPTIM_STEP 1B2 0B1 0B2 \
+            0OPTIM_STEP 1OPTIM_STEP
+    """,
     options=(("ties", ((0, 1),)),),
     message="OPTIM_STEP {step} of stage {action.stage} applies microbatches {applied:ranges}, but "
     "that of the tied stage {other.action.stage} applies {expected:ranges}",
@@ -257,7 +287,11 @@ REDUCE_BEFORE_GRADIENTS = Rule(
     why="Gradients computed after it are not summed over the replicas, so their weights drift "
     "apart.",
     fix="Move the REDUCE_GRAD after the last backward before the OPTIM_STEP.",
-    example=_example(2, "0", "0F0 0F1 0B0 0REDUCE_GRAD 0B1 0OPTIM_STEP"),
+    example="""
+        microbatches 2
+        placement 0
+        rank 0: 0F0 0F1 0B0 0REDUCE_GRAD 0B1 0OPTIM_STEP
+    """,
     message="{late} of stage {action.stage}'s gradients {late:comes|come} after its REDUCE_GRAD",
     labels=("sums the gradients so far", "the last gradient"),
 )
@@ -281,7 +315,12 @@ STEP_WITHOUT_REDUCE = Rule(
     "rank have one, which sums over replicas outside the schedule.",
     why="Each replica would apply only the gradients that it computed, so the weights drift apart.",
     fix="Put the stage's REDUCE_GRAD between its last backward and its OPTIM_STEP, on every rank.",
-    example=_example(2, "0,1", "0F0 0B0 0OPTIM_STEP", "0F1 0B1 0OPTIM_STEP"),
+    example="""
+        microbatches 2
+        placement 0,1
+        rank 0: 0F0 0B0 0OPTIM_STEP
+        rank 1: 0F1 0B1 0OPTIM_STEP
+    """,
     message=_unsummed,
 )
 
@@ -291,12 +330,12 @@ EMPTY_REDUCE = Rule(
     meaning="A REDUCE_GRAD has nothing to sum: no replica has a gradient that is not summed yet.",
     why="It would sum the same gradients a second time, or none.",
     fix="Remove it, or move it after the backwards whose gradients it sums.",
-    example=_example(
-        2,
-        "0,1",
-        "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
-        "0F1 0B1 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
-    ),
+    example="""
+        microbatches 2
+        placement 0,1
+        rank 0: 0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP
+        rank 1: 0F1 0B1 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP
+    """,
     message="no replica of stage {action.stage} has a new gradient to sum",
 )
 
@@ -306,12 +345,12 @@ UNEVEN_REPLICAS = Rule(
     meaning="The replicas of a stage have different numbers of OPTIM_STEPs.",
     why="Their weights differ from the first missing step on.",
     fix="List the same OPTIM_STEPs on every replica.",
-    example=_example(
-        2,
-        "0,1",
-        "0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP 0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP",
-        "0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
-    ),
+    example="""
+        microbatches 2
+        placement 0,1
+        rank 0: 0F0 0B0 0REDUCE_GRAD 0OPTIM_STEP 0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP
+        rank 1: 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP
+    """,
     message="stage {action.stage} has {steps} OPTIM_STEPs on rank {rank}, but {fewest} on rank "
     "{least}",
 )
@@ -332,12 +371,12 @@ REDUCE_ACROSS_STEPS = Rule(
     meaning="REDUCE_GRADs that meet belong to different OPTIM_STEPs on different replicas.",
     why="The sum mixes the gradients of two steps, and the replicas apply different sums.",
     fix="List the same number of REDUCE_GRADs between two OPTIM_STEPs on every replica.",
-    example=_example(
-        4,
-        "0,1",
-        "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP",
-        "0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP 0F3 0B3 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP",
-    ),
+    example="""
+        microbatches 4
+        placement 0,1
+        rank 0: 0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP 0F2 0B2 0REDUCE_GRAD 0OPTIM_STEP
+        rank 1: 0F1 0B1 0REDUCE_GRAD 0OPTIM_STEP 0F3 0B3 0REDUCE_GRAD 0REDUCE_GRAD 0OPTIM_STEP
+    """,
     message=_across,
 )
 
@@ -351,7 +390,11 @@ NO_STEP = Rule(
     "torch's format always work this way, so `--strict` allows it.",
     fix="End each list with the OPTIM_STEPs of its stages, as the option `--add-steps` and "
     "`schedir.append_steps` do, or step the optimizer yourself.",
-    example=_example(1, "0", "0F0 0B0"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0B0
+    """,
     message="there is no OPTIM_STEP: the update is left to the caller",
     advice="end each list with the OPTIM_STEPs of its stages (--add-steps lists them), or step the "
     "optimizer yourself",
@@ -363,7 +406,11 @@ RECOMPUTE_BEFORE_FORWARD = Rule(
     meaning="An R is listed before the forward of the same stage and microbatch.",
     why="R runs the forward again, on the input that F keeps.",
     fix="Move the R after its forward, or remove it: F then keeps its activation.",
-    example=_example(1, "0", "0R0 0F0 0B0"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0R0 0F0 0B0
+    """,
     message=_LISTED_EARLY,
     labels=_NEEDS_LATER,
 )
@@ -375,7 +422,11 @@ BACKWARD_BEFORE_RECOMPUTE = Rule(
     why="A forward with an R keeps only its input, and R makes the activation that the backward "
     "needs.",
     fix="Move the R before its B or I, or remove it: F then keeps its activation.",
-    example=_example(1, "0", "0F0 0B0 0R0"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0B0 0R0
+    """,
     message=_LISTED_EARLY,
     labels=_NEEDS_LATER,
 )
@@ -391,9 +442,11 @@ DIFFERENT_RATES = Rule(
     "way, so `--strict` allows it: they step once per round of their replicas, the other stages "
     "after every minibatch. If you did not intend this, an OPTIM_STEP is in the wrong place.",
     fix="List the OPTIM_STEPs of every stage after the same sets of microbatches.",
-    example=_example(
-        2, "0 0", "0F0 1F0 1B0 1OPTIM_STEP 0B0 0F1 1F1 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP"
-    ),
+    example="""
+        microbatches 2
+        placement 0 0
+        rank 0: 0F0 1F0 1B0 1OPTIM_STEP 0B0 0F1 1F1 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP
+    """,
     message="OPTIM_STEP {step} of stage {action.stage} applies microbatches {applied:ranges}, but "
     "that of the loss stage applies {expected:ranges}",
     labels=("the mean over these", "the loss stage's"),
@@ -411,7 +464,11 @@ USED_TOO_EARLY = Rule(
     meaning="An action uses a value that a later action of its rank makes.",
     why="A rank runs its list in order, so the value does not exist yet.",
     fix="Move the action after the one that makes the value.",
-    example=_example(1, "0", "0F0 0OFFLOAD0 0B0 0RELOAD0"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0OFFLOAD0 0B0 0RELOAD0
+    """,
     message="{action} is listed before {other.action}, which makes its {word}",
     labels=_NEEDS_LATER,
 )
@@ -434,7 +491,11 @@ USED_AFTER_ITS_END = Rule(
     "makes it. Or the action makes a value that already exists.",
     why="There is nothing to use, or one of two values is lost.",
     fix="List the action while the value exists, or add the action that makes it.",
-    example=_example(1, "0", "0F0 0B0 0OFFLOAD0"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0B0 0OFFLOAD0
+    """,
     message=_not_alive,
     advice="list {action} where the {word} exists",
 )
@@ -499,12 +560,12 @@ WAIT_CYCLE = Rule(
     fix="Post one of the actions of the cycle earlier. Or post a rank's sends and receives that "
     "block each other as one batch, `(0SEND_ACT1;0RECV_GRAD0)`. Or use a transport that keeps less "
     "order.",
-    example=_example(
-        2,
-        "0 1",
-        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
-        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1",
-    ),
+    example="""
+        microbatches 2
+        placement 0 1
+        rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1
+        rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 1F1 1B1 1SEND_GRAD1
+    """,
     message=_deadlock,
     notes=_clean_under,
     advice=_no_move,
@@ -528,33 +589,25 @@ UNMATCHED = Rule(
     "replica.",
     why="It waits forever, or the transport matches it with another transfer.",
     fix="Add the other end, or remove this one.",
-    example=_example(1, "0 1", "0F0 0SEND_ACT0 0RECV_GRAD0 0B0", "1RECV_ACT0 1F0 1B0"),
+    example="""
+        microbatches 1
+        placement 0 1
+        rank 0: 0F0 0SEND_ACT0 0RECV_GRAD0 0B0
+        rank 1: 1RECV_ACT0 1F0 1B0
+    """,
     message=_unmatched,
 )
-
-
-@attrs.frozen
-class Pair:
-    """A send and a receive that meet, and whether they name the same payload.
-
-    `turn` is their number on their channel, from 0.
-    """
-
-    turn: int
-    send: Location
-    receive: Location
-    right: bool
 
 
 def _pairs(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
     """The transfers around the first wrong pair of the channel, in order."""
     yield "", f"rank {finding.other.rank} sends", f"rank {finding.rank} receives", ""
-    for pair in finding.facts["pairs"]:
+    for turn, send, receive, right in finding.facts["pairs"]:
         yield (
-            f"{pair.turn}",
-            f"#{pair.send.index} {pair.send.action}",
-            f"#{pair.receive.index} {pair.receive.action}",
-            "" if pair.right else f"gets {_payload(pair.send.action)}",
+            f"{turn}",
+            f"#{send.index} {send.action}",
+            f"#{receive.index} {receive.action}",
+            "" if right else f"gets {_payload(send.action)}",
         )
 
 
@@ -571,12 +624,12 @@ MIS_PAIRED = Rule(
     "microbatches.",
     why="Transfers have no tags, so the receiver would silently get the wrong tensor.",
     fix="List the sends and the receives of a channel in the same order.",
-    example=_example(
-        2,
-        "0 1",
-        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
-        "1RECV_ACT1 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
-    ),
+    example="""
+        microbatches 2
+        placement 0 1
+        rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1
+        rank 1: 1RECV_ACT1 1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1
+    """,
     message="{action} would get the payload of {other.action}",
     labels=("the receive", "the send that it meets", "the send that it should meet"),
     notes=(
@@ -599,12 +652,12 @@ MISSING_RECEIVE = Rule(
     meaning="A compute action runs before, or without, the receive of its input.",
     why="It would compute on whatever the buffer holds.",
     fix="List the receive before the action.",
-    example=_example(
-        1,
-        "0 1",
-        "0F0 0SEND_ACT0 0RECV_GRAD0 0B0",
-        "1F0 1RECV_ACT0 1B0 1SEND_GRAD0",
-    ),
+    example="""
+        microbatches 1
+        placement 0 1
+        rank 0: 0F0 0SEND_ACT0 0RECV_GRAD0 0B0
+        rank 1: 1F0 1RECV_ACT0 1B0 1SEND_GRAD0
+    """,
     message=_unreceived,
     labels=("uses the received tensor", "the receive, listed later"),
 )
@@ -615,12 +668,12 @@ SEND_BEFORE_COMPUTE = Rule(
     meaning="A send is listed before, or without, the compute action that makes its payload.",
     why="There is nothing to send yet.",
     fix="Move the send after the compute action.",
-    example=_example(
-        1,
-        "0 1",
-        "0SEND_ACT0 0F0 0RECV_GRAD0 0B0",
-        "1RECV_ACT0 1F0 1B0 1SEND_GRAD0",
-    ),
+    example="""
+        microbatches 1
+        placement 0 1
+        rank 0: 0SEND_ACT0 0F0 0RECV_GRAD0 0B0
+        rank 1: 1RECV_ACT0 1F0 1B0 1SEND_GRAD0
+    """,
     message="{action} is listed before {other.action}, which makes its payload",
     labels=("nothing to send yet", "makes the payload"),
 )
@@ -644,7 +697,11 @@ NO_PEER = Rule(
     why="Neighbouring stages on one rank hand their tensors over directly, and the pipeline ends "
     "with its first and last stage.",
     fix="Remove it.",
-    example=_example(1, "0", "0F0 0SEND_ACT0 0B0"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0SEND_ACT0 0B0
+    """,
     message=_alone,
 )
 
@@ -655,12 +712,12 @@ GROUP_ORDER = Rule(
     why="The k-th of them on one rank meets the k-th on the others. Ranks that make different "
     "calls wait for ever, or mix up what they send.",
     fix="List the UNSHARDs and REDUCE_GRADs of a stage in the same order on all of its ranks.",
-    example=_example(
-        2,
-        "0,1",
-        "0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP",
-        "0UNSHARD 0F1 0B1 0REDUCE_GRAD 0RESHARD 0UNSHARD 0RESHARD 0OPTIM_STEP",
-    ),
+    example="""
+        microbatches 2
+        placement 0,1
+        rank 0: 0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP
+        rank 1: 0UNSHARD 0F1 0B1 0REDUCE_GRAD 0RESHARD 0UNSHARD 0RESHARD 0OPTIM_STEP
+    """,
     message="{action} on rank {rank} meets {other.action} on rank {other.rank}",
     labels=("a call of stage {action.stage}'s group", "the same call on another rank"),
 )
@@ -674,7 +731,11 @@ VERSION_NOT_AVAILABLE = Rule(
     meaning="A forward reads a weight version that doesn't exist at its place in the list.",
     why="Version v exists once v OPTIM_STEPs of the stage have run.",
     fix="Name an existing version, or move the forward after the OPTIM_STEP that makes it.",
-    example=_example(1, "0", "0F0@1 0B0 0OPTIM_STEP"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0@1 0B0 0OPTIM_STEP
+    """,
     message="stage {action.stage} has no version {action.version} here; its newest is {newest}",
     after_change=", or list the forward after the OPTIM_STEP that makes version {action.version}",
 )
@@ -686,7 +747,11 @@ DELAY_ABOVE_LIMIT = Rule(
     "at.",
     why="A gradient that is stale by many updates can keep training from converging.",
     fix="Keep fewer microbatches in flight between updates, or raise --max-delay.",
-    example=_example(3, "0", "0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP"),
+    example="""
+        microbatches 3
+        placement 0
+        rank 0: 0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP
+    """,
     options=(("max_delay", 1),),
     message="stage {action.stage} applies the gradient of microbatch {action.microbatch} {delay} "
     "updates late; the limit is {limit}",
@@ -700,17 +765,16 @@ VERSIONS_ABOVE_LIMIT = Rule(
     meaning="More weight versions of a stage are alive at once than allowed.",
     why="Each version besides the newest is a copy of the stage's weights.",
     fix="Keep fewer microbatches in flight between updates, or raise --max-versions.",
-    example=_example(3, "0", "0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP"),
+    example="""
+        microbatches 3
+        placement 0
+        rank 0: 0F0 0F1 0F2 0B0 0OPTIM_STEP 0B1 0OPTIM_STEP 0B2 0OPTIM_STEP
+    """,
     options=(("max_versions", 1),),
     message="{alive} weight versions of stage {action.stage} are alive at once on rank {rank}; the "
     "limit is {limit}",
     labels=("makes one too many",),
 )
-
-
-def _counted(finding: Diagnostic) -> Iterator[str]:
-    if finding.facts["held_until"] == "I":
-        yield "an activation counts until its I"
 
 
 ACTIVATIONS_ABOVE_LIMIT = Rule(
@@ -720,11 +784,15 @@ ACTIVATIONS_ABOVE_LIMIT = Rule(
     why="The activations may not fit in the device's memory.",
     fix="Start backwards earlier, run forwards again (`schedir.recompute`), or raise "
     "--max-activations. With `--held-until I` an activation doesn't count between its I and its W.",
-    example=_example(3, "0", "0F0 0F1 0F2 0B0 0B1 0B2"),
+    example="""
+        microbatches 3
+        placement 0
+        rank 0: 0F0 0F1 0F2 0B0 0B1 0B2
+    """,
     options=(("max_activations", 2),),
     message="rank {rank} holds {peak} activations at once; the limit is {limit}",
     labels=("the peak",),
-    notes=_counted,
+    notes=("{until_input:an activation counts until its I|}",),
 )
 
 VERSIONS_DISAGREE = Rule(
@@ -735,11 +803,11 @@ VERSIONS_DISAGREE = Rule(
     why="Its gradient does not belong to any single version of the model. PipeDream works this way "
     "by design; its vertical sync gives every stage the same version.",
     fix="Name one version for all stages, as in `0F4@1`.",
-    example=_example(
-        2,
-        "0 0",
-        "0F0 1F0 0F1 1B0 1OPTIM_STEP 0B0 0OPTIM_STEP 1F1 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP",
-    ),
+    example="""
+        microbatches 2
+        placement 0 0
+        rank 0: 0F0 1F0 0F1 1B0 1OPTIM_STEP 0B0 0OPTIM_STEP 1F1 1B1 1OPTIM_STEP 0B1 0OPTIM_STEP
+    """,
     message="microbatch {action.microbatch} runs at version {version} on stage {action.stage}, but "
     "at version {other_version} on stage {other.action.stage}",
     labels=("reads one version", "reads another"),
@@ -757,12 +825,14 @@ TIED_VERSIONS_DISAGREE = Rule(
     "sum of their gradients is not the gradient of any model.",
     fix="Name one version for the tied stages (`0F4@1`, as in vertical sync), update after "
     "all microbatches, or leave the parameter untied.",
-    example=_example(
-        2,
-        "0 1",
-        "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0OPTIM_STEP 0RECV_GRAD1 0B1 0OPTIM_STEP",
-        "1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1OPTIM_STEP 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP",
-    ),
+    example="""
+        microbatches 2
+        placement 0 1
+        rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0OPTIM_STEP 0RECV_GRAD1 0B1 \
+            0OPTIM_STEP
+        rank 1: 1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1OPTIM_STEP 1F1 1B1 1SEND_GRAD1 \
+            1OPTIM_STEP
+    """,
     options=(("ties", ((0, 1),)),),
     message="stages {action.stage} and {other.action.stage} share parameters, but run microbatch "
     "{action.microbatch} at versions {version} and {other_version}",
@@ -780,7 +850,11 @@ RECOMPUTE_AT_ANOTHER_VERSION = Rule(
     why="At other weights the R computes another output than the one that the stage sent on, so "
     "the gradient would be wrong.",
     fix="Leave the version out of the R: it then reads the version of its forward.",
-    example=_example(2, "0", "0F0 0F1 0B0 0OPTIM_STEP 0R1@1 0B1 0OPTIM_STEP"),
+    example="""
+        microbatches 2
+        placement 0
+        rank 0: 0F0 0F1 0B0 0OPTIM_STEP 0R1@1 0B1 0OPTIM_STEP
+    """,
     message="{action} reads version {action.version}, but {other.action} reads version {version}",
     labels=("reads one version", "reads another"),
 )
@@ -791,7 +865,11 @@ NEVER_ENDED = Rule(
     meaning="An action makes a value that no other action ends.",
     why="The value would stay in memory to the end of the step.",
     fix="Add the action that ends the value, or remove the one that makes it.",
-    example=_example(1, "0", "0F0 0OFFLOAD0 0B0"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0OFFLOAD0 0B0
+    """,
     message="no action ends the {word} that {action} makes",
     advice="add the action that ends it, or remove {action}",
 )
@@ -803,7 +881,11 @@ VERSION_OF_SHARDED = Rule(
     why="UNSHARD gathers the newest weights. Older versions are not kept: a rank has only its "
     "shard of them.",
     fix="Leave the version out, or do not shard the stage.",
-    example=_example(1, "0", "0UNSHARD 0F0@0 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP"),
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0UNSHARD 0F0@0 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP
+    """,
     message="{action} names a version, but the weights of stage {action.stage} are sharded",
 )
 
@@ -814,25 +896,18 @@ SHARDED_ON_SEVERAL = Rule(
     why="A gathering waits for everybody who has a shard, and these ranks would gather at "
     "different times. The ranks over which a stage is sharded all run the same rank's list.",
     fix="List the stage on one rank, or leave out its UNSHARDs and RESHARDs.",
-    example=_example(
-        2,
-        "0,1",
-        "0UNSHARD 0F0 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP",
-        "0UNSHARD 0F1 0B1 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP",
-    ),
+    example="""
+        microbatches 2
+        placement 0,1
+        rank 0: 0UNSHARD 0F0 0B0 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP
+        rank 1: 0UNSHARD 0F1 0B1 0RESHARD 0REDUCE_GRAD 0OPTIM_STEP
+    """,
     message="stage {action.stage} is sharded, but ranks {held:ranges} of the list run it",
     labels=("gathers its weights",),
     advice="list stage {action.stage} on one rank, or leave out its UNSHARDs and RESHARDs",
 )
 
 # S5xx: correct, but slower than necessary.
-
-
-def _splits(finding: Diagnostic) -> str:
-    pairs = len(finding.locations) // 2
-    if pairs == 1:
-        return f"{finding.action} and {finding.other.action} could be one B"
-    return f"{pairs} pairs of an I and its W could be one B each"
 
 
 NEEDLESS_SPLIT = Rule(
@@ -842,8 +917,12 @@ NEEDLESS_SPLIT = Rule(
     meaning="An I is directly followed by its W, so splitting that backward gains nothing.",
     why="A split backward goes through the autograd graph twice, one B only once.",
     fix="Write one B, or put other work between the two.",
-    example=_example(1, "0", "0F0 0I0 0W0"),
-    message=_splits,
+    example="""
+        microbatches 1
+        placement 0
+        rank 0: 0F0 0I0 0W0
+    """,
+    message="{pairs} {pairs:pair|pairs} of an I and its W could be one B{pairs:| each}",
     advice="write {action.stage}B{action.microbatch} in place of {action} and {other.action}",
 )
 
@@ -856,12 +935,12 @@ GROUP_SIZE = Rule(
     why="If a group has as many microbatches as there are ranks, each chunk's last microbatch "
     "leaves just when the next chunk's first one is due (arXiv 2104.04473, section 2.2).",
     fix="Make the group size the number of ranks: `--set group_size=P`.",
-    example=_example(
-        2,
-        "0 1 0 1",
-        "0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1",
-        "1F0 3F0 3B0 1F1 1B0 3F1 3B1 1B1",
-    ),
+    example="""
+        microbatches 2
+        placement 0 1 0 1
+        rank 0: 0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1
+        rank 1: 1F0 3F0 3B0 1F1 1B0 3F1 3B1 1B1
+    """,
     message="groups of {group} {group:microbatch|microbatches} on {ranks} ranks make the step "
     "longer",
     notes=(
@@ -870,14 +949,6 @@ GROUP_SIZE = Rule(
     ),
     advice="make the group size {ranks}",
 )
-
-
-def _exposed(finding: Diagnostic) -> str:
-    posted = finding.facts["posted"]
-    what = f"is posted {posted}" if posted else "and others are posted late"
-    return fill(
-        "{action} " + what + ": the step takes {makespan:g} rather than {shortest:g}", finding
-    )
 
 
 def _exposed_notes(finding: Diagnostic) -> Iterator[str]:
@@ -896,13 +967,13 @@ EXPOSED_COMMUNICATION = Rule(
     "keeps an order in which other communication waits behind this.",
     fix="List each send right after the compute that makes its payload, and each receive after "
     "what it would hold up, or let schedir insert the communication.",
-    example=_example(
-        2,
-        "0 1",
-        "0F0 0F1 0SEND_ACT0 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
-        "1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1",
-    ),
-    message=_exposed,
+    example="""
+        microbatches 2
+        placement 0 1
+        rank 0: 0F0 0F1 0SEND_ACT0 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1
+        rank 1: 1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1
+    """,
+    message="{action} {posted}: the step takes {makespan:g} rather than {shortest:g}",
     labels=("makes the step longer", "could stand beside this"),
     notes=_exposed_notes,
 )

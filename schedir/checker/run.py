@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 
 import attrs
 import numpy as np
 
 from schedir.checker.communication import collectives, communication
 from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
-from schedir.checker.diagnostics import Diagnostic, Faults, Finding, Location, Report
+from schedir.checker.diagnostics import Diagnostic, Faults, Report
 from schedir.checker.lints import Pricing, lints
-from schedir.checker.memory import Limits, memory
+from schedir.checker.memory import Terms, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
 from schedir.checker.repairs import Trials
 from schedir.checker.rules import (
@@ -33,7 +33,6 @@ from schedir.graph.alive import HeldUntil
 from schedir.graph.compile import graph_of
 from schedir.ir import (
     CHANNELS,
-    COMMUNICATION,
     DEFAULT_CHANNEL,
     Schedule,
     Ties,
@@ -53,15 +52,6 @@ _WRONG_STEPS = (STEP_BEFORE_GRADIENTS, GRADIENT_NEVER_APPLIED, EMPTY_STEP, UNEVE
 _COMPLETE = "complete form"
 # So many findings of one code say enough.
 _MOST_OF_A_CODE = 4000
-
-
-@attrs.frozen
-class _Terms:
-    """What a schedule is judged by, besides the channel model."""
-
-    limits: Limits
-    ties: Ties
-    costs: Pricing | None = None
 
 
 def check(
@@ -106,9 +96,9 @@ def check(
     expect_schedule(schedule)
     if costs is not None and not isinstance(costs, Pricing):
         raise TypeError(f"costs must be a CostModel, not {costs!r}")
-    limits = Limits(max_delay, max_versions, max_activations, held_until)
-    terms = _Terms(limits, ties_of(schedule, ties), costs)
-    return _report(schedule, channel, terms, advise=True)
+    tied = ties_of(schedule, ties)
+    terms = Terms(max_delay, max_versions, max_activations, held_until, tied)
+    return _report(schedule, channel, terms, costs)
 
 
 def prove(
@@ -120,7 +110,7 @@ def prove(
     Raises what `check` raises.
     """
     expect_schedule(schedule)
-    return _report(schedule, channel, _Terms(Limits(), ties_of(schedule, ties)), advise=False)
+    return _report(schedule, channel, Terms(ties=ties_of(schedule, ties)), advise=False)
 
 
 def sound(schedule: Schedule) -> Schedule | None:
@@ -131,11 +121,18 @@ def sound(schedule: Schedule) -> Schedule | None:
     """
     if (_COMPLETE, ()) in schedule.memo:
         return schedule.memo[_COMPLETE, ()] or schedule
-    found, complete = _judged(schedule, _Terms(Limits(), ()))
+    found, complete = _judged(schedule, Terms())
     return None if _has_errors(found) else complete
 
 
-def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Report:
+def _report(
+    schedule: Schedule,
+    channel: str,
+    terms: Terms,
+    costs: Pricing | None = None,
+    *,
+    advise: bool = True,
+) -> Report:
     """The errors; if there are none and `advise` is set, the warnings and notes."""
     channel = channel_model(channel)
     found, complete = _judged(schedule, terms)
@@ -150,19 +147,19 @@ def _report(schedule: Schedule, channel: str, terms: _Terms, advise: bool) -> Re
     if proved is not None and advise:
         found += without_steps(schedule)
         found += different_rates(schedule)
-        found += _lints(schedule, proved, channel, terms)
+        found += lints(schedule, proved, channel, terms.ties, costs)
     diagnostics = _diagnostics(schedule, channel, terms, found)
     return Report(channel, diagnostics, clean, proved)
 
 
-def _judged(schedule: Schedule, terms: _Terms) -> tuple[list[Faults], Schedule | None]:
+def _judged(schedule: Schedule, terms: Terms) -> tuple[list[Faults], Schedule | None]:
     """The faults of a schedule, deadlock excepted, and its complete form, in which to look for
     deadlocks. That is None if some wait has no meaning yet. It is stored with the schedule if there
     is no error."""
     key = _COMPLETE, terms.ties
     if key in schedule.memo:
         # Limits may be others now, and notes name places in this very list.
-        return _present(memory(schedule, terms.limits, terms.ties)), schedule.memo[key] or schedule
+        return _present(memory(schedule, terms)), schedule.memo[key] or schedule
     found = _present(structure(schedule))
     if found:
         return found, None
@@ -186,10 +183,10 @@ def _present(found: Iterable[Faults]) -> list[Faults]:
     return [faults for faults in found if faults.many]
 
 
-def _of_compute(schedule: Schedule, terms: _Terms) -> Iterator[Faults]:
+def _of_compute(schedule: Schedule, terms: Terms) -> Iterator[Faults]:
     """The faults of a schedule of sound structure that do not depend on its communication."""
     yield from _present(ordering(schedule, terms.ties))
-    yield from _present(memory(schedule, terms.limits, terms.ties))
+    yield from _present(memory(schedule, terms))
 
 
 def _completed(
@@ -218,7 +215,7 @@ def _completed(
     return blocking, None if blocking else complete
 
 
-def _judge(schedule: Schedule, channel: str, terms: _Terms) -> Iterator[Faults]:
+def _judge(schedule: Schedule, channel: str, terms: Terms) -> Iterator[Faults]:
     """The errors of a changed schedule whose structure is sound."""
     found = []
     for faults in _of_compute(schedule, terms):
@@ -231,7 +228,7 @@ def _judge(schedule: Schedule, channel: str, terms: _Terms) -> Iterator[Faults]:
         yield Faults(rule=WAIT_CYCLE, keys=np.zeros(1, np.int64), findings=())
 
 
-def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]:
+def _blocked(schedule: Schedule, channel: str, terms: Terms) -> tuple[int, int]:
     """How many actions can never run: of the compute alone, if that blocks, and of the complete
     list."""
     if not schedule.is_complete:
@@ -242,33 +239,12 @@ def _blocked(schedule: Schedule, channel: str, terms: _Terms) -> tuple[int, int]
     return 0, blocked(schedule, channel, terms.ties)
 
 
-def _lints(schedule: Schedule, complete: Schedule, channel: str, terms: _Terms) -> Iterator[Faults]:
-    for faults in lints(complete, channel, terms.ties, terms.costs):
-        if complete is schedule:
-            yield faults
-            continue
-        given = [Finding(_as_given(complete, each.diagnostic)) for each in faults.findings]
-        yield attrs.evolve(faults, findings=given)
-
-
-def _as_given(complete: Schedule, finding: Diagnostic) -> Diagnostic:
-    """The finding about compute, with its places counted without the inserted communication."""
-    columns = complete.columns
-    kept = ~columns.is_kind(*COMMUNICATION) & ~columns.joined
-
-    def given(each: Location) -> Location:
-        place = columns.place(each.rank, each.index or 0)
-        return attrs.evolve(each, index=int(kept[columns.starts[each.rank] : place].sum()))
-
-    return attrs.evolve(finding, locations=tuple(map(given, finding.locations)))
-
-
 def _has_errors(found: list[Faults]) -> bool:
     return any(faults.rule.severity == "error" for faults in found)
 
 
 def _diagnostics(
-    schedule: Schedule, channel: str, terms: _Terms, found: list[Faults]
+    schedule: Schedule, channel: str, terms: Terms, found: list[Faults]
 ) -> tuple[Diagnostic, ...]:
     """The findings, sorted by place: the first ones of each code, each with the first change that
     fixes it, if one is known."""
@@ -284,24 +260,15 @@ def _diagnostics(
     diagnostics: list[Diagnostic] = []
     # What is rare goes first: thousands of findings of one code leave no time to try for others.
     for several in sorted(by_code.values(), key=lambda several: sum(f.many for f in several)):
-        first = sorted(_first(several), key=lambda each: _place(each[1].diagnostic))
+        findings = chain.from_iterable(islice(f.findings, _MOST_OF_A_CODE) for f in several)
+        first = sorted(findings, key=lambda each: _place(each.diagnostic))[:_MOST_OF_A_CODE]
         more = sum(faults.many for faults in several) - _MOST_OF_A_CODE
-        first = first[:_MOST_OF_A_CODE]
-        for number, (key, finding, extent) in enumerate(first):
+        for number, finding in enumerate(first):
             share = -(-trials.left // (len(first) - number))
-            diagnostics.append(trials.fix(finding, key, extent, share))
+            diagnostics.append(trials.fix(finding, share))
         if more > 0:
             diagnostics[-1] = attrs.evolve(diagnostics[-1], more=more)
     return tuple(sorted(diagnostics, key=_place))
-
-
-def _first(several: list[Faults]) -> Iterator[tuple[int, Finding, int]]:
-    """The first findings of each, with their keys and extents."""
-    for faults in several:
-        keys = chain(faults.keys.tolist(), repeat(0))
-        extents = chain(faults.extents.tolist(), repeat(0))
-        found = zip(keys, faults.findings, extents, strict=False)
-        yield from islice(found, _MOST_OF_A_CODE)
 
 
 def _place(finding: Diagnostic) -> tuple[int, int, str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import chain, combinations, product
+from itertools import chain, combinations, compress, product
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ def structure(schedule: Schedule) -> Iterator[Faults]:
     yield _told(rules.UNKNOWN_STAGE, schedule, strange[0], stages=stages)
     yield _told(rules.UNKNOWN_MICROBATCH, schedule, strange[1], microbatches=microbatches)
     known = np.flatnonzero(~(no_stage | no_microbatch))
-    yield _on_their_ranks(schedule, known, pairs)
+    yield _on_their_ranks(schedule, known)
     places = known[columns.microbatch[known] >= 0]
     first = pairs.places[columns.kind[places], pairs.rows(columns, places)]
     again = first != places
@@ -80,7 +80,7 @@ def _told(rule: Rule, schedule: Schedule, *columns: Ints, **facts: Any) -> Fault
     return rule.each(schedule, rows, **facts)
 
 
-def _on_their_ranks(schedule: Schedule, places: Ints, pairs: Pairs) -> Faults:
+def _on_their_ranks(schedule: Schedule, places: Ints) -> Faults:
     """Each action stands on a rank that holds its stage."""
     columns, now = schedule.columns, schedule.placement
     first = np.array([held[0] for held in now])
@@ -129,17 +129,13 @@ def _missing(schedule: Schedule, pairs: Pairs) -> Faults:
     parts = (_HOME, *chain.from_iterable(WAYS))
     # One more row, for every pair that no action names: a file may claim a billion of them.
     places = np.array([np.append(pairs.of(kind), -1) for kind in parts])
-    listed = {kind: own >= 0 for kind, own in zip(parts, places, strict=True)}
-    ways = [np.array([listed[kind] for kind in way]) for way in WAYS]
+    home, *ways = np.split(places >= 0, np.cumsum([1, *map(len, WAYS)])[:-1])
     complete = np.any([way.all(axis=0) for way in ways], axis=0)
     # The first way that is begun, else the first.
     chosen = np.argmax([way.any(axis=0) for way in ways], axis=0)
-    lacks = {_HOME: ~listed[_HOME]} | {
-        kind: ~listed[kind] & ~complete & (chosen == number)
-        for number, way in enumerate(WAYS)
-        for kind in way
-    }
-    many = np.sum([*lacks.values()], axis=0)
+    lacks = [~way & ~complete & (chosen == number) for number, way in enumerate(ways)]
+    lacking = np.concatenate((~home, *lacks))
+    many = lacking.sum(axis=0)
     end = schedule.stages * schedule.microbatches
 
     def findings() -> Iterator[Finding]:
@@ -152,7 +148,7 @@ def _missing(schedule: Schedule, pairs: Pairs) -> Faults:
             related = locations(schedule, places[:, row][places[:, row] >= 0])
             # On the rank of what is there of its microbatch, else of its stage.
             rank = related[0].rank if related else schedule.placement[stage][0]
-            for kind in (kind for kind in parts if lacks[kind][row]):
+            for kind in compress(parts, lacking[:, row]):
                 action = Action(kind, stage, microbatch)
                 where = Location(rank, None, action), *related
                 found = Diagnostic(rules.MISSING_ACTION, where)
