@@ -65,6 +65,7 @@ def test_thousands_of_lists_block_where_check_says(part: int) -> None:
 
 
 @example(6254, "host", 2)  # receives of two batches change places
+@example(18176, "host", 0)  # a warning's change
 @given(st.integers(0, 1 << 32), st.sampled_from(CHANNELS), st.integers(0, 2))
 def test_what_is_proposed_fixes_and_tears_nothing(seed: int, channel: str, faults: int) -> None:
     chance = random.Random(seed)

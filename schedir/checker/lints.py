@@ -162,18 +162,16 @@ def _exposed_communication(
     if change is None and saves(inserted):
         shortest = _run(inserted, channel, costs).makespan
     if shortest < makespan:
-        yield fault(
-            rules.EXPOSED_COMMUNICATION.at(
-                schedule,
-                *places,
-                makespan=makespan,
-                shortest=shortest,
-                posted=posted,
-                possible=possible,
-                times=times,
-            ),
-            (change or LeaveOut(), ()),
+        finding = rules.EXPOSED_COMMUNICATION.at(
+            schedule,
+            *places,
+            makespan=makespan,
+            shortest=shortest,
+            posted=posted,
+            possible=possible,
+            times=times,
         )
+        yield fault(attrs.evolve(finding, change=change or LeaveOut(), tried=True))
 
 
 def _critical(run: _Run) -> list[tuple[int, int]]:
