@@ -335,8 +335,6 @@ def repairs(schedule: Schedule, finding: Diagnostic) -> Repairs:
     """What may end a fault, made from its locations."""
     rule, facts = finding.rule, finding.facts
     places = [_place(schedule.columns, at) for at in finding.locations if at.index is not None]
-    if finding.severity != "error":
-        return None, ()
     if rule in (rules.UNKNOWN_STAGE, rules.UNKNOWN_MICROBATCH):
         return removal(schedule, places[0]), ()
     if rule in (rules.DUPLICATE_ACTION, rules.MIXED_BACKWARD):
@@ -676,6 +674,8 @@ class Trials:
         Otherwise, the finding with the change that ends it in any case, if there is one; or that
         undoes one of several deadlocks, after which fewer actions are blocked."""
         found = finding.diagnostic
+        if found.severity != "error":  # a lint has tried its change
+            return found
         sure, changes = finding.changes or repairs(self.schedule, found)
         deadlock = found.rule is rules.WAIT_CYCLE
         about = (found.code, finding.key), finding.extent
