@@ -489,19 +489,13 @@ class Faults:
 Tally: TypeAlias = Counter[tuple[str, int]]
 
 
-def fault(
-    diagnostic: Diagnostic,
-    changes: tuple[Change | None, Iterable[Change]] | None = None,
-    *,
-    key: int = 0,
-    extent: int = 1,
-) -> Faults:
+def fault(diagnostic: Diagnostic, *, key: int = 0, extent: int = 1) -> Faults:
     """A single fault."""
     return Faults(
         rule=diagnostic.rule,
         keys=np.array([key]),
         extents=np.array([extent]),
-        findings=(Finding(diagnostic, changes),),
+        findings=(Finding(diagnostic),),
     )
 
 
