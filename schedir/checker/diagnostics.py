@@ -146,6 +146,8 @@ class Rule:
         A fact that is an array or a list has one item for each row. By default the `keys` are the
         kind, stage, rank and microbatch of the primary place.
         """
+        if not len(rows):
+            return Faults(rule=self, keys=_NONE, extents=_NONE, findings=())
         if isinstance(rows, np.ndarray):
             rows = np.column_stack([rows])
             first = rows[:, 0]
@@ -174,6 +176,9 @@ class Rule:
             places = [int(place) for place in row if place >= 0]
             found = self.at(schedule, *places, **{**facts, **dict(zip(lists, own, strict=True))})
             yield Finding(found)
+
+
+_NONE = np.zeros(0, np.int64)
 
 
 def _numbers(schedule: Schedule, places: Ints) -> Ints:

@@ -58,6 +58,7 @@ def _rounds(schedule: Schedule, graph: Graph) -> Iterator[Faults]:
         yield from _summed_once(schedule, graph, gradients, sums)
     if len(graph.steps):
         yield from _applied_once(schedule, graph, gradients, sums)
+    if len(graph.steps) and len(schedule.holdings) > schedule.stages:
         yield _more_often(schedule, graph)
 
 
@@ -102,6 +103,19 @@ def _applied_once(
     schedule: Schedule, graph: Graph, gradients: Ints, sums: Ints
 ) -> Iterator[Faults]:
     """Each gradient has a step after it, and each step has gradients."""
+    size, filled = len(schedule.columns), np.zeros(graph.first_round[-1], np.bool_)
+    filled[gradients // size] = True
+    # A round after the last step of a stage on its rank has none.
+    if filled[graph.first_round[1:] - 1].any():
+        yield from _without_step(schedule, graph, gradients)
+    # A replica may have run none of a step's microbatches; a collective gives it the sum.
+    replicated = np.array([len(held) > 1 for held in schedule.placement])
+    filled[sums[replicated[graph.columns.stage[sums % size]]] // size] = True
+    yield rules.EMPTY_STEP.each(schedule, graph.steps[~filled[_round(graph, graph.steps)]])
+
+
+def _without_step(schedule: Schedule, graph: Graph, gradients: Ints) -> Iterator[Faults]:
+    """The gradients of each stage on each rank that come after its last step."""
     steps, size = graph.steps, len(schedule.columns)
     unapplied = gradients[np.isin(gradients // size, graph.first_round[1:] - 1)] % size
     numbers, firsts, many = np.unique(
@@ -121,12 +135,6 @@ def _applied_once(
             extents=many[which],
             late=many[which],
         )
-    # A replica may have run none of a step's microbatches; a collective gives it the sum.
-    replicated = np.array([len(held) > 1 for held in schedule.placement])
-    shared = sums[replicated[graph.columns.stage[sums % size]]]
-    filled = np.append(gradients, shared) // size
-    empty = steps[~np.isin(_round(graph, steps), filled)]
-    yield rules.EMPTY_STEP.each(schedule, empty)
 
 
 def _steps_of(graph: Graph, holding: int) -> list[int]:

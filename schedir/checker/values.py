@@ -54,6 +54,9 @@ def values(schedule: Schedule, *, of_transfers: bool = False) -> Iterator[Faults
         # A version that is named is another finding, whose echo these would be.
         if sharded.any() and not (sharded[schedule.columns.stage] & named).any():
             found += _found(schedule, HELD)
+    found = [fault for fault in found if len(fault.places)]
+    if not found:
+        return
     rows: dict[Rule, list[tuple[Ints, Ints, Ints]]] = {}
     for number, fault in enumerate(found):
         roles = np.where(fault.others < 0, "", _ROLES[kind[fault.others]])

@@ -516,7 +516,7 @@ def _of_transfers(
         isinstance(one, int | float)
         for one in (costs.boundary_bytes, costs.latency, costs.bandwidth)
     ):
-        key[1:] = key[:1]  # one stands for all
+        key = key[:1]  # one stands for all
     used, which = np.unique(key, return_inverse=True)
     ways: list[tuple[float, float]] = [] if len(used) else [(0, 0)]
     for link, crossed in (divmod(one, schedule.stages) for one in used.tolist()):
