@@ -32,6 +32,9 @@ def use(does: str, value: str, **more: str) -> Use:
 
 def test_the_tables_are_complete() -> None:
     assert not [*incomplete([*Kind])]
+    # A value says its size, so that none takes no bytes because nobody has thought of it.
+    with pytest.raises(TypeError, match="size"):
+        Value(word="digest")  # type: ignore[call-arg]
 
 
 def test_a_kind_may_occupy_compute_and_do_nothing() -> None:
@@ -109,12 +112,6 @@ def test_an_incomplete_value(
 )
 def test_a_value_without_a_kind(without: Kind, what: str) -> None:
     assert what in incomplete([kind for kind in Kind if kind is not without])
-
-
-def test_a_value_says_its_size() -> None:
-    """So that none takes no bytes because nobody has thought of it."""
-    with pytest.raises(TypeError, match="size"):
-        Value(word="digest")  # type: ignore[call-arg]
 
 
 def test_the_import_refuses_an_incomplete_row() -> None:

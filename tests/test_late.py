@@ -180,3 +180,25 @@ def test_what_schedir_inserts_is_never_blamed() -> None:
     for channel, costs in product(CHANNELS, (None, schedir.CostModel(latency=2))):
         for each in (built, schedir.loads(schedir.dumps(built))):
             assert schedir.check(each, channel, costs=costs).diagnostics == ()
+
+
+def test_a_difference_of_rounding_is_none() -> None:
+    """Two ways to the same end add up the same times in another order."""
+    built = schedule(
+        3,
+        "0 1",
+        "0F0 0SEND_ACT0 0F1 (0SEND_ACT1;0RECV_GRAD0) 0B0 0OPTIM_STEP 0F2@1 "
+        "(0RECV_GRAD1;0SEND_ACT2) 0B1 0OPTIM_STEP 0RECV_GRAD2 0B2 0OPTIM_STEP",
+        "1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1OPTIM_STEP 1F1@0 1B1 "
+        "(1SEND_GRAD1;1RECV_ACT2) 1OPTIM_STEP 1F2@1 1B2 1SEND_GRAD2 1OPTIM_STEP",
+    )
+    costs = schedir.CostModel(
+        forward=0.3,
+        backward=1 / 3,
+        optim_step=1.1,
+        latency=1.1,
+        bandwidth=3.3,
+        boundary_bytes=1 / 3,
+    )
+    found = schedir.check(built, "host", costs=costs).diagnostics
+    assert "S506" not in {d.code for d in found}

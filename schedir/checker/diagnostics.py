@@ -153,6 +153,8 @@ class Rule:
         A fact that is an array or a list has one item for each row. By default the `keys` are the
         kind, stage, rank and microbatch of the primary place.
         """
+        if not len(rows):
+            return Faults(rule=self, keys=_NONE, extents=_NONE, findings=())
         if isinstance(rows, np.ndarray):
             rows = np.column_stack([rows])
             first = rows[:, 0]
@@ -179,6 +181,9 @@ class Rule:
             extents=extents,
             findings=findings(),
         )
+
+
+_NONE = np.zeros(0, np.int64)
 
 
 def _numbers(schedule: Schedule, places: Ints) -> Ints:

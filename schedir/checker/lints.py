@@ -42,6 +42,9 @@ from schedir.passes.communication import as_inserted
 # run costs as much as some more.
 _MOST_RUN = 500_000
 _OVERHEAD = 2500
+_SHORTER = (
+    1 - 1e-9
+)  # a time that is not shorter than this times another is the same, but for rounding
 
 
 @runtime_checkable
@@ -140,29 +143,26 @@ def _exposed_communication(
     """
     run, possible = _run(schedule, channel, costs), _prompt(schedule, channel, costs).makespan
     makespan = shortest = run.makespan
-    if makespan <= possible:
+    if possible >= _SHORTER * makespan:
         return
     inserted = insert_communication(strip_communication(schedule))
     if inserted == schedule:
         return
-
-    def saves(other: Schedule) -> bool:
-        """True if another list is shorter than all so far, and runs to its end."""
-        takes = _run(other, channel, costs).makespan
-        return takes < shortest and runs(other, channel, ties)
-
     columns, waited = schedule.columns, _critical(run)
     places = [place for place in waited[0] if columns.is_kind(*COMMUNICATION)[place]][:1]
     posted, change = "and others are posted late", None
     many = _MOST_RUN // (len(columns) + _OVERHEAD) + 1
     for move in islice(_moves(schedule, waited[:many]), many):
         moved = changed(schedule, move)
-        if saves(moved):
-            shortest, change = _run(moved, channel, costs).makespan, move
+        takes = _run(moved, channel, costs).makespan
+        if takes < _SHORTER * shortest and runs(moved, channel, ties):
+            shortest, change = takes, move
             places = [columns.place(move.rank, at) for at in (move.index, move.target)]
             posted = f"is posted {'late' if move.target < move.index else 'early'}"
-    if change is None and saves(inserted):
-        shortest = _run(inserted, channel, costs).makespan
+    if change is None:
+        takes = _run(inserted, channel, costs).makespan
+        if takes < _SHORTER * shortest and runs(inserted, channel, ties):
+            shortest = takes
     if shortest < makespan:
         finding = rules.EXPOSED_COMMUNICATION.at(
             schedule,

@@ -76,6 +76,9 @@ def values(schedule: Schedule, *, of_transfers: bool = False) -> Iterator[Faults
         # A version that is named is another finding, whose echo these would be.
         if sharded.any() and not (sharded[schedule.columns.stage] & named).any():
             found += _found(schedule, HELD)
+    found = [each for each in found if len(each.places)]
+    if not found:
+        return
     rows: dict[Rule, list[tuple[Ints, Ints, Ints]]] = {}
     for number, each in enumerate(found):
         roles = np.where(each.others < 0, "", _ROLES[kind[each.others]])
@@ -129,6 +132,7 @@ def _rounds(schedule: Schedule, graph: Graph) -> Iterator[Faults]:
         yield from _summed_once(schedule, graph, gradients, sums)
     if len(graph.steps):
         yield from _applied_once(schedule, graph, gradients, sums)
+    if len(graph.steps) and len(schedule.holdings) > schedule.stages:
         yield _more_often(schedule, graph)
 
 
@@ -173,6 +177,19 @@ def _applied_once(
     schedule: Schedule, graph: Graph, gradients: Ints, sums: Ints
 ) -> Iterator[Faults]:
     """Each gradient has a step after it, and each step has gradients."""
+    size, filled = len(schedule.columns), np.zeros(graph.first_round[-1], np.bool_)
+    filled[gradients // size] = True
+    # A round after the last step of a stage on its rank has none.
+    if filled[graph.first_round[1:] - 1].any():
+        yield from _without_step(schedule, graph, gradients)
+    # A replica may have run none of a step's microbatches; a collective gives it the sum.
+    replicated = np.array([len(held) > 1 for held in schedule.placement])
+    filled[sums[replicated[graph.columns.stage[sums % size]]] // size] = True
+    yield rules.EMPTY_STEP.each(schedule, graph.steps[~filled[_round(graph, graph.steps)]])
+
+
+def _without_step(schedule: Schedule, graph: Graph, gradients: Ints) -> Iterator[Faults]:
+    """The gradients of each stage on each rank that come after its last step."""
     steps, size = graph.steps, len(schedule.columns)
     unapplied = gradients[np.isin(gradients // size, graph.first_round[1:] - 1)] % size
     numbers, firsts, many = np.unique(
@@ -192,12 +209,6 @@ def _applied_once(
             extents=many[which],
             late=many[which],
         )
-    # A replica may have run none of a step's microbatches; a collective gives it the sum.
-    replicated = np.array([len(held) > 1 for held in schedule.placement])
-    shared = sums[replicated[graph.columns.stage[sums % size]]]
-    filled = np.append(gradients, shared) // size
-    empty = steps[~np.isin(_round(graph, steps), filled)]
-    yield rules.EMPTY_STEP.each(schedule, empty)
 
 
 def _more_often(schedule: Schedule, graph: Graph) -> Faults:

@@ -120,37 +120,30 @@ def _merge(
     )
     rank = _both(transfers.source[order], transfers.target[order])
     # At one time: what takes time and ends there, then transfers, then what takes none.
-    moment, between = 3 * ends + 2 * (TEXTBOOK[columns.kind] == 0), 3 * made + 1
-    longest = max(moment.max(initial=0), between.max(initial=0)) + 1
-    complete = inserted(
+    turns, between = _both(np.arange(len(order))), _both(3 * made + 1)
+    moment = np.append(3 * ends + 2 * (TEXTBOOK[columns.kind] == 0), between)
+    longest = moment.max(initial=0) + 1
+    placed = np.argsort(np.append(columns.rank, rank) * longest + moment, kind="stable")
+    complete = _listed(
         schedule,
+        placed,
         _both(_SENT[kind], kind),
         _both(columns.stage[maker], stage),
         rank,
-        np.searchsorted(columns.rank * longest + moment, rank * longest + _both(between, between)),
-        _both(microbatch, microbatch),
-        like=_both(maker, maker),
+        _both(microbatch),
+        _both(maker),
     )
-    listed, by_rank = complete.columns.is_kind(*COMMUNICATION), np.argsort(rank, kind="stable")
-
-    def by_place(compute: Ints, transfer: Ints) -> Ints:
-        """What each action of the complete schedule has, where both ends of a transfer have one."""
-        found = np.empty(len(listed), np.int64)
-        found[~listed], found[listed] = compute, _both(transfer, transfer)[by_rank]
-        return found
-
-    many = len(columns) + len(order)
-    happens = by_place(moment * many + turn, between * many + np.arange(len(order)))
+    happens = (moment * len(placed) + np.append(turn, turns))[placed]
     # Where a sum waits for other ranks, what is listed after it need not.
     apart = all(len(places) == 1 for places in graph_of(schedule).collectives)
-    remember(complete, happens, by_place(begins, made) if apart else None)
+    remember(complete, happens, np.append(begins, _both(made))[placed] if apart else None)
     complete.memo[as_inserted] = True
     return complete
 
 
-def _both(sends: Ints, receives: Ints) -> Ints:
-    """What both ends of every transfer have, in the order of the transfers."""
-    ends: Ints = np.stack((sends, receives), axis=1).ravel()
+def _both(sends: Ints, receives: Ints | None = None) -> Ints:
+    """What both ends of every transfer have, in the order of the transfers; the same by default."""
+    ends: Ints = np.stack((sends, sends if receives is None else receives), axis=1).ravel()
     return ends
 
 
@@ -184,9 +177,23 @@ def inserted(
     action of a whole stage. Each new action takes the line of Python of the place in `like`, if
     given. All arrays have shape [new actions].
     """
-    columns, number = schedule.columns, len(schedule.columns)
-    by_rank = np.argsort(rank, kind="stable")
+    by_rank, number = np.argsort(rank, kind="stable"), len(schedule.columns)
     order = np.insert(np.arange(number), before[by_rank], number + by_rank)
+    return _listed(schedule, order, kind, stage, rank, microbatch, like)
+
+
+def _listed(
+    schedule: Schedule,
+    order: Ints,
+    kind: Kind | Ints,
+    stage: Ints,
+    rank: Ints,
+    microbatch: Ints | int,
+    like: Ints | None,
+) -> Schedule:
+    """The schedule with new actions, as `inserted` has them, in an order of its places, after which
+    the new actions are counted on."""
+    columns = schedule.columns
 
     def merged(own: Ints, new: Ints | int) -> Ints:
         both: Ints = np.concatenate((own, np.broadcast_to(new, len(rank))))[order]

@@ -572,6 +572,11 @@ def _of_transfers(
     boundary = transfers.stage - ~transfers.is_gradient
     links = transfers.source * schedule.ranks + transfers.target
     key = links * schedule.stages + boundary
+    if all(
+        isinstance(one, int | float)
+        for one in (costs.boundary_bytes, costs.latency, costs.bandwidth)
+    ):
+        key = key[:1]  # one stands for all
     used, which = np.unique(key, return_inverse=True)
     ways: list[tuple[float, float]] = [(0, 0)]
     for link, crossed in (divmod(one, schedule.stages) for one in used.tolist()):
