@@ -698,10 +698,9 @@ def unmeasured(schedule: Schedule, costs: CostModel) -> tuple[str, ...]:
     observed = costs_and_stages(schedule.columns, schedule.columns.heads)
     found = set()
     for code, stage in {*zip(*(column.tolist() for column in observed), strict=True)}:
-        if code >= 0:
-            cost, field = COSTS[code], _FIELDS[COSTS[code]]
+        if field := _FIELDS.get(COSTS[code]):
             made_of = range(stage * each, (stage + 1) * each)
-            seen = all((cost, one) in costs.samples.groups for one in made_of)
+            seen = all((COSTS[code], one) in costs.samples.groups for one in made_of)
             if parts or not (seen or getattr(costs, field) != derived[field]):
                 found.add(field)
     return tuple(name for name in dict.fromkeys(_FIELDS.values()) if name in found)

@@ -333,21 +333,6 @@ def _waited_for(moments: Moments, entry: Ints, start: Numbers) -> Ints:
     return found[entry]
 
 
-def _queued_behind(moments: Moments) -> Ints:
-    """For every place, the node that its own stood behind last in a queue, -1 for none; one more
-    for -1."""
-    waiting, begins, ends = moments.waits, moments.begins, moments.ends
-    queued = np.flatnonzero(waiting.why == QUEUED)
-    node, place = waiting.node[waiting.later[queued]], waiting.earlier[queued]
-    # What has ended by then, else what was only on its way: of either the last.
-    over = ends[place] <= begins[node]
-    order = np.lexsort((np.where(over, ends[place], begins[place]), over, node))
-    last = np.full(len(waiting.node) + 1, -1)
-    last[node[order]] = waiting.node[place[order]]
-    behind: Ints = last[np.append(waiting.node, -1)]
-    return behind
-
-
 # The compute itself.
 
 
