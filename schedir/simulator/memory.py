@@ -83,20 +83,14 @@ def live_bytes(moments: Moments, sizes: Sizes | None, *, host: bool = False) -> 
     if sizes is None:
         raise ValueError("the timeline has no sizes, so its bytes are not known")
     graph, stages = moments.graph, moments.schedule.stages
-    travels = np.any(sizes.boundary)
     values = {
         name: np.array(sizes.of(value.size, stages), np.float64)
         for name, value in VALUES.items()
-        if value.size and value.host == host and (travels or name not in _TRAVEL)
+        if value.size and value.host == host
     }
-    base, changes = np.zeros(moments.schedule.ranks), _changes(graph, values)
-    if not host:
-        gradient = np.full(stages, sizes.gradient, np.float64)
-        early = np.minimum(sizes.early_gradient, gradient)
-        ways = np.where(graph.sharded, sizes.shard_ways, 1)
-        base = _base(graph, sizes, gradient, ways)
-        changes += _gradients(graph, gradient, early, ways)
-    return _curves(moments, base, changes)
+    base = np.zeros(moments.schedule.ranks)
+    lasting = [] if host else _of_stages(graph, sizes, base)
+    return _curves(moments, base, _changes(graph, values) + lasting)
 
 
 def _curves(moments: Moments, base: Amounts, changes: Iterable[_Change]) -> list[Curve]:
@@ -104,27 +98,24 @@ def _curves(moments: Moments, base: Amounts, changes: Iterable[_Change]) -> list
     of the lists, those at one point of an entry as one; what a copy changes, in the order of
     time."""
     columns = moments.columns
-    places, points, amounts = zip(*changes, strict=True)
-    place: Ints = np.concatenate(places)
-    point = np.repeat(points, [len(each) for each in places])
+    each = zip(*(np.broadcast_arrays(*change) for change in changes), strict=True)
+    place, point, amount = map(np.concatenate, each)
     # All actions of an entry start together, and end together.
     place = np.where(point < _HANDED_ON, columns.heads[columns.entry[place]], columns.last[place])
     key = (_FREED + 1) * place + point
     order = np.argsort(key, kind="stable")
     first = np.flatnonzero(np.diff(key[order], prepend=-1))
-    change: Amounts = np.add.reduceat(np.concatenate(amounts)[order], first)
+    change: Amounts = np.add.reduceat(amount[order], first)
     place, point = np.divmod(key[order][first], _FREED + 1)
-    before = moments.compute_before[place]
     times = np.where(point < _HANDED_ON, moments.begins[place], moments.ends[place])
-    listed = np.where(before < 0, 0, moments.ends[before])
-    listed = np.where(columns.is_kind(*COMPUTE)[place], times, listed)
-    beside = np.where(columns.is_kind(*COPIES)[place], times, np.nan)
+    before = moments.ends[moments.compute_before[place]]
+    listed = np.where(columns.is_kind(*COMPUTE)[place], times, before)
+    beside = columns.is_kind(*COPIES)[place] & ~np.isnan(times)
     found = []
     for rank, (begin, end) in enumerate(pairwise(np.searchsorted(place, columns.starts).tolist())):
         # What is not known is as early as it can be.
         when = np.fmax.accumulate(np.append(0.0, listed[begin:end]))
-        own = np.append(np.nan, beside[begin:end])
-        when = np.where(np.isnan(own), when, own)
+        np.copyto(when[1:], times[begin:end], where=beside[begin:end])
         order = np.argsort(when, kind="stable")
         held = np.cumsum(np.append(base[rank], change[begin:end])[order])
         found.append((numbers(when[order]), numbers(held)))
@@ -134,8 +125,7 @@ def _curves(moments: Moments, base: Amounts, changes: Iterable[_Change]) -> list
 def _changes(graph: Graph, sizes: Mapping[str, Amounts]) -> list[_Change]:
     """What making and ending values of some names changes, of so many bytes by stage."""
     stage, touches = graph.columns.stage, [*graph.touches(*sizes)]
-    travel = not _TRAVEL.isdisjoint(sizes)
-    arrived = _arrived(graph) if travel else stage
+    arrived = stage if _TRAVEL.isdisjoint(sizes) else _arrived(graph)
     done = {does: np.zeros(graph.base[""], np.bool_) for does in ("make", "read", "end")}
     for touch in touches:
         done[touch.use.does][touch.values] = True
@@ -159,21 +149,51 @@ def _changes(graph: Graph, sizes: Mapping[str, Amounts]) -> list[_Change]:
     return found
 
 
-def _base(graph: Graph, sizes: Sizes, gradient: Amounts, ways: Amounts) -> Amounts:
-    """The bytes of weights, their copies and optimiser state, and of gradients that no OPTIM_STEP
-    applies: all of these stay from call to call. A rank has one part in so many `ways` of each."""
-    schedule, columns = graph.schedule, graph.columns
-    weight = np.full(schedule.stages, sizes.weight, np.float64)
-    stages, ranks = (np.array(side, np.int64) for side in zip(*schedule.holdings, strict=True))
-    base = np.zeros(schedule.ranks)
+def _of_stages(graph: Graph, sizes: Sizes, base: Amounts) -> list[_Change]:
+    """What whole stages keep. `base` is increased by what stays from call to call: weights, their
+    copies and optimiser state, and gradients that no OPTIM_STEP applies.
+
+    The other gradients are accumulated until an OPTIM_STEP applies them, in each round from one to
+    the next; the early ones come with the first part of a backward. What is summed over replicas
+    has a second copy until that step. A rank has one part in so many `ways` of what is sharded,
+    and of its gradients after their sum.
+    """
+    schedule, columns, holding = graph.schedule, graph.columns, graph.holding
+    stage, steps, rounds = columns.stage, graph.steps, graph.first_round[holding] + graph.turn
+    weight, gradient = (
+        np.full(schedule.stages, size, np.float64) for size in (sizes.weight, sizes.gradient)
+    )
+    early = np.minimum(sizes.early_gradient, gradient)
+    ways = np.where(graph.sharded, sizes.shard_ways, 1)
+    stages, ranks = np.array(schedule.holdings).T
     np.add.at(base, ranks, ((weight + sizes.optimizer) / ways)[stages])
-    makers = np.bincount(graph.holding[columns.where(*COMPLETES_GRADIENTS)], minlength=len(stages))
-    left = (makers > 0) & (graph.steps_of == 0)
-    np.add.at(base, ranks[left], (gradient / ways)[stages[left]])
     for rank, held in later_versions(graph).items():
-        for stage, versions in held.items():
-            base[rank] += _copies(versions) * weight[stage]
-    return base
+        for own, versions in held.items():
+            base[rank] += _copies(versions) * weight[own]
+    changes: list[_Change] = []
+    for kinds, part in ((COMPLETES_GRADIENTS, gradient - early), (BACKWARDS, early)):
+        if not part.any():
+            continue
+        makers = columns.where(*kinds)
+        each, first = np.unique(rounds[makers], return_index=True)
+        taken, freed = makers[first], steps[np.isin(rounds[steps], each)]
+        stays = graph.steps_of[holding[taken]] == 0
+        lasting, taken = taken[stays], taken[~stays]
+        np.add.at(base, columns.rank[lasting], (part / ways)[stage[lasting]])
+        changes += (
+            (taken, _ADDED, part[stage[taken]]),
+            (freed, _FREED, -(part / ways)[stage[freed]]),
+        )
+    summing, sums = np.array([*graph.sums.items()], np.int64).reshape(-1, 2).T
+    several = np.array([len(held) > 1 for held in schedule.placement])[stage[sums]]
+    shard = ways[stage[sums]] > 1
+    shards, again = sums[shard], several & ~shard
+    return [
+        *changes,
+        (shards, _FREED, (gradient / ways - gradient)[stage[shards]]),
+        (sums[again], _TAKEN, gradient[stage[sums[again]]]),
+        (summing[again], _FREED_FIRST, -gradient[stage[sums[again]]]),
+    ]
 
 
 def _copies(versions: StageVersions) -> int:
@@ -182,41 +202,6 @@ def _copies(versions: StageVersions) -> int:
     kept = [*filter(versions.outlives_its_step, range(len(versions.steps)))]
     made, gone = [-1, *versions.steps], sorted(versions.last_read[version] for version in kept)
     return max((n - bisect(gone, made[v]) for n, v in enumerate(kept, 1)), default=0)
-
-
-def _gradients(graph: Graph, size: Amounts, early: Amounts, ways: Amounts) -> list[_Change]:
-    """Those that backwards accumulate until an OPTIM_STEP applies them, in each round from one to
-    the next, of which the `early` ones come with the first part of a backward; and a second copy of
-    what is summed over replicas, until that step. The sum over the shards of a stage leaves one
-    part in so many `ways`."""
-    schedule, stage = graph.schedule, graph.columns.stage
-    holding, steps = graph.holding, graph.steps
-    rounds = graph.first_round[holding] + graph.turn
-    changes: list[_Change] = []
-    for kinds, part in ((COMPLETES_GRADIENTS, size - early), (BACKWARDS, early)):
-        if not part.any():
-            continue
-        makers = graph.columns.where(*kinds)
-        first = np.full(int(graph.first_round[-1]), len(stage))
-        np.minimum.at(first, rounds[makers], makers)
-        taken = first[first < len(stage)]
-        taken = taken[graph.steps_of[holding[taken]] > 0]
-        freed = steps[first[rounds[steps]] < len(stage)]
-        changes += (
-            (taken, _ADDED, part[stage[taken]]),
-            (freed, _FREED, -(part / ways)[stage[freed]]),
-        )
-    many = np.array([len(held) for held in schedule.placement])
-    summing, sums = np.array([*graph.sums.items()], np.int64).reshape(-1, 2).T
-    shard = ways[stage[sums]] > 1
-    several = (many[stage[sums]] > 1) & ~shard
-    shards, sums, summing = sums[shard], sums[several], summing[several]
-    return [
-        *changes,
-        (shards, _FREED, (size / ways - size)[stage[shards]]),
-        (sums, _TAKEN, size[stage[sums]]),
-        (summing, _FREED_FIRST, -size[stage[summing]]),
-    ]
 
 
 def _arrived(graph: Graph) -> Ints:

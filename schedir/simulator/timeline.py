@@ -21,7 +21,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +32,7 @@ from schedir.errors import LoadError, SchedirError
 from schedir.files import replacing
 from schedir.graph.alive import later_versions, peak_activations
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, COPIES, HOMES, Action, Bools, Schedule, dumps, flat, loads
+from schedir.ir import COPIES, HOMES, Action, Bools, Schedule, dumps, flat, loads
 from schedir.ir.tokens import clip
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
 from schedir.simulator.memory import Curve, live_activations, live_bytes
@@ -238,34 +237,31 @@ class Timeline(DisplayedTimeline):
     @cached_property
     def ranks(self) -> tuple[RankStats, ...]:
         """How each rank spends its time, and the most that it holds."""
-        columns = self.schedule.columns
-        forwards = columns.is_kind(*HOMES)
-        # The parts of a pair take the same time.
-        computes = columns.is_kind(*COMPUTE) & ~columns.joined
-        graph = graph_of(self.schedule)
+        columns, graph = self.schedule.columns, graph_of(self.schedule)
         peaks, versions = peak_activations(graph), later_versions(graph)
         sized, copied = self.sizes is not None, columns.is_kind(*COPIES).any()
-        found = []
-        for rank, (begin, end) in enumerate(pairwise(columns.starts.tolist())):
-            own = slice(begin, end)
-            busy = self._work.busy[rank].item()
-            until = np.fmax.reduce(self.ends[own][computes[own]], initial=0).item()
-            since = np.fmin.reduce(self.starts[own][forwards[own]], initial=until).item()
-            found.append(
-                RankStats(
-                    rank=rank,
-                    busy=busy,
-                    idle=self.makespan - busy,
-                    span=until - since,
-                    peak_activations=peaks[rank][0],
-                    weight_versions=max(
-                        (one.peak()[0] for one in versions.get(rank, {}).values()), default=1
-                    ),
-                    peak_bytes=_peak(self.memory(rank)) if sized else None,
-                    peak_host_bytes=_peak(self.host_memory(rank)) if sized and copied else None,
-                )
+        forwards, computes = columns.where(*HOMES), columns.computes
+        until = np.zeros(columns.ranks, np.result_type(self.starts, self.ends))
+        np.fmax.at(until, columns.rank[computes], self.ends[computes])
+        since = until.copy()
+        np.fmin.at(since, columns.rank[forwards], self.starts[forwards])
+        return tuple(
+            RankStats(
+                rank=rank,
+                busy=busy,
+                idle=self.makespan - busy,
+                span=span,
+                peak_activations=peaks[rank][0],
+                weight_versions=max(
+                    (one.peak()[0] for one in versions.get(rank, {}).values()), default=1
+                ),
+                peak_bytes=_peak(self.memory(rank)) if sized else None,
+                peak_host_bytes=_peak(self.host_memory(rank)) if sized and copied else None,
             )
-        return tuple(found)
+            for rank, (busy, span) in enumerate(
+                zip(self._work.busy.tolist(), (until - since).tolist(), strict=True)
+            )
+        )
 
     @cached_property
     def _work(self) -> Work:
