@@ -358,8 +358,8 @@ def repairs(schedule: Schedule, finding: Diagnostic) -> Repairs:
         adds = _other_end(graph, places[0])
         likely = next(adds)
         return likely, chain((likely,), adds)
-    if "label" in facts:
-        late = facts["label"] == "late"
+    if "value" in facts:
+        late = facts["case"] == "late"
         return _beside(schedule, places) if late else _living(schedule, finding, places)
     if rule is rules.GROUP_ORDER:
         return None, anywhere(schedule, places[:1])
@@ -473,8 +473,8 @@ def _beside(schedule: Schedule, places: list[int]) -> Repairs:
 def _living(schedule: Schedule, finding: Diagnostic, places: list[int]) -> Repairs:
     """What makes or ends a value and nobody lists is added; or what is one too many goes, but for
     compute, of which nothing is."""
-    columns, label, value = schedule.columns, finding.facts["label"], finding.facts["value"]
-    adds = [*_unlisted(schedule, places[0], "end" if label == "unended" else "make", value)]
+    columns, case, value = schedule.columns, finding.facts["case"], finding.facts["value"]
+    adds = [*_unlisted(schedule, places[0], "end" if case == "unended" else "make", value)]
     spare = [place for place in places[::-1] if columns.action(place).kind not in COMPUTE]
     outs = [removal(schedule, place) for place in spare]
     sure: list[Change] = [*adds, *outs]
