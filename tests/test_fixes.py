@@ -175,7 +175,7 @@ def test_trials_and_findings_in_words_are_few_however_much_is_wrong(
         tried += 1
         return changed(judged, change)
 
-    monkeypatch.setattr(import_module("schedir.checker.repairs"), "changed", counted)
+    monkeypatch.setattr(import_module("schedir.checker.run"), "changed", counted)
     report = schedir.check(wrong)
     # A trial costs as much as the list is long, and the last is without any communication.
     assert 2 <= tried <= 400_000 // len(wrong.columns) + 1

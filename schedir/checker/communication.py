@@ -23,7 +23,7 @@ def communication(schedule: Schedule) -> Iterator[Faults]:
     yield rules.NO_PEER.each(
         schedule,
         lone,
-        reason=np.where(
+        case=np.where(
             peers < 0, "end", np.where(peers == columns.rank[lone], "local", "elsewhere")
         ),
     )
@@ -43,7 +43,7 @@ def collectives(schedule: Schedule) -> Iterator[Faults]:
             more += own[len(by_rank[fewest]) :]
             least += [fewest] * (len(more) - len(least))
     places = np.array(more, np.int64)
-    yield rules.UNMATCHED.each(schedule, places, peer=least)
+    yield rules.UNMATCHED.each(schedule, places, case="collective", peer=least)
     if not more:
         yield _in_other_orders(schedule)
 
@@ -63,9 +63,9 @@ def _in_other_orders(schedule: Schedule) -> Faults:
 def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
     """Sends without a receive, and receives without a send."""
     ends = transfers.send, transfers.receive
-    for listed, lacked in (ends, ends[::-1]):
+    for case, listed, lacked in (("send", *ends), ("receive", *ends[::-1])):
         alone = np.sort(listed[(listed >= 0) & (lacked < 0)])
-        yield rules.UNMATCHED.each(schedule, alone)
+        yield rules.UNMATCHED.each(schedule, alone, case=case)
 
 
 def _mis_paired(graph: Graph) -> Iterator[Faults]:

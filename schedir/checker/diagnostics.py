@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -85,10 +85,11 @@ class Excerpt:
     total: int
 
 
-Text: TypeAlias = "str | Callable[[Diagnostic], str]"
-"""The text of a finding: a template (`fill`), or a function if something is computed."""
+Text: TypeAlias = "str | Mapping[str, str] | Callable[[Diagnostic], str]"
+"""The text of a finding: a template (`fill`), one for each `case` (a fact of the finding), or a
+function if something is computed."""
 
-Texts: TypeAlias = "tuple[str, ...] | Callable[[Diagnostic], Iterable[str]]"
+Texts: TypeAlias = "tuple[Text, ...] | Callable[[Diagnostic], Iterable[str]]"
 
 
 def _whole(example: str) -> str:
@@ -97,7 +98,7 @@ def _whole(example: str) -> str:
     return "".join(f"{' '.join(line.split())}\n" for line in lines)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Rule:
     """A bad pattern: what a check says about it, and what `schedir explain` says about it.
 
@@ -115,16 +116,15 @@ class Rule:
 
     code: str
     name: str
-    severity: Severity = "error"
-    strict: bool = True
-
     meaning: str
     why: str
     fix: str
     example: str = attrs.field(converter=_whole)
-    options: tuple[tuple[str, Any], ...] = ()
-
     message: Text
+
+    severity: Severity = "error"
+    strict: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
     labels: Texts = ()
     notes: Texts = ()
     advice: Text | None = None
@@ -134,6 +134,9 @@ class Rule:
 
     def __repr__(self) -> str:
         return f"<Rule {self.code} {self.name}>"
+
+    def __hash__(self) -> int:
+        return hash(self.code)
 
     def at(self, schedule: Schedule, *places: int, **facts: Any) -> Diagnostic:
         """A finding at places in the schedule's columns, the primary one first."""
@@ -305,11 +308,12 @@ class Diagnostic:
         return self.locations[1]
 
     def _said(self, text: Text) -> str:
-        return text(self) if callable(text) else fill(text, self)
+        if callable(text):
+            return text(self)
+        return fill(text if isinstance(text, str) else text[self.facts["case"]], self)
 
     def _all_said(self, texts: Texts) -> tuple[str, ...]:
-        said = texts(self) if callable(texts) else (fill(each, self) for each in texts)
-        return tuple(filter(None, said))
+        return tuple(filter(None, texts(self) if callable(texts) else map(self._said, texts)))
 
 
 # Changes: entries are moved, reordered, added, removed or rewritten, sends and receives joined into
@@ -564,9 +568,6 @@ class Report(Displayed):
 # Ranges of numbers; more of them explain nothing.
 _MOST_RANGES = 8
 
-_Piece: TypeAlias = tuple[str, Callable[[Any], Any] | None, str]
-"""What stands before a hole, what fills it (None at the end of the text), and in which form."""
-
 
 def fill(template: str, filler: object) -> str:
     """The template with its holes filled by attributes. Raises AttributeError for unknown ones.
@@ -581,22 +582,12 @@ def fill(template: str, filler: object) -> str:
         {share:.0%}        as `format` has it
     """
     return "".join(
-        literal if read is None else literal + _form(read(filler), form)
-        for literal, read, form in _pieces(template)
-    )
-
-
-@cache
-def _pieces(template: str) -> tuple[_Piece, ...]:
-    return tuple(
-        (literal, None if name is None else attrgetter(name), form or "")
+        literal if name is None else literal + _form(attrgetter(name)(filler), form or "")
         for literal, name, form, _ in string.Formatter().parse(template)
     )
 
 
 def _form(value: Any, form: str) -> str:
-    if not form:
-        return str(value)
     if "|" in form:
         one, several = form.split("|")
         return one if value == 1 else several

@@ -99,7 +99,7 @@ def values(schedule: Schedule, *, of_transfers: bool = False) -> Iterator[Faults
                 np.column_stack((places, others)),
                 value=names[of],
                 word=words[of],
-                label=np.where((labels[of] == "gone") & (others < 0), "missing", labels[of]),
+                case=np.where((labels[of] == "gone") & (others < 0), "missing", labels[of]),
             )
 
 
@@ -144,12 +144,13 @@ def _summed_once(schedule: Schedule, graph: Graph, gradients: Ints, sums: Ints) 
     last = gradients[np.append(np.diff(gradients // size) > 0, True)] % size
     where = graph.steps if len(graph.steps) else np.sort(last)
     where = where[graph.summed[columns.stage[where]] & ~np.isin(_round(graph, where), rounds)]
-    stages = columns.stage[where]
+    held = [schedule.placement[stage] for stage in columns.stage[where].tolist()]
+    alone = np.where(graph.sharded[columns.stage[where]], "sharded", "alone")
     yield rules.STEP_WITHOUT_REDUCE.each(
         schedule,
         where,
-        held=[schedule.placement[stage] for stage in stages.tolist()],
-        sharded=graph.sharded[stages],
+        case=np.where([len(ranks) > 1 for ranks in held], "replicated", alone),
+        held=held,
     )
     begin, here, end = np.searchsorted(gradients, [rounds * size, sums, rounds * size + size])
     late = end - here

@@ -1,12 +1,9 @@
-"""What ends a fault: changes of a list, made from the places that a finding names, and tried before
-they are proposed.
-"""
+"""What may end a fault: changes of a list, made from the places that a finding names."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, reduce
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import chain, islice, zip_longest
 from typing import TypeAlias
 
@@ -21,8 +18,6 @@ from schedir.checker.diagnostics import (
     Change,
     Diagnostic,
     Edit,
-    Faults,
-    Finding,
     LeaveOut,
     Location,
     Move,
@@ -30,7 +25,6 @@ from schedir.checker.diagnostics import (
     Reorder,
     Several,
     Side,
-    Tally,
     Verb,
     Write,
 )
@@ -358,8 +352,8 @@ def repairs(schedule: Schedule, finding: Diagnostic) -> Repairs:
         adds = _other_end(graph, places[0])
         likely = next(adds)
         return likely, chain((likely,), adds)
-    if "label" in facts:
-        late = facts["label"] == "late"
+    if "value" in facts:
+        late = facts["case"] == "late"
         return _beside(schedule, places) if late else _living(schedule, finding, places)
     if rule is rules.GROUP_ORDER:
         return None, anywhere(schedule, places[:1])
@@ -473,8 +467,8 @@ def _beside(schedule: Schedule, places: list[int]) -> Repairs:
 def _living(schedule: Schedule, finding: Diagnostic, places: list[int]) -> Repairs:
     """What makes or ends a value and nobody lists is added; or what is one too many goes, but for
     compute, of which nothing is."""
-    columns, label, value = schedule.columns, finding.facts["label"], finding.facts["value"]
-    adds = [*_unlisted(schedule, places[0], "end" if label == "unended" else "make", value)]
+    columns, case, value = schedule.columns, finding.facts["case"], finding.facts["value"]
+    adds = [*_unlisted(schedule, places[0], "end" if case == "unended" else "make", value)]
     spare = [place for place in places[::-1] if columns.action(place).kind not in COMPUTE]
     outs = [removal(schedule, place) for place in spare]
     sure: list[Change] = [*adds, *outs]
@@ -631,101 +625,3 @@ def _of_group(graph: Graph, place: int, other: int) -> Repairs:
         sure = beside(schedule, action, "before", int(there[0]))
     every = graph.collectives_of[action.stage][rank]
     return sure, chain((sure,), (removal(schedule, each) for each in (place, *every)))
-
-
-# Trials.
-
-# Trials judge whole lists. Together they may look at so many actions, where each costs as much as
-# a few thousand more: a hundred trials on a list that a person reads, one on one of half a
-# million actions.
-_MOST_TOUCHED = 400_000
-_OVERHEAD = 4000
-# Of so few, none is for a fault that something is known to end anyway.
-_FEW = 4
-
-Judge = Callable[[Schedule], Iterator[Faults]]
-"""The errors of a changed schedule."""
-
-Blocked = Callable[[Schedule], tuple[int, int]]
-"""How much of a schedule can never run; smaller is better."""
-
-
-@attrs.define(eq=False, slots=False)
-class Trials:
-    """Tries changes of one schedule with known faults, until its budget is spent.
-
-    A change fixes a fault if the fault is gone, and nothing new, or more of anything, has appeared.
-    """
-
-    schedule: Schedule
-    found: list[Faults]
-    judge: Judge
-    blocked: Blocked | None
-    _known: dict[type, list[Faults]] = attrs.field(init=False, factory=dict)
-    left: int = attrs.field(init=False)
-    _few: bool = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        many = _MOST_TOUCHED // (len(self.schedule.columns) + _OVERHEAD)
-        self.left, self._few = max(1, many), many <= _FEW
-
-    def fix(self, finding: Finding, most: int) -> Diagnostic:
-        """The finding with the first change that ends the fault, after at most `most` trials.
-        Otherwise, the finding with the change that ends it in any case, if there is one; or that
-        undoes one of several deadlocks, after which fewer actions are blocked."""
-        found = finding.diagnostic
-        if found.severity != "error":  # a lint has tried its change
-            return found
-        sure, changes = finding.changes or repairs(self.schedule, found)
-        deadlock = found.rule is rules.WAIT_CYCLE
-        about = (found.code, finding.key), finding.extent
-        communicates = (
-            bool(changes)
-            and len(found.locations) > 1
-            and any(each.action.kind in COMMUNICATION for each in found.locations)
-            and not found.facts.get("inserted")
-        )
-        if self._few and sure and not communicates:
-            most = 0
-        tried, eases = False, None
-        for _, change in zip(range(min(most, self.left)), changes, strict=False):
-            tried = True
-            self.left -= 1
-            after = changed(self.schedule, change)
-            faults = [*self.judge(after)]
-            if self._nothing_new(faults, *about):
-                return attrs.evolve(found, change=change, tried=True)
-            if deadlock and self.blocked and not eases and self._nothing_new(faults):
-                eases = change if self.blocked(after) < self.blocked(self.schedule) else None
-        wholes: tuple[type[Batch | LeaveOut], ...] = (Batch, LeaveOut) if deadlock else (LeaveOut,)
-        for whole in wholes if communicates else ():
-            if self._nothing_new(self._after(whole), *about):
-                return attrs.evolve(found, change=whole(tried), tried=True)
-        return attrs.evolve(found, change=sure or eases or found.change)
-
-    def _nothing_new(
-        self,
-        found: Iterable[Faults],
-        fixed: tuple[str, int] = ("", 0),
-        extent: int = 0,
-    ) -> bool:
-        """True if every error found is known, none has grown, and the one to fix has shrunk by
-        `extent`."""
-        return all(
-            many <= self._errors[about] - extent * (about == fixed)
-            for faults in found
-            for about, many in faults.tally.items()
-        )
-
-    @cached_property
-    def _errors(self) -> Tally:
-        counted: Tally = Counter()
-        for faults in self.found:
-            if faults.rule.severity == "error":
-                counted.update(faults.tally)
-        return counted
-
-    def _after(self, whole: type[Batch | LeaveOut]) -> list[Faults]:
-        if whole not in self._known:
-            self._known[whole] = [*self.judge(changed(self.schedule, whole()))]
-        return self._known[whole]

@@ -8,25 +8,23 @@ each example is a `.sched` text that the rule rejects.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import attrs
 
-from schedir.checker.diagnostics import Diagnostic, Rule, fill, joined, ranges
+from schedir.checker.diagnostics import Diagnostic, Rule, fill, joined
 from schedir.ir import (
     CHANNELS_IN_WORDS,
     CONSUMES,
     DEFAULT_CHANNEL,
-    GROUPS,
-    SENDS,
-    Action,
     Kind,
 )
 
 # S1xx: every stage runs every microbatch once, on a rank that holds it.
 
 UNKNOWN_STAGE = Rule(
-    code="S101",
-    name="unknown-stage",
+    "S101",
+    "unknown-stage",
     meaning="An action names a stage that the placement doesn't have.",
     why="No module exists to run it.",
     fix="Correct the stage, or add it to the placement.",
@@ -40,8 +38,8 @@ UNKNOWN_STAGE = Rule(
 )
 
 UNKNOWN_MICROBATCH = Rule(
-    code="S102",
-    name="unknown-microbatch",
+    "S102",
+    "unknown-microbatch",
     meaning="An action names a microbatch outside 0..M-1.",
     why="A step has exactly M microbatches, so no other microbatch has data.",
     fix="Correct the microbatch, or the schedule's number of microbatches.",
@@ -55,30 +53,9 @@ UNKNOWN_MICROBATCH = Rule(
 )
 
 
-def _wrong_rank(finding: Diagnostic) -> str:
-    if "elsewhere" in finding.facts:
-        several = "s" * (len(finding.facts["elsewhere"]) > 1)
-        text = f"the lists have stage{several} {{elsewhere:and}} on other ranks than the placement"
-        return fill(text, finding)
-    return fill("rank {rank} does not hold stage {action.stage}", finding)
-
-
-def _where_it_lives(finding: Diagnostic) -> Iterator[str]:
-    if "held" in finding.facts:
-        yield fill("stage {action.stage} lives on rank {held:and}", finding)
-
-
-def _to_its_rank(finding: Diagnostic) -> str:
-    if "placed" in finding.facts:
-        text = "write the placement {placed}, or list the stages on the ranks that it names now"
-    else:
-        text = "move {action} to rank {held:and}"
-    return fill(text, finding)
-
-
 WRONG_RANK = Rule(
-    code="S103",
-    name="wrong-rank",
+    "S103",
+    "wrong-rank",
     meaning="An action is listed on a rank that doesn't hold its stage.",
     why="The rank has neither the module nor its tensors.",
     fix="Move the action to a rank that holds the stage, or change the placement.",
@@ -88,9 +65,16 @@ WRONG_RANK = Rule(
         rank 0: 0F0 1B0 0B0
         rank 1: 1F0
     """,
-    message=_wrong_rank,
-    notes=_where_it_lives,
-    advice=_to_its_rank,
+    message={
+        "action": "rank {rank} does not hold stage {action.stage}",
+        "lists": "the lists have stage{misplaced:|s} {elsewhere:and} on other ranks than the "
+        "placement",
+    },
+    notes=({"action": "stage {action.stage} lives on rank {held:and}", "lists": ""},),
+    advice={
+        "action": "move {action} to rank {held:and}",
+        "lists": "write the placement {placed}, or list the stages on the ranks that it names now",
+    },
 )
 
 
@@ -100,8 +84,8 @@ def _duplicate(finding: Diagnostic) -> str:
 
 
 DUPLICATE_ACTION = Rule(
-    code="S104",
-    name="duplicate-action",
+    "S104",
+    "duplicate-action",
     meaning="The same action is listed more than once.",
     why="Each stage runs each microbatch once; a second backward would add its gradient twice.",
     fix="Remove all but one.",
@@ -115,8 +99,8 @@ DUPLICATE_ACTION = Rule(
 )
 
 MISSING_ACTION = Rule(
-    code="S105",
-    name="missing-action",
+    "S105",
+    "missing-action",
     meaning="A stage never runs the forward, or the backward, of a microbatch.",
     why="The gradient would silently lack that microbatch, and the forward's activation would stay "
     "in memory to the end of the step. A backward is one B, or an I and its W.",
@@ -130,8 +114,8 @@ MISSING_ACTION = Rule(
 )
 
 MIXED_BACKWARD = Rule(
-    code="S106",
-    name="mixed-backward",
+    "S106",
+    "mixed-backward",
     meaning="A stage has both a full backward B and a split one, I or W, for the same microbatch.",
     why="The gradient would be computed, and added, twice.",
     fix="Keep either the B, or the I and its W.",
@@ -147,8 +131,8 @@ MIXED_BACKWARD = Rule(
 
 
 SPLIT_MICROBATCH = Rule(
-    code="S107",
-    name="split-microbatch",
+    "S107",
+    "split-microbatch",
     meaning="The forward of a microbatch runs on one replica of the stage, its backward, "
     "recomputation or copy on another.",
     why="The backward needs the activation, which stays on the rank that ran the forward.",
@@ -166,12 +150,15 @@ SPLIT_MICROBATCH = Rule(
 
 # S2xx: each rank's compute is in an order that makes sense, and each gradient is applied once.
 
-_LISTED_EARLY = "{action} is listed before {other.action}, whose result it uses"
-_NEEDS_LATER = ("uses a later result", "listed here")
+_listed_early = partial(
+    Rule,
+    message="{action} is listed before {other.action}, whose result it uses",
+    labels=("uses a later result", "listed here"),
+)
 
-BACKWARD_BEFORE_FORWARD = Rule(
-    code="S201",
-    name="backward-before-forward",
+BACKWARD_BEFORE_FORWARD = _listed_early(
+    "S201",
+    "backward-before-forward",
     meaning="A backward is listed before the forward of the same stage and microbatch.",
     why="There is nothing yet to differentiate.",
     fix="Move the backward after its forward.",
@@ -180,13 +167,11 @@ BACKWARD_BEFORE_FORWARD = Rule(
         placement 0
         rank 0: 0B0 0F0
     """,
-    message=_LISTED_EARLY,
-    labels=_NEEDS_LATER,
 )
 
-WEIGHT_BEFORE_INPUT = Rule(
-    code="S202",
-    name="weight-before-input",
+WEIGHT_BEFORE_INPUT = _listed_early(
+    "S202",
+    "weight-before-input",
     meaning="A W is listed before the I of the same stage and microbatch.",
     why="W uses the result of I.",
     fix="Move W after its I.",
@@ -195,13 +180,11 @@ WEIGHT_BEFORE_INPUT = Rule(
         placement 0
         rank 0: 0F0 0W0 0I0 0F1 0I1 0W1
     """,
-    message=_LISTED_EARLY,
-    labels=_NEEDS_LATER,
 )
 
-INPUT_NOT_READY = Rule(
-    code="S203",
-    name="input-not-ready",
+INPUT_NOT_READY = _listed_early(
+    "S203",
+    "input-not-ready",
     meaning="An action is listed before the neighbouring stage on the same rank has made its "
     "input.",
     why="A rank runs its list in order, so the input does not exist yet.",
@@ -211,14 +194,12 @@ INPUT_NOT_READY = Rule(
         placement 0 0
         rank 0: 1F0 0F0 1B0 0B0
     """,
-    message=_LISTED_EARLY,
-    labels=_NEEDS_LATER,
 )
 
 
 STEP_BEFORE_GRADIENTS = Rule(
-    code="S204",
-    name="step-before-gradients",
+    "S204",
+    "step-before-gradients",
     meaning="The last OPTIM_STEP of a stage is listed before some of its gradients are computed.",
     why="Those gradients are never applied: the step trains on a part of the batch.",
     fix="Move the OPTIM_STEP after the stage's last backward, or add another one there.",
@@ -233,8 +214,8 @@ STEP_BEFORE_GRADIENTS = Rule(
 )
 
 GRADIENT_NEVER_APPLIED = Rule(
-    code="S205",
-    name="gradient-never-applied",
+    "S205",
+    "gradient-never-applied",
     meaning="A stage has no OPTIM_STEP although other stages have.",
     why="The stage would never learn. A schedule may leave the update to the caller, but then it "
     "has no OPTIM_STEP for any stage.",
@@ -248,8 +229,8 @@ GRADIENT_NEVER_APPLIED = Rule(
 )
 
 EMPTY_STEP = Rule(
-    code="S206",
-    name="empty-step",
+    "S206",
+    "empty-step",
     meaning="An OPTIM_STEP has no gradient to apply: none was accumulated since the one before.",
     why="Most likely it is a duplicate, or in the wrong place.",
     fix="Remove it, or move it after the backwards whose gradients it applies.",
@@ -262,8 +243,8 @@ EMPTY_STEP = Rule(
 )
 
 UNEVEN_STEPS = Rule(
-    code="S207",
-    name="uneven-steps",
+    "S207",
+    "uneven-steps",
     meaning="Two stages share parameters, but their OPTIM_STEPs apply different microbatches.",
     why="A tied parameter gets one gradient in each step, the sum over its stages. If the stages "
     "apply different microbatches, that sum is not the gradient of any loss.",
@@ -281,8 +262,8 @@ UNEVEN_STEPS = Rule(
 )
 
 REDUCE_BEFORE_GRADIENTS = Rule(
-    code="S208",
-    name="reduce-before-gradients",
+    "S208",
+    "reduce-before-gradients",
     meaning="A REDUCE_GRAD is listed before the gradients of its step are complete.",
     why="Gradients computed after it are not summed over the replicas, so their weights drift "
     "apart.",
@@ -297,19 +278,11 @@ REDUCE_BEFORE_GRADIENTS = Rule(
 )
 
 
-def _unsummed(finding: Diagnostic) -> str:
-    held = finding.facts["held"]
-    reason = "other stages on one rank have one"
-    if len(held) > 1:
-        reason = f"the stage lives on ranks {ranges(held)}"
-    elif finding.facts["sharded"]:
-        reason = "its weights are sharded"
-    return f"no REDUCE_GRAD sums stage {finding.action.stage}'s gradients, though {reason}"
-
+_UNSUMMED = "no REDUCE_GRAD sums stage {action.stage}'s gradients, though "
 
 STEP_WITHOUT_REDUCE = Rule(
-    code="S209",
-    name="step-without-reduce",
+    "S209",
+    "step-without-reduce",
     meaning="No REDUCE_GRAD sums the gradients of a stage that lives on several ranks, or whose "
     "weights are sharded. Or a stage on one rank has no REDUCE_GRAD although other stages on one "
     "rank have one, which sums over replicas outside the schedule.",
@@ -321,12 +294,16 @@ STEP_WITHOUT_REDUCE = Rule(
         rank 0: 0F0 0B0 0OPTIM_STEP
         rank 1: 0F1 0B1 0OPTIM_STEP
     """,
-    message=_unsummed,
+    message={
+        "replicated": _UNSUMMED + "the stage lives on ranks {held:ranges}",
+        "sharded": _UNSUMMED + "its weights are sharded",
+        "alone": _UNSUMMED + "other stages on one rank have one",
+    },
 )
 
 EMPTY_REDUCE = Rule(
-    code="S210",
-    name="empty-reduce",
+    "S210",
+    "empty-reduce",
     meaning="A REDUCE_GRAD has nothing to sum: no replica has a gradient that is not summed yet.",
     why="It would sum the same gradients a second time, or none.",
     fix="Remove it, or move it after the backwards whose gradients it sums.",
@@ -340,8 +317,8 @@ EMPTY_REDUCE = Rule(
 )
 
 UNEVEN_REPLICAS = Rule(
-    code="S211",
-    name="uneven-replicas",
+    "S211",
+    "uneven-replicas",
     meaning="The replicas of a stage have different numbers of OPTIM_STEPs.",
     why="Their weights differ from the first missing step on.",
     fix="List the same OPTIM_STEPs on every replica.",
@@ -366,8 +343,8 @@ def _across(finding: Diagnostic) -> str:
 
 
 REDUCE_ACROSS_STEPS = Rule(
-    code="S212",
-    name="reduce-across-steps",
+    "S212",
+    "reduce-across-steps",
     meaning="REDUCE_GRADs that meet belong to different OPTIM_STEPs on different replicas.",
     why="The sum mixes the gradients of two steps, and the replicas apply different sums.",
     fix="List the same number of REDUCE_GRADs between two OPTIM_STEPs on every replica.",
@@ -381,8 +358,8 @@ REDUCE_ACROSS_STEPS = Rule(
 )
 
 NO_STEP = Rule(
-    code="S213",
-    name="no-step",
+    "S213",
+    "no-step",
     severity="note",
     strict=False,
     meaning="No stage has an OPTIM_STEP, so the schedule updates nothing itself.",
@@ -400,9 +377,9 @@ NO_STEP = Rule(
     "optimizer yourself",
 )
 
-RECOMPUTE_BEFORE_FORWARD = Rule(
-    code="S214",
-    name="recompute-before-forward",
+RECOMPUTE_BEFORE_FORWARD = _listed_early(
+    "S214",
+    "recompute-before-forward",
     meaning="An R is listed before the forward of the same stage and microbatch.",
     why="R runs the forward again, on the input that F keeps.",
     fix="Move the R after its forward, or remove it: F then keeps its activation.",
@@ -411,13 +388,11 @@ RECOMPUTE_BEFORE_FORWARD = Rule(
         placement 0
         rank 0: 0R0 0F0 0B0
     """,
-    message=_LISTED_EARLY,
-    labels=_NEEDS_LATER,
 )
 
-BACKWARD_BEFORE_RECOMPUTE = Rule(
-    code="S215",
-    name="backward-before-recompute",
+BACKWARD_BEFORE_RECOMPUTE = _listed_early(
+    "S215",
+    "backward-before-recompute",
     meaning="A backward is listed before the recomputation of the same stage and microbatch.",
     why="A forward with an R keeps only its input, and R makes the activation that the backward "
     "needs.",
@@ -427,13 +402,11 @@ BACKWARD_BEFORE_RECOMPUTE = Rule(
         placement 0
         rank 0: 0F0 0B0 0R0
     """,
-    message=_LISTED_EARLY,
-    labels=_NEEDS_LATER,
 )
 
 DIFFERENT_RATES = Rule(
-    code="S216",
-    name="different-rates",
+    "S216",
+    "different-rates",
     severity="note",
     strict=False,
     meaning="Stages step after different sets of microbatches; for example, one steps more often.",
@@ -458,9 +431,9 @@ DIFFERENT_RATES = Rule(
     "this",
 )
 
-USED_TOO_EARLY = Rule(
-    code="S217",
-    name="used-too-early",
+USED_TOO_EARLY = _listed_early(
+    "S217",
+    "used-too-early",
     meaning="An action uses a value that a later action of its rank makes.",
     why="A rank runs its list in order, so the value does not exist yet.",
     fix="Move the action after the one that makes the value.",
@@ -470,23 +443,12 @@ USED_TOO_EARLY = Rule(
         rank 0: 0F0 0OFFLOAD0 0B0 0RELOAD0
     """,
     message="{action} is listed before {other.action}, which makes its {word}",
-    labels=_NEEDS_LATER,
 )
 
 
-def _not_alive(finding: Diagnostic) -> str:
-    word, label = finding.facts["word"], finding.facts["label"]
-    if label == "twice":
-        return f"{finding.action} makes the {word} while there is one"
-    end = (
-        f"after {finding.other.action} has ended it" if label == "gone" else "that no action makes"
-    )
-    return f"{finding.action} uses the {word} {end}"
-
-
 USED_AFTER_ITS_END = Rule(
-    code="S218",
-    name="used-after-its-end",
+    "S218",
+    "used-after-its-end",
     meaning="An action uses a value that does not exist: another action has ended it, or no action "
     "makes it. Or the action makes a value that already exists.",
     why="There is nothing to use, or one of two values is lost.",
@@ -496,7 +458,11 @@ USED_AFTER_ITS_END = Rule(
         placement 0
         rank 0: 0F0 0B0 0OFFLOAD0
     """,
-    message=_not_alive,
+    message={
+        "twice": "{action} makes the {word} while there is one",
+        "gone": "{action} uses the {word} after {other.action} has ended it",
+        "missing": "{action} uses the {word} that no action makes",
+    },
     advice="list {action} where the {word} exists",
 )
 
@@ -547,8 +513,8 @@ def _no_move(finding: Diagnostic) -> str:
 
 
 WAIT_CYCLE = Rule(
-    code="S301",
-    name="wait-cycle",
+    "S301",
+    "wait-cycle",
     meaning="Some actions wait for each other in a circle: a deadlock.",
     why="None of them can ever run. A transfer needs both ends posted. Stages that share "
     "parameters (`--tie`) step together. And a transport keeps a part of each list's order, so an "
@@ -575,16 +541,9 @@ WAIT_CYCLE = Rule(
 )
 
 
-def _unmatched(finding: Diagnostic) -> str:
-    action = finding.action
-    if action.kind in GROUPS:
-        return f"{action} has no counterpart on rank {finding.facts['peer']}"
-    return f"{action} is never {'received' if action.kind in SENDS else 'sent'}"
-
-
 UNMATCHED = Rule(
-    code="S302",
-    name="unmatched",
+    "S302",
+    "unmatched",
     meaning="A send has no receive, a receive no send, or a REDUCE_GRAD no counterpart on some "
     "replica.",
     why="It waits forever, or the transport matches it with another transfer.",
@@ -595,7 +554,11 @@ UNMATCHED = Rule(
         rank 0: 0F0 0SEND_ACT0 0RECV_GRAD0 0B0
         rank 1: 1RECV_ACT0 1F0 1B0
     """,
-    message=_unmatched,
+    message={
+        "send": "{action} is never received",
+        "receive": "{action} is never sent",
+        "collective": "{action} has no counterpart on rank {peer}",
+    },
 )
 
 
@@ -603,23 +566,20 @@ def _pairs(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
     """The transfers around the first wrong pair of the channel, in order."""
     yield "", f"rank {finding.other.rank} sends", f"rank {finding.rank} receives", ""
     for turn, send, receive, right in finding.facts["pairs"]:
+        action = send.action
+        what = "output" if action.kind is Kind.SEND_ACT else "input gradient"
+        payload = f"the {what} of stage {action.stage} for microbatch {action.microbatch}"
         yield (
             f"{turn}",
-            f"#{send.index} {send.action}",
+            f"#{send.index} {action}",
             f"#{receive.index} {receive.action}",
-            "" if right else f"gets {_payload(send.action)}",
+            "" if right else f"gets {payload}",
         )
 
 
-def _payload(send: Action) -> str:
-    """The payload of a send, in words."""
-    what = "output" if send.kind is Kind.SEND_ACT else "input gradient"
-    return f"the {what} of stage {send.stage} for microbatch {send.microbatch}"
-
-
 MIS_PAIRED = Rule(
-    code="S303",
-    name="mis-paired",
+    "S303",
+    "mis-paired",
     meaning="The j-th send and the j-th receive of a channel name different boundaries or "
     "microbatches.",
     why="Transfers have no tags, so the receiver would silently get the wrong tensor.",
@@ -641,14 +601,14 @@ MIS_PAIRED = Rule(
 
 
 def _unreceived(finding: Diagnostic) -> str:
-    action, relation = finding.action, "before" if len(finding.locations) > 1 else "without"
+    action, relation = finding.action, "before" if finding.facts["case"] == "late" else "without"
     receive = attrs.evolve(action, kind=CONSUMES[action.kind], version=None)
     return f"{action} runs {relation} {receive}, the receive of its input"
 
 
 MISSING_RECEIVE = Rule(
-    code="S304",
-    name="missing-receive",
+    "S304",
+    "missing-receive",
     meaning="A compute action runs before, or without, the receive of its input.",
     why="It would compute on whatever the buffer holds.",
     fix="List the receive before the action.",
@@ -663,8 +623,8 @@ MISSING_RECEIVE = Rule(
 )
 
 SEND_BEFORE_COMPUTE = Rule(
-    code="S305",
-    name="send-before-compute",
+    "S305",
+    "send-before-compute",
     meaning="A send is listed before, or without, the compute action that makes its payload.",
     why="There is nothing to send yet.",
     fix="Move the send after the compute action.",
@@ -679,20 +639,11 @@ SEND_BEFORE_COMPUTE = Rule(
 )
 
 
-def _alone(finding: Diagnostic) -> str:
-    action, reason = finding.action, finding.facts["reason"]
-    if reason == "elsewhere":
-        return (
-            f"rank {finding.rank} does not run stage {action.stage} on microbatch "
-            f"{action.microbatch}, so {action} has nothing to work on"
-        )
-    why = "the pipeline ends here" if reason == "end" else "its neighbour is on the same rank"
-    return f"{action} has no other rank at its other end: {why}"
-
+_NO_OTHER_RANK = "{action} has no other rank at its other end: "
 
 NO_PEER = Rule(
-    code="S306",
-    name="no-peer",
+    "S306",
+    "no-peer",
     meaning="A send or receive has no other rank at its other end.",
     why="Neighbouring stages on one rank hand their tensors over directly, and the pipeline ends "
     "with its first and last stage.",
@@ -702,12 +653,17 @@ NO_PEER = Rule(
         placement 0
         rank 0: 0F0 0SEND_ACT0 0B0
     """,
-    message=_alone,
+    message={
+        "end": _NO_OTHER_RANK + "the pipeline ends here",
+        "local": _NO_OTHER_RANK + "its neighbour is on the same rank",
+        "elsewhere": "rank {rank} does not run stage {action.stage} on microbatch "
+        "{action.microbatch}, so {action} has nothing to work on",
+    },
 )
 
 GROUP_ORDER = Rule(
-    code="S307",
-    name="group-order",
+    "S307",
+    "group-order",
     meaning="The ranks that hold a stage list its UNSHARDs and REDUCE_GRADs in different orders.",
     why="The k-th of them on one rank meets the k-th on the others. Ranks that make different "
     "calls wait for ever, or mix up what they send.",
@@ -726,8 +682,8 @@ GROUP_ORDER = Rule(
 # an activation is never released where a backward is missing, which S105 says.
 
 VERSION_NOT_AVAILABLE = Rule(
-    code="S401",
-    name="version-not-available",
+    "S401",
+    "version-not-available",
     meaning="A forward reads a weight version that doesn't exist at its place in the list.",
     why="Version v exists once v OPTIM_STEPs of the stage have run.",
     fix="Name an existing version, or move the forward after the OPTIM_STEP that makes it.",
@@ -741,8 +697,8 @@ VERSION_NOT_AVAILABLE = Rule(
 )
 
 DELAY_ABOVE_LIMIT = Rule(
-    code="S403",
-    name="delay-above-limit",
+    "S403",
+    "delay-above-limit",
     meaning="A gradient is applied too many updates after the weight version that it was computed "
     "at.",
     why="A gradient that is stale by many updates can keep training from converging.",
@@ -760,8 +716,8 @@ DELAY_ABOVE_LIMIT = Rule(
 )
 
 VERSIONS_ABOVE_LIMIT = Rule(
-    code="S404",
-    name="versions-above-limit",
+    "S404",
+    "versions-above-limit",
     meaning="More weight versions of a stage are alive at once than allowed.",
     why="Each version besides the newest is a copy of the stage's weights.",
     fix="Keep fewer microbatches in flight between updates, or raise --max-versions.",
@@ -778,8 +734,8 @@ VERSIONS_ABOVE_LIMIT = Rule(
 
 
 ACTIVATIONS_ABOVE_LIMIT = Rule(
-    code="S405",
-    name="activations-above-limit",
+    "S405",
+    "activations-above-limit",
     meaning="A rank holds more activations at once than allowed.",
     why="The activations may not fit in the device's memory.",
     fix="Start backwards earlier, run forwards again (`schedir.recompute`), or raise "
@@ -796,8 +752,8 @@ ACTIVATIONS_ABOVE_LIMIT = Rule(
 )
 
 VERSIONS_DISAGREE = Rule(
-    code="S406",
-    name="versions-disagree",
+    "S406",
+    "versions-disagree",
     severity="note",
     meaning="A microbatch runs at different weight versions on different stages.",
     why="Its gradient does not belong to any single version of the model. PipeDream works this way "
@@ -818,8 +774,8 @@ VERSIONS_DISAGREE = Rule(
 )
 
 TIED_VERSIONS_DISAGREE = Rule(
-    code="S407",
-    name="tied-versions-disagree",
+    "S407",
+    "tied-versions-disagree",
     meaning="Stages that share parameters run a microbatch at different versions of them.",
     why="A tied parameter is one parameter. One forward pass would use two versions of it, and the "
     "sum of their gradients is not the gradient of any model.",
@@ -844,8 +800,8 @@ TIED_VERSIONS_DISAGREE = Rule(
 )
 
 RECOMPUTE_AT_ANOTHER_VERSION = Rule(
-    code="S408",
-    name="recompute-at-another-version",
+    "S408",
+    "recompute-at-another-version",
     meaning="An R names a different weight version from the one that its forward reads.",
     why="At other weights the R computes another output than the one that the stage sent on, so "
     "the gradient would be wrong.",
@@ -860,8 +816,8 @@ RECOMPUTE_AT_ANOTHER_VERSION = Rule(
 )
 
 NEVER_ENDED = Rule(
-    code="S409",
-    name="never-ended",
+    "S409",
+    "never-ended",
     meaning="An action makes a value that no other action ends.",
     why="The value would stay in memory to the end of the step.",
     fix="Add the action that ends the value, or remove the one that makes it.",
@@ -875,8 +831,8 @@ NEVER_ENDED = Rule(
 )
 
 VERSION_OF_SHARDED = Rule(
-    code="S410",
-    name="version-of-sharded-stage",
+    "S410",
+    "version-of-sharded-stage",
     meaning="An action names a weight version of a stage whose weights are sharded.",
     why="UNSHARD gathers the newest weights. Older versions are not kept: a rank has only its "
     "shard of them.",
@@ -890,8 +846,8 @@ VERSION_OF_SHARDED = Rule(
 )
 
 SHARDED_ON_SEVERAL = Rule(
-    code="S411",
-    name="sharded-on-several-ranks",
+    "S411",
+    "sharded-on-several-ranks",
     meaning="A stage whose weights are sharded is on several ranks of the list.",
     why="A gathering waits for everybody who has a shard, and these ranks would gather at "
     "different times. The ranks over which a stage is sharded all run the same rank's list.",
@@ -911,8 +867,8 @@ SHARDED_ON_SEVERAL = Rule(
 
 
 NEEDLESS_SPLIT = Rule(
-    code="S503",
-    name="needless-split",
+    "S503",
+    "needless-split",
     severity="note",
     meaning="An I is directly followed by its W, so splitting that backward gains nothing.",
     why="A split backward goes through the autograd graph twice, one B only once.",
@@ -927,8 +883,8 @@ NEEDLESS_SPLIT = Rule(
 )
 
 GROUP_SIZE = Rule(
-    code="S504",
-    name="group-size",
+    "S504",
+    "group-size",
     severity="note",
     meaning="An interleaved schedule runs the microbatches in groups whose size is not the number "
     "of ranks, which makes the step longer.",
@@ -958,8 +914,8 @@ def _exposed_notes(finding: Diagnostic) -> Iterator[str]:
 
 
 EXPOSED_COMMUNICATION = Rule(
-    code="S506",
-    name="exposed-communication",
+    "S506",
+    "exposed-communication",
     severity="warning",
     meaning="A send or receive is listed where it makes the step longer under the channel model "
     "than if every send were posted as soon as its payload is made.",

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache, cached_property, partial
 from itertools import chain, islice
 
 import attrs
-import numpy as np
 
 from schedir.checker.communication import collectives, communication
-from schedir.checker.deadlock import blocked, clean_channels, deadlock, runs
-from schedir.checker.diagnostics import Diagnostic, Faults, Report
+from schedir.checker.deadlock import blocked, clean_channels, deadlock
+from schedir.checker.diagnostics import (
+    Batch,
+    Change,
+    Diagnostic,
+    Faults,
+    Finding,
+    LeaveOut,
+    Report,
+    Tally,
+)
 from schedir.checker.lints import Pricing, lints
 from schedir.checker.memory import Terms, memory
 from schedir.checker.ordering import different_rates, ordering, without_steps
-from schedir.checker.repairs import Trials
+from schedir.checker.repairs import changed, repairs
 from schedir.checker.rules import (
     BACKWARD_BEFORE_FORWARD,
     EMPTY_STEP,
@@ -33,6 +42,7 @@ from schedir.graph.alive import HeldUntil
 from schedir.graph.compile import graph_of
 from schedir.ir import (
     CHANNELS,
+    COMMUNICATION,
     DEFAULT_CHANNEL,
     Schedule,
     Ties,
@@ -52,6 +62,13 @@ _WRONG_STEPS = (STEP_BEFORE_GRADIENTS, GRADIENT_NEVER_APPLIED, EMPTY_STEP, UNEVE
 _COMPLETE = "complete form"
 # So many findings of one code say enough.
 _MOST_OF_A_CODE = 4000
+# Trials judge whole lists. Together they may look at so many actions, where each costs as much as
+# a few thousand more: a hundred trials on a list that a person reads, one on one of half a
+# million actions.
+_MOST_TOUCHED = 400_000
+_OVERHEAD = 4000
+# Of the few on a longer list, none is for a fault that something is known to end anyway.
+_LONG = 76_000
 
 
 def check(
@@ -122,7 +139,7 @@ def sound(schedule: Schedule) -> Schedule | None:
     if (_COMPLETE, ()) in schedule.memo:
         return schedule.memo[_COMPLETE, ()] or schedule
     found, complete = _judged(schedule, Terms())
-    return None if _has_errors(found) else complete
+    return None if _errors(found) else complete
 
 
 def _report(
@@ -143,7 +160,7 @@ def _report(
         if channel not in clean:
             given = None if complete is schedule else schedule
             found += deadlock(complete, channel, clean, ties, given=given)
-    proved = None if _has_errors(found) else complete
+    proved = None if _errors(found) else complete
     if proved is not None and advise:
         found += without_steps(schedule)
         found += different_rates(schedule)
@@ -163,10 +180,10 @@ def _judged(schedule: Schedule, terms: Terms) -> tuple[list[Faults], Schedule | 
     found = _present(structure(schedule))
     if found:
         return found, None
-    found = [*_of_compute(schedule, terms)]
+    found = _present(chain(ordering(schedule, terms.ties), memory(schedule, terms)))
     blocking, complete = _completed(schedule, terms.ties, found)
     found += blocking
-    if complete is not None and not _has_errors(found):
+    if complete is not None and not _errors(found):
         # Both have the same compute, and the communication is the complete one's; that does not
         # remember itself, so that memory is freed as soon as nobody has it.
         schedule.memo[key], complete.memo[key] = complete, None
@@ -181,12 +198,6 @@ def _ties_that_hold(ties: Ties, found: Iterable[Faults]) -> Ties:
 
 def _present(found: Iterable[Faults]) -> list[Faults]:
     return [faults for faults in found if faults.many]
-
-
-def _of_compute(schedule: Schedule, terms: Terms) -> Iterator[Faults]:
-    """The faults of a schedule of sound structure that do not depend on its communication."""
-    yield from _present(ordering(schedule, terms.ties))
-    yield from _present(memory(schedule, terms))
 
 
 def _completed(
@@ -215,32 +226,27 @@ def _completed(
     return blocking, None if blocking else complete
 
 
-def _judge(schedule: Schedule, channel: str, terms: Terms) -> Iterator[Faults]:
-    """The errors of a changed schedule whose structure is sound."""
-    found = []
-    for faults in _of_compute(schedule, terms):
-        found.append(faults)
-        if _has_errors([faults]):
-            yield faults
-    blocking, complete = _completed(schedule, terms.ties, found)
-    yield from blocking
-    if complete is not None and not runs(complete, channel, _ties_that_hold(terms.ties, found)):
-        yield Faults(rule=WAIT_CYCLE, keys=np.zeros(1, np.int64), findings=())
+def _trial(schedule: Schedule, channel: str, terms: Terms) -> list[Faults]:
+    """The errors of a changed schedule."""
+    found, complete = _judged(schedule, terms)
+    if complete is not None:
+        found += deadlock(complete, channel, CHANNELS, _ties_that_hold(terms.ties, found))
+    return _errors(found)
 
 
-def _blocked(schedule: Schedule, channel: str, terms: Terms) -> tuple[int, int]:
+def _blocked(schedule: Schedule, channel: str) -> tuple[int, int]:
     """How many actions can never run: of the compute alone, if that blocks, and of the complete
     list."""
     if not schedule.is_complete:
-        alone = blocked(schedule, _WEAKEST, terms.ties)
+        alone = blocked(schedule, _WEAKEST)
         if alone:
             return alone, 0
         schedule = insert_communication(schedule)
-    return 0, blocked(schedule, channel, terms.ties)
+    return 0, blocked(schedule, channel)
 
 
-def _has_errors(found: list[Faults]) -> bool:
-    return any(faults.rule.severity == "error" for faults in found)
+def _errors(found: Iterable[Faults]) -> list[Faults]:
+    return [faults for faults in found if faults.rule.severity == "error"]
 
 
 def _diagnostics(
@@ -251,12 +257,7 @@ def _diagnostics(
     by_code: dict[str, list[Faults]] = {}
     for faults in found:
         by_code.setdefault(faults.rule.code, []).append(faults)
-    trials = Trials(
-        schedule,
-        found,
-        lambda changed: _judge(changed, channel, terms),
-        None if terms.ties else lambda changed: _blocked(changed, channel, terms),
-    )
+    trials = _Trials(schedule, channel, terms, found)
     diagnostics: list[Diagnostic] = []
     # What is rare goes first: thousands of findings of one code leave no time to try for others.
     for several in sorted(by_code.values(), key=lambda several: sum(f.many for f in several)):
@@ -269,6 +270,82 @@ def _diagnostics(
         if more > 0:
             diagnostics[-1] = attrs.evolve(diagnostics[-1], more=more)
     return tuple(sorted(diagnostics, key=_place))
+
+
+@attrs.define(eq=False, slots=False)
+class _Trials:
+    """Tries changes of a schedule, in which some faults are `found`, until its budget is spent.
+
+    A change fixes a fault if the fault is gone, and nothing new, or more of anything, has appeared.
+    `left` is how many more changes may be tried.
+    """
+
+    schedule: Schedule
+    channel: str
+    terms: Terms
+    found: list[Faults]
+    left: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.left = max(1, _MOST_TOUCHED // (len(self.schedule.columns) + _OVERHEAD))
+
+    def fix(self, finding: Finding, most: int) -> Diagnostic:
+        """The finding with the first change that ends the fault, after at most `most` trials.
+        Otherwise, the finding with the change that ends it in any case, if there is one; or that
+        undoes one of several deadlocks, after which fewer actions are blocked."""
+        found = finding.diagnostic
+        if found.severity != "error":  # a lint has tried its change
+            return found
+        sure, changes = finding.changes or repairs(self.schedule, found)
+        deadlocked = found.rule is WAIT_CYCLE
+        about = (found.code, finding.key), finding.extent
+        communicates = (
+            bool(changes)
+            and len(found.locations) > 1
+            and any(each.action.kind in COMMUNICATION for each in found.locations)
+            and not found.facts.get("inserted")
+        )
+        if sure and not communicates and len(self.schedule.columns) > _LONG:
+            most = 0
+        tried, eases = False, None
+        for change in islice(changes, most):
+            tried = True
+            self.left -= 1
+            if self._nothing_new(change, *about):
+                return attrs.evolve(found, change=change, tried=True)
+            if deadlocked and not (self.terms.ties or eases) and self._nothing_new(change):
+                before, after = (
+                    _blocked(each, self.channel)
+                    for each in (self.schedule, changed(self.schedule, change))
+                )
+                eases = change if after < before else None
+        wholes: list[type[Batch | LeaveOut]] = [*[Batch] * deadlocked, LeaveOut]
+        for whole in wholes * communicates:
+            if self._nothing_new(whole(), *about):
+                return attrs.evolve(found, change=whole(tried), tried=True)
+        return attrs.evolve(found, change=sure or eases or found.change)
+
+    def _nothing_new(
+        self, change: Change, fixed: tuple[str, int] = ("", 0), extent: int = 0
+    ) -> bool:
+        """True if every error after a change is known, none has grown, and the one to fix has
+        shrunk by `extent`."""
+        return all(
+            many <= self._known[about] - extent * (about == fixed)
+            for faults in self._after(change)
+            for about, many in faults.tally.items()
+        )
+
+    @cached_property
+    def _known(self) -> Tally:
+        return sum((faults.tally for faults in _errors(self.found)), start=Counter())
+
+    @cached_property
+    def _after(self) -> Callable[[Change], list[Faults]]:
+        """The errors after a change."""
+        return cache(
+            lambda change: _trial(changed(self.schedule, change), self.channel, self.terms)
+        )
 
 
 def _place(finding: Diagnostic) -> tuple[int, int, str, str]:

@@ -93,11 +93,16 @@ def _on_their_ranks(schedule: Schedule, places: Ints) -> Faults:
         placed = (elsewhere.get(stage, ranks) for stage, ranks in enumerate(now))
         return fault(
             rules.WRONG_RANK.at(
-                schedule, int(wrong[0]), elsewhere=[*elsewhere], placed=placement_text(placed)
+                schedule,
+                int(wrong[0]),
+                case="lists",
+                elsewhere=[*elsewhere],
+                misplaced=len(elsewhere),
+                placed=placement_text(placed),
             )
         )
     homes = [now[stage] for stage in columns.stage[wrong].tolist()]
-    return _told(rules.WRONG_RANK, schedule, wrong, held=homes)
+    return _told(rules.WRONG_RANK, schedule, wrong, case="action", held=homes)
 
 
 def _elsewhere(schedule: Schedule, places: Ints) -> dict[int, list[int]]:
