@@ -119,12 +119,7 @@ class Transfers:
         """The matched transfers, channel by channel in the order of the sends, and which of them
         follow another one on the same channel."""
         listed = np.flatnonzero(self.matched)
-        by_place = np.full(1 + self.send.max(initial=-1), -1)
-        by_place[self.send[listed]] = listed
-        order = by_place[by_place >= 0]
-        # Short numbers are sorted faster.
-        short = self._channel.astype(np.min_scalar_type(self._channel.max(initial=0)))
-        order = order[np.argsort(short[order], kind="stable")]
+        order = listed[np.lexsort((self.send[listed], self._channel[listed]))]
         return order, np.diff(self._channel[order], prepend=-1) == 0
 
     @property
@@ -139,15 +134,11 @@ class Transfers:
         channel: Ints = self.source * (1 + self.target.max(initial=0)) + self.target
         return channel
 
-    @cached_property
-    def _by_channel(self) -> Ints:
-        """The channels of the transfers in the order `by_channel`, ascending."""
-        return self._channel[self.by_channel[0]]
-
     def beside(self, number: int) -> Ints:
         """The matched transfers on the channel of a transfer, in the order of the sends."""
-        begin, end = np.searchsorted(self._by_channel, self._channel[number] + np.arange(2))
-        return self.by_channel[0][begin:end]
+        order, channel = self.by_channel[0], self._channel
+        begin, end = np.searchsorted(channel[order], channel[number] + np.arange(2))
+        return order[begin:end]
 
 
 @attrs.frozen(eq=False)
@@ -228,22 +219,15 @@ class Graph:
 
         Raises UnsoundError for an action on a rank that does not hold its stage.
         """
-        return self._holding_at(np.arange(len(self.columns)))
-
-    def _holding_at(self, places: Ints) -> Ints:
         schedule, columns = self.schedule, self.columns
         held = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
-        numbers = columns.stage[places]
-        wanted = numbers * schedule.ranks + columns.rank[places]
-        if len(held) > schedule.stages:
-            numbers = np.searchsorted(held, wanted)
-            numbers[numbers == len(held)] = 0
-        wrong = places[held[np.minimum(numbers, len(held) - 1)] != wanted]
+        wanted = columns.stage * schedule.ranks + columns.rank
+        holding: Ints = np.searchsorted(held, wanted)
+        wrong = np.flatnonzero(np.append(held, -1)[holding] != wanted)
         if len(wrong):
-            action = columns.action(int(wrong[0]))
-            rank = columns.rank[wrong[0]]
+            rank, action = columns.rank[wrong[0]], columns.action(int(wrong[0]))
             raise UnsoundError(f"rank {rank} lists {action}, but does not hold its stage")
-        return numbers
+        return holding
 
     @cached_property
     def steps(self) -> Ints:
@@ -253,8 +237,7 @@ class Graph:
     @cached_property
     def steps_of(self) -> Ints:
         """How many updates each stage has on each of its ranks, as in `schedule.holdings`."""
-        steps = self._holding_at(self.steps)
-        return np.bincount(steps, minlength=len(self.schedule.holdings))
+        return np.bincount(self.holding[self.steps], minlength=len(self.schedule.holdings))
 
     @cached_property
     def turn(self) -> Ints:
@@ -372,18 +355,16 @@ class Graph:
     def collectives_of(self) -> dict[int, dict[int, list[int]]]:
         """For each stage with collectives, the places of its collectives on each of its ranks.
 
-        Raises UnsoundError for a collective on a rank that does not hold its stage.
+        Raises UnsoundError for an action on a rank that does not hold its stage.
         """
-        columns, places = self.columns, self.columns.where(*GROUPS)
-        self._holding_at(places)
-        stages = columns.stage[places].tolist()
-        found: dict[int, dict[int, list[int]]] = {
-            stage: {rank: [] for rank in self.schedule.placement[stage]}
-            for stage in sorted({*stages})
-        }
-        for place, stage, rank in zip(
-            places.tolist(), stages, columns.rank[places].tolist(), strict=True
+        placement, places = self.schedule.placement, self.columns.where(*GROUPS)
+        found: dict[int, dict[int, list[int]]] = {}
+        for number, place in sorted(
+            zip(self.holding[places].tolist(), places.tolist(), strict=True)
         ):
+            stage, rank = self.schedule.holdings[number]
+            if stage not in found:
+                found[stage] = {holder: [] for holder in placement[stage]}
             found[stage][rank].append(place)
         return found
 
