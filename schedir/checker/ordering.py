@@ -99,7 +99,7 @@ def values(schedule: Schedule, *, of_transfers: bool = False) -> Iterator[Faults
                 np.column_stack((places, others)),
                 value=names[of],
                 word=words[of],
-                case=np.where((labels[of] == "gone") & (others < 0), "missing", labels[of]),
+                case=labels[of],
             )
 
 

@@ -496,12 +496,11 @@ def _other_end(graph: Graph, place: int) -> Iterator[Add]:
     the order of its channel if the other end is known."""
     transfers, least, most = graph.transfers, 0, None
     action = graph.columns.action(place).counterpart
+    ends = transfers.send, transfers.receive, transfers.user
+    number = int(np.any([end == place for end in ends], axis=0).argmax())
     if action is None:  # compute
-        number = int(graph.arrivals[place])
         kind, stage, microbatch = transfers.kind, transfers.stage, transfers.microbatch
         action = Action(KINDS[kind[number]], int(stage[number]), int(microbatch[number]))
-    else:
-        number = int(((transfers.send == place) | (transfers.receive == place)).argmax())
     known, lacked, rank = transfers.receive, transfers.send, transfers.source[number]
     if action.kind in RECEIVES:
         known, lacked, rank = lacked, known, transfers.target[number]

@@ -39,22 +39,19 @@ def peak_activations(graph: Graph, until: HeldUntil = "W") -> list[tuple[int, in
     change, maker = np.zeros(points, np.int64), np.full(points, -1)
     for touch in graph.touches(*units):
         point = 2 * columns.entry[touch.places] + (touch.use.at == "end")
-        if touch.use.does == "read":
-            continue
         many = units[touch.use.value] * np.bincount(point, minlength=points)
         if touch.use.does == "make":
             maker[point] = touch.places
             change += many
-        else:
+        elif touch.use.does == "end":
             change -= many
-    held = np.append(0, np.cumsum(change))
     bounds = 2 * np.append(columns.entry, len(columns.heads))[columns.starts]
     peaks = []
     for start, begin, end in zip(columns.starts, bounds[:-1], bounds[1:], strict=False):
-        own = held[begin + 1 : end + 1] - held[begin]
+        own = np.cumsum(change[begin:end])
         most = int(own.max(initial=0))
-        last = int(maker[begin + int(own.argmax())]) if most else -1
-        peaks.append((most, last - int(start) if last >= 0 else 0))
+        # It begins where something is made.
+        peaks.append((most, int(maker[begin + own.argmax()] - start) if most else 0))
     return peaks
 
 

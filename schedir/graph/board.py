@@ -64,7 +64,7 @@ class Steps:
     another stage or that its rank has filled. It `feeds` a queue of another stage, and `puts` into
     queues of its stage; in `puts` a queue has 1 if it names microbatches, else 0. It `changes` what
     its rank holds; the first step of a stage that `completes` gradients adds the stage's
-    `gradient`. `alone` are the queues of its stage that it fills if other stages answer at once.
+    `gradient`.
 
     By queue: how long its input `travels`, and how long it `holds` its `channel`. There are
     `channels` channels, numbered after the ranks; -1 if nothing ever waits for one.
@@ -78,7 +78,6 @@ class Steps:
     needs: list[int]
     feeds: list[int]
     puts: list[tuple[tuple[int, int], ...]]
-    alone: list[tuple[int, ...]]
     changes: list[float]
     completes: list[bool]
     gradient: Sequence[float]
@@ -110,7 +109,7 @@ def steps_of(
     depth = stages // len(microbatches)
     links = [VALUES[value].link or ("", 0) for value in QUEUES]
     sized = [value for value in sizes if VALUES[value].per == "microbatch"]
-    queue, feeds, puts, alone, changes, completes = [], [], [], [], [], []
+    queue, feeds, puts, changes, completes = [], [], [], [], []
     for way in WAYS:
         ended = _values(way, "end")
         for stage in range(stages):
@@ -125,8 +124,6 @@ def steps_of(
             queue.append(QUEUES.index(ended[0]) * stages + stage)
             feeds.append(fed[0] if fed else -1)
             puts.append(tuple((value * stages + stage, int(value == KEPT)) for value in own))
-            answered = {BACK} if "ran" in made else set()
-            alone.append(tuple(value * stages + stage for value in own | answered))
             more = {value: (value in made) - (value in ended) for value in sized}
             changes.append(sum(more[value] * sizes[value][stage] for value in sized))
             completes.append(any(VALUES[value].goal for value in made))
@@ -152,7 +149,6 @@ def steps_of(
         needs=[each if each in fed_by_others else -1 for each in queue],
         feeds=feeds,
         puts=puts,
-        alone=alone,
         changes=changes,
         completes=completes,
         gradient=sizes.get("gradient", (0,) * stages),
@@ -335,7 +331,7 @@ def follow(steps: Steps, order: Order) -> tuple[list[list[float]], list[float]] 
 def most_held(steps: Steps, order: Sequence[int], limit: float = math.inf) -> float:
     """The most that a rank holds when it runs these steps alone, in this order, with all inputs
     from other ranks in time. Infinite if it can't run them, or would hold more than the limit."""
-    stages, queues, alone = len(steps.placement), steps.queue, steps.alone
+    stages, queues, puts = len(steps.placement), steps.queue, steps.puts
     changes, completes = steps.changes, steps.completes
     there, turns = [0] * len(steps.channel), [0] * len(steps.channel)
     kept: dict[int, deque[int]] = {}
@@ -347,7 +343,8 @@ def most_held(steps: Steps, order: Sequence[int], limit: float = math.inf) -> fl
         turn = turns[queue]
         turns[queue] = turn + 1
         if queue >= stages:
-            if turn >= there[queue]:
+            # The stage after answers each F at once.
+            if turn >= (turns[step % stages] if queue // stages == BACK else there[queue]):
                 return math.inf
             if kept:
                 again = kept.get(step % stages)
@@ -356,9 +353,9 @@ def most_held(steps: Steps, order: Sequence[int], limit: float = math.inf) -> fl
                         again.popleft()
                     elif queue // stages == BACK and again[0] <= turn:
                         return math.inf
-        for own in alone[step]:
+        for own, named in puts[step]:
             there[own] += 1
-            if own // stages == KEPT:
+            if named:
                 kept.setdefault(step % stages, deque()).append(turn)
         held += changes[step]
         if held > most:

@@ -7,7 +7,7 @@ that microbatch, and that is the rank whose list has its forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
 import attrs
@@ -119,12 +119,7 @@ class Transfers:
         """The matched transfers, channel by channel in the order of the sends, and which of them
         follow another one on the same channel."""
         listed = np.flatnonzero(self.matched)
-        by_place = np.full(1 + self.send.max(initial=-1), -1)
-        by_place[self.send[listed]] = listed
-        order = by_place[by_place >= 0]
-        # Short numbers are sorted faster.
-        short = self._channel.astype(np.min_scalar_type(self._channel.max(initial=0)))
-        order = order[np.argsort(short[order], kind="stable")]
+        order = listed[np.lexsort((self.send[listed], self._channel[listed]))]
         return order, np.diff(self._channel[order], prepend=-1) == 0
 
     @property
@@ -139,15 +134,11 @@ class Transfers:
         channel: Ints = self.source * (1 + self.target.max(initial=0)) + self.target
         return channel
 
-    @cached_property
-    def _by_channel(self) -> Ints:
-        """The channels of the transfers in the order `by_channel`, ascending."""
-        return self._channel[self.by_channel[0]]
-
     def beside(self, number: int) -> Ints:
         """The matched transfers on the channel of a transfer, in the order of the sends."""
-        begin, end = np.searchsorted(self._by_channel, self._channel[number] + np.arange(2))
-        return self.by_channel[0][begin:end]
+        order, channel = self.by_channel[0], self._channel
+        begin, end = np.searchsorted(channel[order], channel[number] + np.arange(2))
+        return order[begin:end]
 
 
 @attrs.frozen(eq=False)
@@ -184,26 +175,22 @@ class Graph:
     @cached_property
     def present(self) -> Sequence[Kind]:
         """The kinds of which some action is listed."""
-        counts = np.bincount(self.columns.kind, minlength=len(KINDS))
-        return [KINDS[code] for code in np.flatnonzero(counts).tolist()]
+        return [KINDS[code] for code in np.flatnonzero(np.bincount(self.columns.kind)).tolist()]
 
-    def of(self, kind: Kind) -> Ints:
-        """The places of one kind, shape [stages, microbatches]."""
-        places: Ints = self.places[KIND_INDEX[kind]]
+    def of(self, *kinds: Kind) -> Ints:
+        """The places of these kinds, of several the last; shape [stages, microbatches]."""
+        places: Ints = np.maximum.reduce([self.places[KIND_INDEX[kind]] for kind in kinds])
         return places
 
-    def where(self, does: str, value: str, *, on: Iterable[Kind] = COMPUTE) -> Ints:
-        """The places that make, read or end a value by (stage, microbatch), -1 for none; of several
-        kinds the last. Shape [stages, microbatches]."""
-        found = [self.of(kind) for kind in on if uses_of(kind, does, value)]
-        places: Ints = np.maximum.reduce(found)
-        return places
+    def where(self, does: str, value: str) -> Ints:
+        """The places of the compute that makes, reads or ends a value by (stage, microbatch), -1
+        for none; of several kinds the last. Shape [stages, microbatches]."""
+        return self.of(*(kind for kind in COMPUTE if uses_of(kind, does, value)))
 
     @cached_property
     def home(self) -> Ints:
         """The forward of each stage on each microbatch, shape [stages, microbatches]."""
-        places: Ints = np.maximum.reduce([self.of(kind) for kind in HOMES])
-        return places
+        return self.of(*HOMES)
 
     @cached_property
     def gradients(self) -> Ints:
@@ -228,22 +215,15 @@ class Graph:
 
         Raises UnsoundError for an action on a rank that does not hold its stage.
         """
-        return self._holding_at(np.arange(len(self.columns)))
-
-    def _holding_at(self, places: Ints) -> Ints:
         schedule, columns = self.schedule, self.columns
         held = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
-        numbers = columns.stage[places]
-        wanted = numbers * schedule.ranks + columns.rank[places]
-        if len(held) > schedule.stages:
-            numbers = np.searchsorted(held, wanted)
-            numbers[numbers == len(held)] = 0
-        wrong = places[held[np.minimum(numbers, len(held) - 1)] != wanted]
+        wanted = columns.stage * schedule.ranks + columns.rank
+        holding: Ints = np.searchsorted(held, wanted)
+        wrong = np.flatnonzero(np.append(held, -1)[holding] != wanted)
         if len(wrong):
-            action = columns.action(int(wrong[0]))
-            rank = columns.rank[wrong[0]]
+            rank, action = columns.rank[wrong[0]], columns.action(int(wrong[0]))
             raise UnsoundError(f"rank {rank} lists {action}, but does not hold its stage")
-        return numbers
+        return holding
 
     @cached_property
     def steps(self) -> Ints:
@@ -253,21 +233,17 @@ class Graph:
     @cached_property
     def steps_of(self) -> Ints:
         """How many updates each stage has on each of its ranks, as in `schedule.holdings`."""
-        steps = self._holding_at(self.steps)
-        return np.bincount(steps, minlength=len(self.schedule.holdings))
+        return np.bincount(self.holding[self.steps], minlength=len(self.schedule.holdings))
 
     @cached_property
     def turn(self) -> Ints:
         """For every place, how many updates of its stage are listed before it on its rank. That is
         its round, and the newest version of the weights there."""
-        places = np.arange(len(self.columns))
-        if not len(self.steps):
-            return np.zeros_like(places)
-        size = len(places)
-        holding = self.holding
-        keys = np.sort(holding[self.steps] * size + self.steps)
-        first = np.searchsorted(keys, np.arange(holding.max() + 1) * size)
-        return np.searchsorted(keys, holding * size + places) - first[holding]
+        size, holding = len(self.columns), self.holding
+        steps = np.sort(holding[self.steps] * size + self.steps)
+        # The steps of this holding, and of those before it.
+        passed = np.searchsorted(steps, holding * size + np.arange(size))
+        return passed - self.first_round[holding] + holding
 
     @cached_property
     def reads(self) -> Ints:
@@ -287,9 +263,8 @@ class Graph:
     @cached_property
     def sharded(self) -> Bools:
         """True for each stage whose weights are sharded over ranks: the lists gather them."""
-        found = np.zeros(self.schedule.stages, np.bool_)
-        found[self.columns.stage[self.columns.where(*GATHERS, *RELEASES)]] = True
-        return found
+        gathered = self.columns.stage[self.columns.where(*GATHERS, *RELEASES)]
+        return np.isin(np.arange(self.schedule.stages), gathered)
 
     # What meets: transfers, and the collectives of a stage's ranks.
 
@@ -305,12 +280,13 @@ class Graph:
     def peers(self) -> Ints:
         """The rank at the other end of every place, -1 where there is none."""
         columns = self.columns
-        peers = np.full(len(columns), -1)
-        for kind in COUNTERPARTS:
+        peers: Ints = np.full(len(columns), -1)
+        for kind, (_, further) in COUNTERPARTS.items():
             places = columns.where(kind)
-            beside = self.neighbours(COUNTERPARTS[kind][1])
+            beside = self.neighbours(further)
             peers[places] = beside[columns.stage[places], columns.microbatch[places]]
-        return np.where(peers < 0, -1, peers)
+        peers[peers < 0] = -1
+        return peers
 
     def neighbours(self, further: int) -> Ints:
         """The rank that runs the stage `further` on, -1 if nobody does, and -2 if there is no such
@@ -333,57 +309,41 @@ class Graph:
         target, source = self.runs, self.neighbours(back)
         receiving = np.nonzero((source != target) & (source >= 0) & (target >= 0))
         stage, microbatch = receiving
-        ranks, sending = (source[receiving], target[receiving]), (stage + back, microbatch)
+        source, target, sending = source[receiving], target[receiving], (stage + back, microbatch)
+        ends = (self.of(send)[sending], source), (self.of(receive)[receiving], target)
         return (
             np.full_like(stage, KIND_INDEX[receive]),
             stage,
             microbatch,
-            *ranks,
+            source,
+            target,
             made[sending],
             used[receiving],
-            self._on(self.of(send)[sending], ranks[0]),
-            self._on(self.of(receive)[receiving], ranks[1]),
+            *(np.where(self.columns.rank[places] == rank, places, -1) for places, rank in ends),
         )
-
-    def _on(self, places: Ints, rank: Ints) -> Ints:
-        """The places that are on their rank; -1 for the others."""
-        return np.where((places >= 0) & (self.columns.rank[places] == rank), places, -1)
 
     @cached_property
     def lone(self) -> Ints:
         """The sends and receives that meet nobody: no other rank is at their other end, or their
         rank does not run their stage."""
-        transfers = self.transfers
-        lone = self.columns.is_kind(*COMMUNICATION)
-        for ends in (transfers.send, transfers.receive):
-            lone[ends[ends >= 0]] = False
+        lone = np.append(self.columns.is_kind(*COMMUNICATION), False)
+        lone[self.transfers.send] = lone[self.transfers.receive] = False
         return np.flatnonzero(lone)
-
-    @cached_property
-    def arrivals(self) -> Ints:
-        """For every place, the transfer that brings its input, -1 for none."""
-        user = self.transfers.user
-        used = np.flatnonzero(user >= 0)
-        arrivals = np.full(len(self.columns), -1)
-        arrivals[user[used]] = used
-        return arrivals
 
     @cached_property
     def collectives_of(self) -> dict[int, dict[int, list[int]]]:
         """For each stage with collectives, the places of its collectives on each of its ranks.
 
-        Raises UnsoundError for a collective on a rank that does not hold its stage.
+        Raises UnsoundError for an action on a rank that does not hold its stage.
         """
-        columns, places = self.columns, self.columns.where(*GROUPS)
-        self._holding_at(places)
-        stages = columns.stage[places].tolist()
-        found: dict[int, dict[int, list[int]]] = {
-            stage: {rank: [] for rank in self.schedule.placement[stage]}
-            for stage in sorted({*stages})
-        }
-        for place, stage, rank in zip(
-            places.tolist(), stages, columns.rank[places].tolist(), strict=True
+        placement, places = self.schedule.placement, self.columns.where(*GROUPS)
+        found: dict[int, dict[int, list[int]]] = {}
+        for number, place in sorted(
+            zip(self.holding[places].tolist(), places.tolist(), strict=True)
         ):
+            stage, rank = self.schedule.holdings[number]
+            if stage not in found:
+                found[stage] = {holder: [] for holder in placement[stage]}
             found[stage][rank].append(place)
         return found
 
@@ -451,14 +411,15 @@ class Graph:
                     alike[where] = self._restricted(kind, use)
                 places, at = alike[where]
                 value = VALUES[use.value]
-                if value.link:
+                if value.per == "microbatch":
                     if use.value not in numbers:
                         numbers[use.value] = self.numbers(use.value)
                     values = numbers[use.value][at]
-                elif value.per == "microbatch":
-                    values = self.base[use.value] + at
                 else:
-                    holding, turn = self.holding[places], self._round(use, places)
+                    holding, turn = self.holding[places], self.turn[places]
+                    turn += use.version == "next"
+                    if use.version in ("named", "of home"):
+                        turn = self.reads.ravel()[at]
                     # A version that nobody makes has the number of none.
                     known = turn <= self.steps_of[holding]
                     values = np.where(
@@ -500,19 +461,6 @@ class Graph:
             "not sharded": ~self.sharded,
         }
 
-    def _round(self, use: Use, places: Ints) -> Ints:
-        """The round, or the version, that a use at each of the places is about."""
-        columns, turn = self.columns, self.turn[places]
-        if use.version == "next":
-            return turn + 1
-        if use.version == "named":
-            return np.where(columns.version[places] >= 0, columns.version[places], turn)
-        if use.version == "of home":
-            stage, microbatch = columns.stage[places], columns.microbatch[places]
-            known = self.home[stage, microbatch] >= 0
-            return np.where(known, self.reads[stage, microbatch], turn)
-        return turn
-
     @cached_property
     def needs(self) -> tuple[Ints, Ints]:
         """The places that wait for their inputs, and the places that make those inputs: a receive
@@ -522,25 +470,18 @@ class Graph:
         made = transfers.receive if self.schedule.is_complete else transfers.maker
         crosses = (transfers.user >= 0) & (made >= 0)
         rows = [(transfers.user[crosses], made[crosses])]
-        if not _BESIDE.isdisjoint(self.present):
-            names = {use.value for kind in _BESIDE for use in uses_of(kind, "make")}
-            touches = [*self.touches(*names)]
-            makers = np.sort(
-                np.concatenate(
-                    [
-                        touch.values * size + touch.places
-                        for touch in touches
-                        if touch.use.does == "make" and touch.kind in _BESIDE
-                    ]
-                )
-            )
-            # The last one before each place that made the same value.
-            for touch in touches:
-                if touch.use.does != "make":
-                    key = touch.values * size + touch.places
-                    last = makers[np.searchsorted(makers, key) - 1]
-                    known = (last // size == touch.values) & (last < key)
-                    rows.append((touch.places[known], last[known] % size))
+        names = {use.value for kind in _BESIDE & {*self.present} for use in uses_of(kind, "make")}
+        touches = [*self.touches(*names)] if names else []
+        # Each as one number, the value first; before all makers one of nothing.
+        makes = [touch for touch in touches if touch.use.does == "make" and touch.kind in _BESIDE]
+        keys = [touch.values * size + touch.places for touch in makes]
+        makers = np.sort(np.concatenate(([-3 * size], *keys)))
+        for touch in touches:
+            if touch.use.does != "make":
+                # The last one before each place that made the same value.
+                before = np.searchsorted(makers, touch.values * size + touch.places) - 1
+                known = makers[before] // size == touch.values
+                rows.append((touch.places[known], makers[before[known]] % size))
         user, made = map(np.concatenate, zip(*rows, strict=True))
         return user, made
 

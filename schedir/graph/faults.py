@@ -6,8 +6,9 @@ is copied to the host and back, are sorted.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import itemgetter
 from typing import Literal, TypeAlias
 
@@ -52,55 +53,34 @@ OTHERS = frozenset(
 """All other values of a (stage, microbatch) that some action reads or ends."""
 
 
-HELD = frozenset(
-    name for name, value in VALUES.items() if value.per == "version" and value.ended == "always"
-)
+_ENDED = frozenset(name for name, value in VALUES.items() if value.ended == "always") - LINKED
+"""The values that must be ended. Of a linked value the other end of its transfer shows it."""
+HELD = frozenset(name for name in _ENDED if VALUES[name].per == "version")
 """The values of a whole stage that must be ended: gathered weights."""
 
 
 def faults(graph: Graph, names: Iterable[str] = LINKED | OTHERS) -> Iterator[Fault]:
     """What is wrong with values of (stage, microbatch) pairs, of what is linked with all of that;
     or with those of whole stages. Expects a sound structure."""
-    touches = [*graph.touches(*names)]
-    size, entry = graph.base[""], graph.columns.entry
-    if names == HELD:
-        every = np.ones(size, np.bool_)
-        yield from _of_several_lives(touches, entry, every, ~every)
-        return
-    # By value: a place that makes it and one that ends it, -1 for none, and how often each happens.
-    places = {does: np.full(size, -1) for does in ("make", "end")}
-    times = {does: np.zeros(size, np.int8) for does in places}
+    touches, entry, given = [*graph.touches(*names)], graph.columns.entry, _given(graph)
+    # By value: an entry that makes it and one that ends it; the number of actions for none.
+    never = len(entry)
+    made, ended = np.where(given, -1, never), np.full(len(given), never)
+    doubtful = np.full(len(given), names == HELD)
     for touch in touches:
-        if touch.use.does in places:
+        if touch.use.does != "read":
             # A kind is listed once for each (stage, microbatch), so that no value is there twice.
-            places[touch.use.does][touch.values] = touch.places
-            times[touch.use.does][touch.values] += 1
-    given = _given(graph)
-    several = (times["make"] + given > 1) | (times["end"] > 1)
+            known, of = made if touch.use.does == "make" else ended, touch.values
+            doubtful[of] |= known[of] < never
+            known[of] = entry[touch.places]
     for touch in touches:
-        if touch.use.does == "make":
-            continue
-        here, single = entry[touch.places], ~several[touch.values]
-        maker, end = (places[does][touch.values] for does in ("make", "end"))
-        alive = given[touch.values] | ((maker >= 0) & (entry[maker] < here))
-        if not alive.all():
-            yield from _fault("late", touch, single & ~alive & (maker >= 0), maker)
-            yield from _fault("missing", touch, single & ~alive & (maker < 0), maker)
-        if touch.use.does == "read":  # what ends a value is not too late for it
-            yield from _fault("gone", touch, single & alive & (end >= 0) & (entry[end] < here), end)
-    if several.any():
-        yield from _of_several_lives(touches, entry, several, given)
-    for touch in touches:
-        name = touch.use.value
-        # The other end of a transfer shows the faults of its values.
-        if touch.use.does == "make" and VALUES[name].ended == "always" and name not in LINKED:
-            left = times["make"][touch.values] > times["end"][touch.values]
-            yield from _fault("unended", touch, left, np.full_like(touch.places, -1))
-
-
-def _fault(label: Label, touch: Touch, where: Bools, others: Ints) -> Iterator[Fault]:
-    if where.any():
-        yield Fault(label, touch.use.value, touch.kind, touch.places[where], others[where])
+        here, of = entry[touch.places], touch.values
+        if touch.use.does != "make":
+            doubtful[of] |= (made[of] >= here) | (ended[of] < here)
+        elif touch.use.value in _ENDED:
+            doubtful[of] |= ended[of] == never
+    if doubtful.any():
+        yield from _followed(touches, entry, doubtful, given)
 
 
 def _given(graph: Graph) -> Bools:
@@ -117,40 +97,37 @@ def _given(graph: Graph) -> Bools:
     return given
 
 
-def _of_several_lives(
-    touches: list[Touch], entry: Ints, several: Bools, given: Bools
-) -> Iterator[Fault]:
-    """The faults of values that may be made or ended more than once: their rows in list order, what
-    an entry reads before what it makes."""
-    order = "read", "end", "make"
-    rows = [
-        (int(value), int(entry[place]), order.index(touch.use.does), number, at, int(place))
-        for number, touch in enumerate(touches)
-        for at in np.flatnonzero(several[touch.values]).tolist()
-        for value, place in [(touch.values[at], touch.places[at])]
-    ]
-    found: dict[tuple[Label, int], list[tuple[int, int]]] = {}
+def _followed(touches: list[Touch], entry: Ints, doubtful: Bools, given: Bools) -> Iterator[Fault]:
+    """The faults of the doubtful values, each of which is followed from entry to entry: what an
+    entry reads before what it ends, and that before what it makes."""
+    rows: list[tuple[int, int, int, int, int]] = []
+    for number, touch in enumerate(touches):
+        where = doubtful[touch.values]
+        values, places = touch.values[where], touch.places[where]
+        turn = ("read", "end", "make").index(touch.use.does)
+        columns = entry[places].tolist(), repeat(turn), repeat(number), places.tolist()
+        rows += zip(values.tolist(), *columns, strict=False)
+    found = defaultdict[tuple[int, Label], list[tuple[int, int]]](list)
     for value, own in groupby(sorted(rows), itemgetter(0)):
-        life, alive, maker, ender = [*own], bool(given[value]), -1, -1
-        makers = [(here, place) for _, here, does, _, _, place in life if order[does] == "make"]
-        begun: list[tuple[int, int]] = []  # where the value was made, while it is alive
-        for _, here, does, number, at, place in life:
-            label: Label | None = None
-            if order[does] == "make":
-                if alive or (maker >= 0 and not VALUES[touches[number].use.value].again):
-                    label, other = "twice", maker
-                alive, maker, begun = True, place, [(number, at)]
-            else:
-                if not alive:
-                    later = [made for there, made in makers if there >= here]
-                    label, other = ("late", later[0]) if later else ("gone", ender)
-                if order[does] == "end":
-                    alive, ender, begun = False, place, []
-            if label is not None:
-                found.setdefault((label, number), []).append((at, other))
-        for number, at in begun:
-            if touches[number].use.value in HELD:
-                found.setdefault(("unended", number), []).append((at, -1))
-    for (label, number), wrong in found.items():
-        touch, (at, others) = touches[number], np.array(sorted(wrong)).T
-        yield Fault(label, touch.use.value, touch.kind, touch.places[at], others)
+        life = [(here, number, place, touches[number].use) for _, here, _, number, place in own]
+        makers = [each for each in life if each[-1].does == "make"]
+        alive, maker, ender, ends = bool(given[value]), -1, -1, 0
+        for here, number, place, use in life:
+            if use.does == "make":
+                if alive or (maker >= 0 and not VALUES[use.value].again):
+                    found[number, "twice"].append((place, maker))
+                alive, maker = True, place
+                continue
+            ends += use.does == "end"
+            if not alive:
+                later = [made for there, _, made, _ in makers if there >= here]
+                label: Label = "late" if later else "gone" if ender >= 0 else "missing"
+                found[number, label].append((place, later[0] if later else ender))
+            elif use.does == "end":
+                alive, ender = False, place
+        name = use.value
+        if alive and name in _ENDED and (name in HELD or len(makers) > ends):
+            found[makers[-1][1], "unended"].append((maker, -1))
+    for (number, label), wrong in sorted(found.items()):
+        touch = touches[number]
+        yield Fault(label, touch.use.value, touch.kind, *np.array(wrong).T)

@@ -48,10 +48,7 @@ def batch_communication(schedule: Schedule) -> Schedule:
     """
     expect_schedule(schedule)
     columns = schedule.columns
-    ends = _ends(schedule)
-    if not ends:
-        return schedule
-    joins = _joins(columns, ends)
+    joins = _joins(columns, _ends(schedule))
     if not joins:
         return schedule
     joined = columns.joined.copy()
@@ -78,7 +75,7 @@ def _ends(schedule: Schedule) -> list[tuple[int, ...]]:
     transfers, turns = graph.transfers, graph.collectives
     order, follows = transfers.by_channel
     receives = transfers.receive[order]
-    in_order = not len(order) or bool(((receives[1:] > receives[:-1]) | ~follows[1:]).all())
+    in_order = not (follows[1:] & (np.diff(receives) < 0)).any()
     ends = [*zip(transfers.send[order].tolist(), receives.tolist(), strict=True)]
     listed = len(columns.where(*COMMUNICATION, *GROUPS))
     matched = listed == 2 * len(ends) + sum(map(len, turns))
@@ -125,8 +122,7 @@ def _joins(columns: Columns, ends: list[tuple[int, ...]]) -> list[int]:
                     waiting.setdefault(turn, []).append(rank)
                     break
                 looked[rank] += 1
-        left = (rank for rank in range(columns.ranks) if looked[rank] < stop[rank])
-        rank = next(left, -1)
+        rank = next((rank for rank, place in enumerate(looked) if place < stop[rank]), -1)
         if rank < 0:
             return joins
         wanted: dict[int, int] = {}  # by rank: the place that it waits for

@@ -41,9 +41,9 @@ from schedir.ir import (
 def insert_communication(schedule: Schedule) -> Schedule:
     """The schedule with its communication; unchanged if it already has any.
 
-    Raises UnsoundError if some compute action never gets its input, and it may do so if a rank
-    lists an action of a stage that it does not hold; `schedir.check` says why. Raises TypeError for
-    anything that is not a Schedule.
+    Raises UnsoundError if some compute action never gets its input, or if a rank lists an action of
+    a stage that it does not hold; `schedir.check` says why. Raises TypeError for anything that is
+    not a Schedule.
 
     >>> import schedir
     >>> schedule = schedir.Schedule.of("mine", [0, 1], ["0F0 0B0", "1F0 1B0"])
