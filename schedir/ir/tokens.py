@@ -82,19 +82,14 @@ def parse_parts(
 
     Raises TokenError for an empty part, and for what `parse` raises.
     """
-    start = 0
-    while start <= len(text):
-        stop = text.find(separator, start)
-        part = text[start : stop if stop >= 0 else len(text)]
-        token = part.strip(" \t")
-        place = offset + start
-        if not token:
-            raise TokenError(f"an empty part; parts stand between '{separator}'", place)
+    for part in re.finditer(rf"(?:^|{separator})([^{separator}]*)", text):
+        token = part[1].strip(" \t")
         try:
+            if not token:
+                raise ValueError(f"an empty part; parts stand between '{separator}'")
             yield parse(token)
         except ValueError as error:
-            raise TokenError(str(error), place + part.index(token[0])) from None
-        start += len(part) + 1
+            raise TokenError(str(error), offset + part.start(1) + part[1].find(token)) from None
 
 
 def decode(text: str | bytes, file: str) -> str:
