@@ -159,7 +159,7 @@ def test_sched_errors(text: str, line: int, column: int, message: str) -> None:
     ("text", "line", "column", "message"),
     [
         (",\n , \r\n\n", 1, 1, "no action"),
-        ("0OPTIM_STEP", 1, 1, "unknown action 'OPTIM_STEP'"),
+        ("0OPTIM_STEP", 1, 1, "unknown action kind 'OPTIM_STEP'"),
         ("\ufeff\ufeff0F0,0B0\n", 1, 1, r"'\ufeff0F0' is not an action"),
         ("0F0,0B0\r1F0,1B0\r", 1, 5, r"'0B0\r1F0' is not an action"),
         # Read as a blank, the CR would make one rank of two.
@@ -173,7 +173,7 @@ def test_sched_errors(text: str, line: int, column: int, message: str) -> None:
         ("999999999F0", 1, 1, "stage 0 is on no rank"),
         ("0F0,1F0,3F0,3B0", 1, 1, "stage 2 is on no rank"),
         ("0F0,((0F1;0B0))OVERLAP_F_B", 1, 5, "not a composite action"),
-        ("0F0,(0F1; 0Q1 )OVERLAP_F_B", 1, 11, "unknown action 'Q'"),
+        ("0F0,(0F1; 0Q1 )OVERLAP_F_B", 1, 11, "unknown action kind 'Q'"),
         ("0F0, (0F1; )OVERLAP_F_B", 1, 11, "an empty part"),
         ("0F0 0B0", 1, 1, "'0F0 0B0' is not an action"),
     ],
@@ -343,14 +343,14 @@ CASES: dict[str, list[Any]] = {
         ("empty cells.csv", b"", b",", 100, b"0Q", "'Q'", "1:100000001", "0Q", 4),
         ("empty rows.csv", b"", b"\n", 20, b"", "holds no action", "1:1", "", 4),
         ("idle ranks.csv", b"0F0", b"\n", 2, b"0Q", "'Q'", "2000001:1", "0Q", 16),
-        ("cells.csv", b"", b"0F0,", 5, b"0Q", "action 'Q'", "1:5000001", "0Q", 8),
-        ("rows.csv", b"", b"0F0\n", 1, b"0Q", "action 'Q'", "250001:1", "0Q", 24),
-        ("many cells.csv", b"", b"%dF0,", 2, b"0Q", "action 'Q'", ANY, "0Q", 24),
+        ("cells.csv", b"", b"0F0,", 5, b"0Q", "action kind 'Q'", "1:5000001", "0Q", 8),
+        ("rows.csv", b"", b"0F0\n", 1, b"0Q", "action kind 'Q'", "250001:1", "0Q", 24),
+        ("many cells.csv", b"", b"%dF0,", 2, b"0Q", "action kind 'Q'", ANY, "0Q", 24),
         (
             *("a missing stage.csv", b"", b"%dF0,", 2, b"999999999F0"),
             *("is on no rank, though stage 999999999 is on one", ANY, "", 24),
         ),
-        ("not modelled.csv", b"", b"%dUNSHARD,", 4, b"0Q", "action 'Q'", ANY, "0Q", 8),
+        ("not modelled.csv", b"", b"%dUNSHARD,", 4, b"0Q", "action kind 'Q'", ANY, "0Q", 8),
         ("only not modelled.csv", b"", b"%dRESHARD,", 4, b"", "holds no action", "1:1", "", 8),
         ("nesting.csv", b"", b"(", 100, b"", "is not a composite action", "1:1", "(((", 4),
         ("open part.csv", b"(", b";", 20, b"", "not a composite", "1:1", "(;;", 4),
@@ -360,7 +360,7 @@ CASES: dict[str, list[Any]] = {
             *("an overlapped pair has one forward (F) and one backward (B or I)", "1:1"),
             *("(0F0;0F0;", 4),
         ),
-        ("pairs.csv", b"", b"(0F0;0B1)OVERLAP_F_B,", 4, b"0Q", "action 'Q'", ANY, "0Q", 16),
+        ("pairs.csv", b"", b"(0F0;0B1)OVERLAP_F_B,", 4, b"0Q", "action kind 'Q'", ANY, "0Q", 16),
     )
 }
 

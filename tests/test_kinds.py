@@ -20,9 +20,9 @@ class Row(str):
     meaning: Meaning
 
 
-def row(token: str, meaning: Meaning) -> Row:
-    made = Row(token)
-    made.name, made.meaning = token, meaning
+def row(meaning: Meaning) -> Row:
+    made = Row(meaning.token)
+    made.name, made.meaning = meaning.token, meaning
     return made
 
 
@@ -38,53 +38,59 @@ def test_the_tables_are_complete() -> None:
 
 
 def test_a_kind_may_occupy_compute_and_do_nothing() -> None:
-    pause = row("PAUSE", Meaning("pause", "compute", "microbatch", (), cost=1))
+    pause = row(Meaning("PAUSE", "pause", "compute", (), cost=1))
     assert not [*incomplete([*Kind, pause])]  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(
     ("meaning", "what"),
     [
-        (Meaning("", "compute", "microbatch", ()), "X has no word"),
-        (Meaning("x", "copy", "microbatch", ()), "X is on a copy, and so uses a value"),
+        (Meaning("X", "", "compute", ()), "X has no word"),
+        (Meaning("X", "x", "copy", ()), "X is on a copy, and so uses a value"),
         (
-            Meaning("x", "copy", "microbatch", (use("make", "ran"),)),
+            Meaning("X", "x", "copy", (use("make", "ran"),)),
             "X is a copy, and so makes a value that has a size",
         ),
-        (Meaning("x", "copy", "stage", (), letter="<"), "X has the letter < of RELOAD"),
-        (Meaning("x", "compute", "stage", (), letter="F"), "X has the letter F of FORWARD"),
         (
-            Meaning("x", "send", "microbatch", (use("make", "saved"),)),
+            Meaning("X", "x", "copy", (), letter="<", stage_wide=True),
+            "X has the letter < of RELOAD",
+        ),
+        (
+            Meaning("X", "x", "compute", (), letter="F", stage_wide=True),
+            "X has the letter F of FORWARD",
+        ),
+        (
+            Meaning("X", "x", "send", (use("make", "saved"),)),
             "X is a send, and so ends one value",
         ),
         (
-            Meaning("x", "send", "microbatch", (use("end", "saved"),)),
+            Meaning("X", "x", "send", (use("end", "saved"),)),
             "X has no kind that it meets: its value has no link",
         ),
         (
-            Meaning("x", "compute", "microbatch", (use("end", "heat"),)),
+            Meaning("X", "x", "compute", (use("end", "heat"),)),
             "X uses 'heat', which is no value",
         ),
         (
-            Meaning("x", "compute", "microbatch", (use("make", "saved", beside="Y"),)),
+            Meaning("X", "x", "compute", (use("make", "saved", beside="Y"),)),
             "X depends on a kind that there is not",
         ),
         (
-            Meaning("x", "compute", "microbatch", (use("read", "weights"),)),
+            Meaning("X", "x", "compute", (use("read", "weights"),)),
             "X must say which version of weights it uses",
         ),
         (
-            Meaning("x", "compute", "microbatch", (use("read", "saved", version="newest"),)),
+            Meaning("X", "x", "compute", (use("read", "saved", version="newest"),)),
             "X must say which version of saved it uses",
         ),
         (
-            Meaning("x", "compute", "stage", (use("end", "saved"),)),
+            Meaning("X", "x", "compute", (use("end", "saved"),), stage_wide=True),
             "X is for a whole stage, but uses the saved of one pair",
         ),
     ],
 )
 def test_an_incomplete_kind(meaning: Meaning, what: str) -> None:
-    assert what in incomplete([*Kind, row("X", meaning)])  # type: ignore[list-item]
+    assert what in incomplete([*Kind, row(meaning)])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

@@ -19,41 +19,31 @@ import pytest
 import schedir
 
 KINDS = """
-    CHECK = (
+    CHECK = Meaning(
         "CHECK",
-        Meaning(
-            "check of the activation",
-            "compute",
-            "microbatch",
-            (_read("saved"), _make("digest", at="end")),
-            cost=3,
-        ),
+        "check of the activation",
+        "compute",
+        (_read("saved"), _make("digest", at="end")),
+        cost=3,
     )
-    LOG = (
+    LOG = Meaning(
         "LOG",
-        Meaning(
-            "copy of the digest to the host",
-            "copy",
-            "microbatch",
-            (_end("digest"), _make("logged", at="end")),
-            letter="^",
-        ),
+        "copy of the digest to the host",
+        "copy",
+        (_end("digest"), _make("logged", at="end")),
+        letter="^",
     )
-    SYNC = (
-        "SYNC",
-        Meaning("agreement of the ranks", "group", "stage", (_read("weights", "newest"),)),
+    SYNC = Meaning(
+        "SYNC", "agreement of the ranks", "group", (_read("weights", "newest"),), stage_wide=True
     )
-    REMAKE = (
+    REMAKE = Meaning(
         "REMAKE",
-        Meaning(
-            "other recomputation",
-            "compute",
-            "microbatch",
-            (_end("kept"), _make("saved")),
-            letter="M",
-        ),
+        "other recomputation",
+        "compute",
+        (_end("kept"), _make("saved")),
+        letter="M",
     )
-    SEND_ACT = ("""
+    SEND_ACT = Meaning("""
 VALUES = """VALUES = {
     "digest": Value(word="digest", size="input"),
     "logged": Value(word="digest on the host", size="input", host=True, ended="never"),
@@ -70,7 +60,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     table = folder / "schedir/ir/kinds.py"
     source = table.read_text(encoding="utf-8")
-    for old, new in (("    SEND_ACT = (", KINDS), ("VALUES = {\n", VALUES)):
+    for old, new in (("    SEND_ACT = Meaning(", KINDS), ("VALUES = {\n", VALUES)):
         assert source.count(old) == 1
         source = source.replace(old, new)
     table.write_text(source, encoding="utf-8")

@@ -26,7 +26,7 @@ from tests.stepped import Stepped
 from tests.test_random import drawn
 from tests.test_stepped import spans_of
 
-STAGE_WIDE = [kind for kind in Kind if kind.meaning.per == "stage"]
+STAGE_WIDE = [kind for kind in Kind if kind.meaning.stage_wide]
 # The collectives are rarely in the lists that are drawn, and wrong in the most ways.
 KINDS = [*Kind, *STAGE_WIDE, *[Kind.REDUCE_GRAD] * 5]
 

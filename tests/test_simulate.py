@@ -304,7 +304,7 @@ def test_other_arguments_are_refused() -> None:
 
 def test_a_new_kind_of_compute_is_a_row_of_the_table(tmp_path: Path) -> None:
     """That costs what its row says. In a process of its own, whose table has the row."""
-    row = 'PAUSE = "PAUSE", Meaning("pause", "compute", "microbatch", (), cost=3)'
+    row = 'PAUSE = Meaning("PAUSE", "pause", "compute", (), cost=3)'
     program = f"""
 from importlib.machinery import SourceFileLoader as Loader
 read = Loader.get_data

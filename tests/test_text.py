@@ -181,8 +181,8 @@ def test_torch_csv_idle_cells_overlaps_and_what_is_not_modelled(
     ("text", "line", "column", "message"),
     [
         ("0F0,0F1garbage", 1, 5, "not an action"),
-        ("0F0\n1F0, 1X3", 2, 6, "unknown action 'X'"),
-        ("0F0,0F", 1, 5, "needs a microbatch"),
+        ("0F0\n1F0, 1X3", 2, 6, "unknown action kind 'X'"),
+        ("0F0,0F", 1, 5, "lacks its microbatch"),
         ("0F0,0REDUCE_GRAD1", 1, 5, "names no microbatch"),
         ("0F0,(0F1;0B0)F", 1, 5, "not a composite action"),
         ("((0F1;0B0)OVERLAP_F_B;0F1)OVERLAP_F_B", 1, 1, "not a composite action"),

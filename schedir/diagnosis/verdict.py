@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -274,8 +275,8 @@ def _waits(
     these has to pass, and whether to wait there is enough."""
     graph = graph_of(schedule)
     columns, transfers, size = graph.columns, graph.transfers, schedule.ranks
-    waiting, awaited, together = _waits_in(graph, standing)
-    is_transfer = columns.is_kind(*COMMUNICATION)
+    key = _waits_in, repr(standing.ties), standing.clips
+    waiting, awaited, together = schedule.once(key, partial(_waits_in, graph, standing))
     pipelines = len(standing.ranks) // standing.slices // size
     for turn, at in enumerate(standing.positions):
         waits = at.state != "gone" and (at.phase == "waiting" or at.cut)
@@ -305,18 +306,24 @@ def _waits(
             yield turn, every, (call, index), True
         elif 0 <= index < len(schedule.actions[own]):
             place = columns.place(own, index)
-            here = (waiting >= place) & (waiting <= columns.last[place])
-            for place in awaited[here].tolist():
+            first, end = np.searchsorted(waiting, (place, columns.last[place] + 1))
+            for place in awaited[first:end].tolist():
                 # What no rank sends, of a list without communication, its maker has to pass.
                 holder, there = columns.position(place)
-                yield turn, [begin + holder], (call, there), bool(is_transfer[place])
+                yield (
+                    turn,
+                    [begin + holder],
+                    (call, there),
+                    columns.action(place).kind in COMMUNICATION,
+                )
                 for holder, there in map(columns.position, together.get(place, ())):
                     yield turn, every[holder::size], (call, there), True
 
 
 def _waits_in(graph: Graph, standing: Standing) -> tuple[Ints, Ints, Mapping[int, Sequence[int]]]:
-    """What a list's places wait for: the places that wait, of themselves and of what they need,
-    the place that each waits for, and for a place those that have to be reached together."""
+    """What a list's places wait for: the places that wait, ascending, of themselves and of what
+    they need, the place that each waits for, and for a place those that have to be reached
+    together."""
     columns, transfers, steps = graph.columns, graph.transfers, graph.steps
     places = np.arange(len(columns))
     first, other_end = places.copy(), places.copy()
@@ -335,4 +342,6 @@ def _waits_in(graph: Graph, standing: Standing) -> tuple[Ints, Ints, Mapping[int
         for place in group:
             together[place] += group
     user, made = graph.needs
-    return np.append(places, first[user]), other_end[np.append(places, made)], together
+    waiting, awaited = np.append(places, first[user]), np.append(places, made)
+    order = np.argsort(waiting, kind="stable")
+    return waiting[order], other_end[awaited[order]], together

@@ -109,18 +109,15 @@ def _check(kind: Kind, stage: int, microbatch: int | None, version: int | None) 
     """Raise ValueError for fields that no token can hold."""
     if type(kind) is not Kind:
         raise ValueError(f"kind must be a Kind, such as Kind.FORWARD, not {kind!r}")
-    if not is_number(stage):
-        raise ValueError(f"stage must be an int in 0..{MAX_NUMBER}, not {stage!r}")
     if (microbatch is None) != (kind in STAGE_WIDE):
         need = "no microbatch" if kind in STAGE_WIDE else "a microbatch"
         raise ValueError(f"{kind.name} takes {need}")
-    if microbatch is not None and not is_number(microbatch):
-        raise ValueError(f"microbatch must be an int in 0..{MAX_NUMBER}, not {microbatch!r}")
     if version is not None and kind not in NAMES_VERSION:
         named = " and ".join(each.name for each in Kind if each in NAMES_VERSION)
         raise ValueError(f"only {named} name a weight version, not {kind.name}")
-    if version is not None and not is_number(version):
-        raise ValueError(f"version must be an int in 0..{MAX_NUMBER}, not {version!r}")
+    for name, number in (("stage", stage), ("microbatch", microbatch), ("version", version)):
+        if not is_number(number) and (number is not None or name == "stage"):
+            raise ValueError(f"{name} must be an int in 0..{MAX_NUMBER}, not {number!r}")
 
 
 # The constructors below are what generators call. Kinds that they name often are looked up once.
@@ -286,10 +283,6 @@ _OVERLAPS = HOMES | frozenset(CONSUMES)
 """The kinds that may be part of an overlapped pair: compute that uses another stage's result."""
 
 
-def _as_tuple(actions: Iterable[Action]) -> tuple[Action, ...]:
-    return tuple(actions)
-
-
 @attrs.frozen
 class Together:
     """Several actions as one entry, in list order.
@@ -304,7 +297,7 @@ class Together:
     (0F4;7B3) 2
     """
 
-    actions: tuple[Action, ...] = attrs.field(converter=_as_tuple)
+    actions: tuple[Action, ...] = attrs.field(converter=tuple[Action, ...])
 
     def __attrs_post_init__(self) -> None:
         actions = self.actions
@@ -316,22 +309,21 @@ class Together:
         if len(actions) < 2:
             raise ValueError("two or more actions run together; one is an entry by itself")
         communicates = [action for action in actions if action.kind in COMMUNICATION]
-        if len(communicates) == len(actions):
+        computes = [action for action in actions if action.kind not in COMMUNICATION]
+        for action in computes:
+            if action.kind not in _OVERLAPS:
+                raise ValueError(
+                    f"{action} runs alone: a forward (F) runs together with a backward (B or I), "
+                    "and sends and receives with each other"
+                )
+        if computes and communicates:
+            both = f"{computes[0]} computes and {communicates[0]} communicates"
+            raise ValueError(f"{both}: these don't run together")
+        if communicates:
             action, times = Counter(actions).most_common(1)[0]
             if times > 1:
                 raise ValueError(f"{action} is in the entry {times} times")
             return
-        alone = [a for a in actions if a.kind not in COMMUNICATION | _OVERLAPS]
-        if alone:
-            raise ValueError(
-                f"{alone[0]} runs alone: a forward (F) runs together with a backward (B or I), and "
-                "sends and receives with each other"
-            )
-        if communicates:
-            computes = next(a for a in actions if a.kind not in COMMUNICATION)
-            raise ValueError(
-                f"{computes} computes and {communicates[0]} communicates: these don't run together"
-            )
         if len(actions) > 2 or sum(action.kind in HOMES for action in actions) != 1:
             raise ValueError("an overlapped pair has one forward (F) and one backward (B or I)")
         one, other = sorted(actions, key=lambda action: action.kind not in HOMES)

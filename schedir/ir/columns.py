@@ -115,8 +115,6 @@ class Columns:
     @cached_property
     def last(self) -> Ints:
         """For every place, the place of the last action of its entry."""
-        if not self.together:
-            return np.arange(len(self))
         return np.append(self.heads[1:], len(self))[self.entry] - 1
 
     def is_kind(self, *kinds: Kind) -> Bools:
@@ -138,13 +136,11 @@ class Columns:
     def position(self, place: int) -> tuple[int, int]:
         """The rank of a place, and the index of its entry in the rank's list."""
         rank = int(np.searchsorted(self.starts, place, side="right")) - 1
-        start = self.starts[rank]
-        return rank, int(self.entry[place] - self.entry[start] if self.together else place - start)
+        return rank, int(self.entry[place] - self.entry[self.starts[rank]])
 
     def place(self, rank: int, index: int) -> int:
         """The place of the first action of a rank's entry."""
-        start = int(self.starts[rank])
-        return int(self.heads[self.entry[start] + index]) if self.together else start + index
+        return int(self.heads[self.entry[self.starts[rank]] + index])
 
     def action(self, place: int) -> Action:
         """The action that stands at a place."""

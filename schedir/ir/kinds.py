@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from enum import StrEnum
 from functools import cache, partial
 from itertools import product
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 
@@ -22,7 +22,6 @@ On: TypeAlias = Literal["compute", "send", "receive", "group", "copy", "nothing"
 """What an action occupies: its rank; one end of a channel; the group of ranks that hold its stage,
 whose k-th actions meet; its rank's copy engine, which works beside compute; or nothing, as it takes
 no time."""
-Per: TypeAlias = Literal["microbatch", "stage"]
 Place: TypeAlias = Literal[
     "any",
     "first",
@@ -130,19 +129,21 @@ def _weights(version: Version) -> tuple[Use, Use]:
 class Meaning:
     """What a kind of action is, and what it does.
 
-    `word` names the kind for people. `on` is what it occupies, and `cost` is how long, in forwards,
-    in the textbook costs, and wherever nothing else is known. A copy takes as long as the first
-    value that it makes needs. It runs once `per` microbatch or per stage. `uses` is what it does to
-    values. A `home` decides which rank runs the stage on the microbatch, and at which version of
-    the weights. A kind that `evaluates` is also part of a step that only evaluates. `letter`
-    stands for it in drawings; by default it is the first of its token.
+    `token` stands for the kind in the text form, and `word` names it for people. `on` is what it
+    occupies, and `cost` is how long, in forwards, in the textbook costs, and wherever nothing else
+    is known. A copy takes as long as the first value that it makes needs. It runs once per
+    microbatch, or per stage if it is `stage_wide`. `uses` is what it does to values. A `home`
+    decides which rank runs the stage on the microbatch, and at which version of the weights. A kind
+    that `evaluates` is also part of a step that only evaluates. `letter` stands for it in drawings;
+    by default it is the first of its token.
     """
 
+    token: str
     word: str
     on: On
-    per: Per
     uses: tuple[Use, ...]
     cost: int = 0
+    stage_wide: bool = False
     home: bool = False
     evaluates: bool = False
     letter: str = ""
@@ -150,7 +151,13 @@ class Meaning:
 
 _WEIGHTS = _weights("of home")
 _GRADIENT = _make("share", at="end"), _make("gradient", at="end")
-_INPUT_GRADIENT = _make("input gradient", where="not first")
+_BACK = (
+    _end("output gradient"),
+    _read("ran"),
+    _end("saved"),
+    *_WEIGHTS,
+    _make("input gradient", where="not first"),
+)
 
 
 class Kind(StrEnum):
@@ -165,13 +172,10 @@ class Kind(StrEnum):
 
     meaning: Meaning
 
-    # With a default, as `Kind("F")`, which finds the member of a token, has no meaning to give.
-    def __new__(cls, token: str, meaning: Meaning | None = None) -> Kind:
-        """A row of the table below, or the member that a token names."""
-        kind = str.__new__(cls, token)
-        kind._value_ = token
-        if meaning is not None:
-            kind.meaning = meaning
+    def __new__(cls, meaning: Any) -> Kind:
+        """A row of the table below. (`Kind("F")` finds the member of a token, and makes none.)"""
+        kind = str.__new__(cls, meaning.token)
+        kind._value_, kind.meaning = meaning.token, meaning
         return kind
 
     @property
@@ -185,161 +189,110 @@ class Kind(StrEnum):
         samples of measured runs."""
         return self.name.lower()
 
-    FORWARD = (
+    FORWARD = Meaning(
         "F",
-        Meaning(
-            "forward",
-            "compute",
-            "microbatch",
-            (
-                _end("input", at="start"),
-                *_weights("named"),
-                _make("output", where="not last"),
-                _make("output gradient", where="last"),
-                _make("ran"),
-                _make("saved", without="R"),
-                _make("kept", beside="R"),
-            ),
-            cost=1,
-            home=True,
-            evaluates=True,
+        "forward",
+        "compute",
+        (
+            _end("input", at="start"),
+            *_weights("named"),
+            _make("output", where="not last"),
+            _make("output gradient", where="last"),
+            _make("ran"),
+            _make("saved", without="R"),
+            _make("kept", beside="R"),
         ),
+        cost=1,
+        home=True,
+        evaluates=True,
     )
-    BACKWARD = (
+    BACKWARD = Meaning(
         "B",
-        Meaning(
-            "backward",
-            "compute",
-            "microbatch",
-            (
-                _end("output gradient"),
-                _read("ran"),
-                _end("saved"),
-                *_WEIGHTS,
-                _INPUT_GRADIENT,
-                *_GRADIENT,
-            ),
-            cost=2,
-        ),
+        "backward",
+        "compute",
+        (*_BACK, *_GRADIENT),
+        cost=2,
     )
-    BACKWARD_INPUT = (
+    BACKWARD_INPUT = Meaning(
         "I",
-        Meaning(
-            "gradient of the input",
-            "compute",
-            "microbatch",
-            (
-                _end("output gradient"),
-                _read("ran"),
-                _end("saved"),
-                *_WEIGHTS,
-                _INPUT_GRADIENT,
-                _make("deferred", at="end"),
-            ),
-            cost=1,
-        ),
+        "gradient of the input",
+        "compute",
+        (*_BACK, _make("deferred", at="end")),
+        cost=1,
     )
-    BACKWARD_WEIGHT = (
+    BACKWARD_WEIGHT = Meaning(
         "W",
-        Meaning(
-            "gradient of the weights",
-            "compute",
-            "microbatch",
-            (_read("ran"), _end("deferred"), *_WEIGHTS, *_GRADIENT),
-            cost=1,
-        ),
+        "gradient of the weights",
+        "compute",
+        (_read("ran"), _end("deferred"), *_WEIGHTS, *_GRADIENT),
+        cost=1,
     )
-    RECOMPUTE = (
+    RECOMPUTE = Meaning(
         "R",
-        Meaning(
-            "recomputation",
-            "compute",
-            "microbatch",
-            (_end("kept", at="start"), *_WEIGHTS, _make("saved")),
-            cost=1,
-        ),
+        "recomputation",
+        "compute",
+        (_end("kept", at="start"), *_WEIGHTS, _make("saved")),
+        cost=1,
     )
-    SEND_ACT = (
-        "SEND_ACT",
-        Meaning("send of the output", "send", "microbatch", (_end("output"),), evaluates=True),
+    SEND_ACT = Meaning("SEND_ACT", "send of the output", "send", (_end("output"),), evaluates=True)
+    RECV_ACT = Meaning(
+        "RECV_ACT", "receive of the input", "receive", (_make("input"),), evaluates=True
     )
-    RECV_ACT = (
-        "RECV_ACT",
-        Meaning("receive of the input", "receive", "microbatch", (_make("input"),), evaluates=True),
+    SEND_GRAD = Meaning(
+        "SEND_GRAD", "send of the input's gradient", "send", (_end("input gradient"),)
     )
-    SEND_GRAD = (
-        "SEND_GRAD",
-        Meaning("send of the input's gradient", "send", "microbatch", (_end("input gradient"),)),
+    RECV_GRAD = Meaning(
+        "RECV_GRAD", "receive of the output's gradient", "receive", (_make("output gradient"),)
     )
-    RECV_GRAD = (
-        "RECV_GRAD",
-        Meaning(
-            "receive of the output's gradient", "receive", "microbatch", (_make("output gradient"),)
-        ),
-    )
-    OFFLOAD = (
+    OFFLOAD = Meaning(
         "OFFLOAD",
-        Meaning(
-            "copy of the activation to the host",
-            "copy",
-            "microbatch",
-            (_end("saved"), _make("stored", at="end")),
-            letter=">",
-        ),
+        "copy of the activation to the host",
+        "copy",
+        (_end("saved"), _make("stored", at="end")),
+        letter=">",
     )
-    RELOAD = (
+    RELOAD = Meaning(
         "RELOAD",
-        Meaning(
-            "copy of the activation back",
-            "copy",
-            "microbatch",
-            (_end("stored"), _make("saved")),
-            letter="<",
-        ),
+        "copy of the activation back",
+        "copy",
+        (_end("stored"), _make("saved")),
+        letter="<",
     )
-    UNSHARD = (
+    UNSHARD = Meaning(
         "UNSHARD",
-        Meaning(
-            "gathering of the weights",
-            "group",
-            "stage",
-            (
-                _read("weights", "newest"),
-                _make("gathered", "newest", at="end"),
-            ),
-            evaluates=True,
-        ),
+        "gathering of the weights",
+        "group",
+        (_read("weights", "newest"), _make("gathered", "newest", at="end")),
+        evaluates=True,
+        stage_wide=True,
     )
-    RESHARD = (
+    RESHARD = Meaning(
         "RESHARD",
-        Meaning(
-            "release of the gathered weights",
-            "nothing",
-            "stage",
-            (_end("gathered", "newest"),),
-            evaluates=True,
-        ),
+        "release of the gathered weights",
+        "nothing",
+        (_end("gathered", "newest"),),
+        evaluates=True,
+        stage_wide=True,
     )
-    REDUCE_GRAD = (
+    REDUCE_GRAD = Meaning(
         "REDUCE_GRAD",
-        Meaning(
-            "sum of the gradients", "group", "stage", (_end("gradient"), _make("sum", at="end"))
-        ),
+        "sum of the gradients",
+        "group",
+        (_end("gradient"), _make("sum", at="end")),
+        stage_wide=True,
     )
-    OPTIM_STEP = (
+    OPTIM_STEP = Meaning(
         "OPTIM_STEP",
-        Meaning(
-            "update of the weights",
-            "compute",
-            "stage",
-            (
-                _end("gradient", where="not summed"),
-                _end("sum", where="summed"),
-                _read("weights", "newest"),
-                _make("weights", "next", at="end"),
-            ),
-            letter="*",
+        "update of the weights",
+        "compute",
+        (
+            _end("gradient", where="not summed"),
+            _end("sum", where="summed"),
+            _read("weights", "newest"),
+            _make("weights", "next", at="end"),
         ),
+        letter="*",
+        stage_wide=True,
     )
 
 
@@ -363,7 +316,7 @@ def _on(*resources: On) -> frozenset[Kind]:
     return _kinds(lambda kind: kind.meaning.on in resources)
 
 
-STAGE_WIDE = _kinds(lambda kind: kind.meaning.per == "stage")
+STAGE_WIDE = _kinds(lambda kind: kind.meaning.stage_wide)
 """Actions of a whole stage, which name no microbatch."""
 COMPUTE = _on("compute")
 """The kinds that occupy a rank, which runs them in list order."""
@@ -424,7 +377,7 @@ def incomplete(kinds: Collection[Kind]) -> Iterator[str]:
     letters: dict[str, Kind] = {}
     for kind in kinds:
         meaning, name = kind.meaning, kind.name
-        on, whole_stage = meaning.on, meaning.per == "stage"
+        on = meaning.on
         if not meaning.word:
             yield f"{name} has no word"
         if on != "compute" and not meaning.uses:
@@ -449,7 +402,7 @@ def incomplete(kinds: Collection[Kind]) -> Iterator[str]:
                 yield f"{name} depends on a kind that there is not"
             if (per == "version") is not bool(use.version):
                 yield f"{name} must say which version of {use.value} it uses"
-            if per == "microbatch" and whole_stage:
+            if per == "microbatch" and meaning.stage_wide:
                 yield f"{name} is for a whole stage, but uses the {use.value} of one pair"
     for name, value in VALUES.items():
         done = {use.does for kind in kinds for use in kind.meaning.uses if use.value == name}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 from schedir.ir.action import Entry
 from schedir.ir.schedule import FORMAT_VERSION, Schedule, expect_schedule, sched_text
@@ -26,7 +26,7 @@ from schedir.ir.tokens import NUMBER, Reader, clip, parse_action, parse_entry, p
 
 # A word or a comment. A lone CR is a word, and none that is allowed anywhere.
 _PIECE = re.compile(r"#[^\n]*|[^ \t\r\n#]+|\r(?!\n|\Z)")
-_NEXT_STATEMENT = re.compile(r"\n(?=[^ \t\r\n#])")
+_STATEMENT_END = re.compile(r"\n(?=[^ \t\r\n#])|\Z")
 _RANK_LINE = re.compile(rf"rank[ \t]+({NUMBER})[ \t]*:")
 _HEADERS = ("schedir", "name", "microbatches", "placement")
 _MOST_SHARED = 1000
@@ -77,12 +77,10 @@ class _Parser(Reader):
         self.ranks: dict[int, tuple[Entry, ...]] = {}
 
     def parse(self) -> Schedule:
-        start, last = 0, len(self.text)
-        for match in _NEXT_STATEMENT.finditer(self.text):
-            self._statement(start, match.end())
-            start = match.end()
-        self._statement(start, last)
-        count = max(1, len(self.ranks))
+        ends = (match.end() for match in _STATEMENT_END.finditer(self.text))
+        for start, end in pairwise(chain([0], ends)):
+            self._statement(start, end)
+        count, last = max(1, len(self.ranks)), len(self.text)
         for key in chain(_HEADERS, map("rank {}:".format, range(count))):
             if key not in self.starts:
                 raise self.error(f"the file ends without a '{key}' line", last)
@@ -93,13 +91,15 @@ class _Parser(Reader):
                     f"placement names rank {held[-1]}, but there are {count} rank lines",
                     next(islice(words, stage + 1, None)).start(),
                 )
-        actions = tuple(self.ranks[rank] for rank in range(count))
-        return Schedule(self.name, self.microbatches, tuple(self.placement), actions)
+        actions = map(self.ranks.__getitem__, range(count))
+        return Schedule(self.name, self.microbatches, self.placement, actions)
 
     def _words(self, start: int, end: int) -> Iterator[re.Match[str]]:
-        for match in _PIECE.finditer(self.text, start, end):
-            if self.text[match.start()] != "#":
-                yield match
+        return (
+            each
+            for each in _PIECE.finditer(self.text, start, end)
+            if self.text[each.start()] != "#"
+        )
 
     def _statement(self, start: int, end: int) -> None:
         """Read a line, with the lines that continue it."""
@@ -110,14 +110,12 @@ class _Parser(Reader):
         if first.start() > start:
             place = self.text.rfind("\n", 0, first.start()) + 1
             raise self.error("a continuation line with no line above to continue", place)
-        key, rank = first[0], _RANK_LINE.match(self.text, start, end)
+        rank = _RANK_LINE.match(self.text, start, end)
+        key = f"rank {rank[1]}:" if rank else first[0]
         if not self.starts and key != "schedir":
-            raise self.error(
-                f"the first line must be 'schedir {FORMAT_VERSION}', not {clip(key)}", start
-            )
-        if rank:
-            key = f"rank {rank[1]}:"
-        elif key not in _HEADERS:
+            wanted = f"'schedir {FORMAT_VERSION}', not {clip(first[0])}"
+            raise self.error(f"the first line must be {wanted}", start)
+        if not rank and key not in _HEADERS:
             raise self.error(
                 f"unknown header {clip(key)}; known: {', '.join(_HEADERS)}, and 'rank N:' lines",
                 start,

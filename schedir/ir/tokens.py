@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
@@ -21,29 +21,28 @@ T = TypeVar("T")
 _KINDS = {kind.value: kind for kind in Kind}
 
 
+def read_action(token: str, form: re.Pattern[str], kinds: Mapping[str, Kind], such: str) -> Action:
+    """The action of a token of some `form`: its stage, the name of its kind among `kinds`, and its
+    other numbers. `such` says in an error what a token reads. Raises ValueError with the reason."""
+    match = form.fullmatch(token)
+    if match is None:
+        raise ValueError(f"{clip(token)} is not an action{such}")
+    stage, name, *numbers = match.groups()
+    kind = kinds.get(name)
+    if kind is None:
+        raise ValueError(f"unknown action kind {clip(name)}; known: {' '.join(kinds)}")
+    if numbers[0] is not None and kind in STAGE_WIDE:
+        raise ValueError(f"{name} names no microbatch: write {stage}{name}")
+    if numbers[0] is None and kind not in STAGE_WIDE:
+        raise ValueError(f"{clip(token)} lacks its microbatch: write {stage}{name}0, say")
+    return Action(kind, int(stage), *(None if each is None else int(each) for each in numbers))
+
+
 @lru_cache(maxsize=1 << 16)
 def parse_action(token: str) -> Action:
     """The action that a token such as `0F4@1` names. Raises ValueError with the reason."""
-    match = _TOKEN.fullmatch(token)
-    if match is None:
-        raise ValueError(
-            f"{clip(token)} is not an action; one reads <stage><KIND>[<microbatch>][@<version>], "
-            "such as 0F1 or 0SEND_ACT1"
-        )
-    stage, name, microbatch, version = match.groups()
-    kind = _KINDS.get(name)
-    if kind is None:
-        raise ValueError(f"unknown action kind {clip(name)}; known: {' '.join(_KINDS)}")
-    if kind in STAGE_WIDE and microbatch is not None:
-        raise ValueError(f"{kind.value} names no microbatch: write {stage}{kind.value}")
-    if kind not in STAGE_WIDE and microbatch is None:
-        raise ValueError(f"{clip(token)} lacks its microbatch: write {stage}{kind.value}0, say")
-    return Action(
-        kind,
-        int(stage),
-        None if microbatch is None else int(microbatch),
-        None if version is None else int(version),
-    )
+    such = "; one reads <stage><KIND>[<microbatch>][@<version>], such as 0F1 or 0SEND_ACT1"
+    return read_action(token, _TOKEN, _KINDS, such)
 
 
 class TokenError(ValueError):
@@ -83,19 +82,14 @@ def parse_parts(
 
     Raises TokenError for an empty part, and for what `parse` raises.
     """
-    start = 0
-    while start <= len(text):
-        stop = text.find(separator, start)
-        part = text[start : stop if stop >= 0 else len(text)]
-        token = part.strip(" \t")
-        place = offset + start
-        if not token:
-            raise TokenError(f"an empty part; parts stand between '{separator}'", place)
+    for part in re.finditer(rf"(?:^|{separator})([^{separator}]*)", text):
+        token = part[1].strip(" \t")
         try:
+            if not token:
+                raise ValueError(f"an empty part; parts stand between '{separator}'")
             yield parse(token)
         except ValueError as error:
-            raise TokenError(str(error), place + part.index(token[0])) from None
-        start += len(part) + 1
+            raise TokenError(str(error), offset + part.start(1) + part[1].find(token)) from None
 
 
 def decode(text: str | bytes, file: str) -> str:
@@ -107,25 +101,20 @@ def decode(text: str | bytes, file: str) -> str:
         return text.removeprefix("\ufeff")
     try:
         found = text.decode("utf-8-sig")
+        place = text.find(b"\0")
+        if place < 0:
+            return found
     except UnicodeDecodeError as error:
         # Its places are those behind the mark.
         place = error.start + len(text) - len(error.object)
-        binary = _CONTROL.search(text) is not None
-        raise _undecoded(text, place, file, binary) from None
-    if "\0" in found:
-        raise _undecoded(text, text.index(b"\0"), file, binary=True)
-    return found
-
-
-def _undecoded(text: bytes, place: int, file: str, binary: bool) -> ParseError:
-    line_start = text.rfind(b"\n", 0, place) + 1
-    why = f"byte 0x{text[place]:02x} is {'not UTF-8' if text[place] else 'of no text'}"
-    return ParseError(
-        f"no text, but binary: {why}" if binary else why,
+    is_binary = _CONTROL.search(text) is not None
+    raise ParseError(
+        f"{'no text, but binary: ' * is_binary}byte 0x{text[place]:02x} is "
+        f"{'not UTF-8' if text[place] else 'of no text'}",
         file,
         text.count(b"\n", 0, place) + 1,
-        len(text[line_start:place].decode("utf-8-sig")) + 1,
-        binary,
+        len(text[text.rfind(b"\n", 0, place) + 1 : place].decode("utf-8-sig")) + 1,
+        is_binary,
     )
 
 

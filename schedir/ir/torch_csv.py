@@ -28,9 +28,9 @@ import numpy as np
 
 from schedir.ir.action import MAX_NUMBER, Action, Entry, Together, flat
 from schedir.ir.columns import Columns, columns_of
-from schedir.ir.kinds import COMMUNICATION, COMPUTE, GATHERS, RELEASES, STAGE_WIDE, Kind
+from schedir.ir.kinds import COMMUNICATION, COMPUTE, GATHERS, RELEASES, Kind
 from schedir.ir.schedule import Schedule
-from schedir.ir.tokens import NUMBER, Reader, clip, parse_parts
+from schedir.ir.tokens import NUMBER, Reader, clip, parse_parts, read_action
 
 logger = logging.getLogger("schedir")
 
@@ -44,7 +44,6 @@ _TO_TORCH = {Kind(token): token for token in ("F", "B", "I", "W")} | {
     Kind.RESHARD: "RESHARD",
 }
 _FROM_TORCH = {token: kind for kind, token in _TO_TORCH.items()}
-_GATHERING = GATHERS | RELEASES
 _OLD_BACKWARD = (
     "older torch wrote B for the gradient of the input alone, which is I now, and BW for the full "
     "backward, which is B now: write them so"
@@ -189,24 +188,14 @@ def _part(token: str) -> Action:
 @lru_cache(maxsize=1 << 16)
 def _action(token: str) -> Action | None:
     """The action of a token; None if it gathers weights. Raises ValueError."""
-    match = _TOKEN.fullmatch(token)
-    if match is None and _OLD_BATCH.fullmatch(token):
+    if _OLD_BATCH.fullmatch(token):
         raise ValueError(f"{clip(token)} is older torch's: write its send and receive as two cells")
-    if match is None:
-        raise ValueError(f"{clip(token)} is not an action of torch's CSV, such as 2F0 or 3SEND_F1")
-    stage, name, microbatch = match.groups()
-    kind = _FROM_TORCH.get(name)
-    if name == "BW":
+    if token.strip("0123456789") == "BW":
         raise ValueError(f"{clip(token)}: {_OLD_BACKWARD}")
-    if kind is None:
-        raise ValueError(f"unknown action {clip(name)}; known: {' '.join(_FROM_TORCH)}")
-    if kind in _GATHERING:
+    such = " of torch's CSV, such as 2F0 or 3SEND_F1"
+    action = read_action(token, _TOKEN, _FROM_TORCH, such)
+    if action.kind in GATHERS | RELEASES:
         return None
-    if (microbatch is None) != (kind in STAGE_WIDE):
-        need = "names no microbatch" if kind in STAGE_WIDE else "needs a microbatch"
-        raise ValueError(f"{clip(token)}: {name} {need}")
-    if microbatch is None:
-        return Action(kind, int(stage))
-    if int(microbatch) >= MAX_NUMBER:  # their number is one more
+    if action.microbatch == MAX_NUMBER:  # their number is one more
         raise ValueError(f"{clip(token)}: a schedule has at most {MAX_NUMBER} microbatches")
-    return Action(kind, int(stage), int(microbatch))
+    return action

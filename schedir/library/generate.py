@@ -22,6 +22,7 @@ import numpy as np
 
 from schedir.errors import LoadError
 from schedir.ir import Action, Columns, Entry, Schedule, Source, Sources, Together, columns_of
+from schedir.ir.tokens import clip
 from schedir.library.authoring import Generator, Parameter, Pipeline, takes_any, wrapped
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ Costs: TypeAlias = "CostModel | Callable[[int], CostModel] | None"
 textbook's."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_LONGEST_VALUE = 60
 
 
 def generate(
@@ -209,7 +209,7 @@ class _Lines:
         """The source of every place."""
         line_of = np.array(self.of_entries, np.int64)
         lines = tuple(source_of(file, line) for file, line in self.known)
-        return Sources(lines, line_of[columns.entry] if columns.together else line_of)
+        return Sources(lines, line_of[columns.entry])
 
 
 def _other_chunks(generator: Generator, chunks: int, line: str, error: BaseException) -> LoadError:
@@ -245,10 +245,7 @@ def describe_error(error: BaseException) -> str:
 
 def describe_value(value: object) -> str:
     """A value and its type, shortened to fit a message."""
-    text = repr(value)
-    if len(text) > _LONGEST_VALUE:
-        text = text[: _LONGEST_VALUE - 3] + "..."
-    return f"{text} ({type(value).__name__})"
+    return f"{clip(value)} ({type(value).__name__})"
 
 
 def user_line(error: BaseException) -> str:
