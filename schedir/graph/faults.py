@@ -126,8 +126,12 @@ def _followed(touches: list[Touch], entry: Ints, doubtful: Bools, given: Bools) 
             elif use.does == "end":
                 alive, ender = False, place
         name = use.value
-        if alive and name in _ENDED and (name in HELD or len(makers) > ends):
-            found[makers[-1][1], "unended"].append((maker, -1))
+        if name in HELD:
+            left = makers[-1:] if alive else []
+        else:
+            left = makers if name in _ENDED and len(makers) > ends else []
+        for _, number, place, _ in left:
+            found[number, "unended"].append((place, -1))
     for (number, label), wrong in sorted(found.items()):
         touch = touches[number]
         yield Fault(label, touch.use.value, touch.kind, *np.array(wrong).T)
