@@ -238,7 +238,8 @@ def _needless_splits(given: Schedule, graph: Graph, own: Ints) -> Iterator[Fault
     pairs = own[pairs[~graph.columns.shared[pairs]]]
     if len(pairs):
         places = np.column_stack((pairs, pairs + 1)).ravel()
-        finding = rules.NEEDLESS_SPLIT.at(given, *places, pairs=len(pairs))
+        case = "several" if len(pairs) > 1 else "one"
+        finding = rules.NEEDLESS_SPLIT.at(given, *places, case=case, pairs=len(pairs))
         yield fault(finding, extent=len(pairs))
 
 

@@ -878,7 +878,10 @@ NEEDLESS_SPLIT = Rule(
         placement 0
         rank 0: 0F0 0I0 0W0
     """,
-    message="{pairs} {pairs:pair|pairs} of an I and its W could be one B{pairs:| each}",
+    message={
+        "one": "{action} and {other.action} could be one B",
+        "several": "{pairs} pairs of an I and its W could be one B each",
+    },
     advice="write {action.stage}B{action.microbatch} in place of {action} and {other.action}",
 )
 
