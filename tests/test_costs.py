@@ -91,6 +91,7 @@ def test_a_file_is_for_people_too(tmp_path: Path) -> None:
         ('{"copy_engine": {"0->1": 1}}', "copy_engine: a rank is given as \"0\", not '0->1'"),
         ('{"forward": {"0->1": 1}}', "forward must be a number, not {(0, 1): 1}"),
         ('{"unit": "h"}', "unit must be s, ms, us or None, not 'h'"),
+        (f'{{"unit": "{"h" * 999}"}}', f"unit must be s, ms, us or None, not '{'h' * 37}...'"),
         ('{"unit": ["s"]}', "unit must be s, ms, us or None, not ['s']"),
         ('{"forward": 1, "forward": 2}', "the key 'forward' is in the file twice"),
         ("[1]", 'costs must be an object, as in {"forward": 1}, not [1]'),
