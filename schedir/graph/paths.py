@@ -171,13 +171,17 @@ def lengths(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
 
     The result of a node is there after it `takes` its time. A node queued behind it may begin when
     it no longer `holds` its queue, by default when it is over; `holds` is by place. If the waits
-    are `by_ends`, all but what needs the result waits for that alone.
+    are `by_ends`, all but what needs the result waits for that alone, where a receive holds its
+    queue until its payload has arrived.
     """
     awaited = waiting.awaited
     delay = np.append(takes, np.zeros(waiting.nodes - len(takes), takes.dtype))[awaited]
     if holds is None:
         return delay
-    held = waiting.why != NEEDS if waiting.by_ends else waiting.why == QUEUED
+    held = waiting.why == QUEUED
+    if waiting.by_ends:
+        receives = waiting.schedule.columns.is_kind(*RECEIVES)[waiting.earlier]
+        held = (waiting.why != NEEDS) & ~receives
     free = np.where(awaited < len(waiting.node), holds[waiting.earlier], holds.dtype.type(0))
     return np.where(held, free, delay)
 
@@ -211,12 +215,6 @@ class Prices:
 
     takes: NDArray[Any]
     holds: NDArray[Any]
-
-    def by_ends(self, receives: Ints) -> Prices:
-        """The same, where a receive holds its queue until the payload has arrived."""
-        holds = self.holds.copy()
-        holds[receives] = self.takes[receives]
-        return Prices(self.takes, holds)
 
 
 TEXTBOOK = np.array([kind.meaning.cost for kind in KINDS])

@@ -108,11 +108,7 @@ def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
 
 def _medians(samples: Samples, name: str) -> dict[int, float]:
     """The median of what was observed of a cost, by stage."""
-    return {
-        stage: float(np.median(samples.duration[rows]))
-        for (cost, stage), rows in samples.groups.items()
-        if cost == name
-    }
+    return {stage: usual for (cost, stage), usual in samples.medians.items() if cost == name}
 
 
 def usual_links(

@@ -105,12 +105,16 @@ class Samples:
         return {(COSTS[cost], stage): rows for (cost, stage), rows in found.items()}
 
     @cached_property
+    def medians(self) -> Mapping[tuple[str, int], float]:
+        """The median duration of each of the `groups`."""
+        return {key: float(np.median(self.duration[rows])) for key, rows in self.groups.items()}
+
+    @cached_property
     def ratios(self) -> Numbers:
         """Each duration over the median of its kind and stage; 1 where that is 0."""
         found = np.ones(len(self))
-        for rows in self.groups.values():
-            usual = np.median(self.duration[rows])
-            if usual > 0:
+        for key, rows in self.groups.items():
+            if (usual := self.medians[key]) > 0:
                 found[rows] = self.duration[rows] / usual
         return found
 
