@@ -196,7 +196,7 @@ def _to_come(makespans: Numbers, drawn: Ints, steps: int, seed: int) -> Numbers:
     middle and variance poorly. The middle is the median of the steps, because a single slow step
     moves the mean, and with it all other values.
     """
-    middle = np.median([np.median(makespans[drawn == step]) for step in np.unique(drawn)])
+    middle = np.median(_medians_by(makespans, drawn)[1])
     spread = makespans.std()
     if not spread:
         return makespans
