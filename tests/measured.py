@@ -74,8 +74,8 @@ def durations_of(timeline: Timeline) -> dict[tuple[int, int], float]:
     sends, receives = transfers.send, transfers.receive
     behind, ahead = transfers.in_turn
     queued = sends[behind[timeline.ends[receives[ahead]] > timeline.starts[sends[behind]]]]
-    places, costs, _, durations = observed(timeline)
-    used = ~np.isnan(durations) & (costs != WITHIN)
+    places, costs, *_, durations = observed(timeline, step=0)
+    used = costs != WITHIN
     if timeline.measured is not None:
         used &= ~np.isin(places, queued)
     found: dict[tuple[int, int], float] = {}

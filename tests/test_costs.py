@@ -70,6 +70,7 @@ def test_a_file_is_for_people_too(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"foward": 1}', "unknown key 'foward'; did you mean 'forward'?"),
+        ('{"foward": 1, "backward": 2}', "unknown key 'foward'; did you mean 'forward'?"),
         ('{"x": 1}', "unknown key 'x'; known are forward, backward, "),
         ('{"forward": -1}', "forward must be finite and >= 0 (at most 1e+15), not -1"),
         ('{"forward": [1, NaN]}', "forward of stage 1 must be finite and >= 0 (at most 1e+15), no"),
@@ -91,6 +92,7 @@ def test_a_file_is_for_people_too(tmp_path: Path) -> None:
         ('{"copy_engine": {"0->1": 1}}', "copy_engine: a rank is given as \"0\", not '0->1'"),
         ('{"forward": {"0->1": 1}}', "forward must be a number, not {(0, 1): 1}"),
         ('{"unit": "h"}', "unit must be s, ms, us or None, not 'h'"),
+        (f'{{"unit": "{"h" * 999}"}}', f"unit must be s, ms, us or None, not '{'h' * 37}...'"),
         ('{"unit": ["s"]}', "unit must be s, ms, us or None, not ['s']"),
         ('{"forward": 1, "forward": 2}', "the key 'forward' is in the file twice"),
         ("[1]", 'costs must be an object, as in {"forward": 1}, not [1]'),

@@ -209,7 +209,7 @@ def turns(at: int, rank: int, ratio: float) -> Factor:
 @pytest.mark.parametrize(
     ("steps", "at", "ratio"),
     [
-        *((21, 10, 1.2), (21, 15, 1.3), (21, 6, 0.7)),
+        *((21, 10, 1.2), (21, 15, 1.3), (21, 6, 0.7), (21, 15, 0.0)),
         # Near the ends, and in short runs: that step 0 is left out makes one of 7 steps one of 6.
         *((21, 18, 2.0), (21, 3, 2.0), (10, 4, 2.0), (8, 4, 2.0), (7, 4, 2.0)),
     ],

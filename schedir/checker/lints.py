@@ -106,8 +106,6 @@ def _run(
             return _Run(schedule, channel, prices, textbook(schedule, channel))
     else:
         prices = costs.prices(schedule)
-        if channel != "edge":
-            prices = prices.by_ends(graph_of(schedule).transfers.receive)
     begins = finish(_waits(schedule, channel, posted), prices.takes, prices.holds)
     return _Run(schedule, channel, prices, begins)
 

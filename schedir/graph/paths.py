@@ -171,13 +171,17 @@ def lengths(waiting: Waits, takes: Ints, holds: Ints | None = None) -> Ints:
 
     The result of a node is there after it `takes` its time. A node queued behind it may begin when
     it no longer `holds` its queue, by default when it is over; `holds` is by place. If the waits
-    are `by_ends`, all but what needs the result waits for that alone.
+    are `by_ends`, all but what needs the result waits for that alone, where a receive holds its
+    queue until its payload has arrived.
     """
     awaited = waiting.awaited
     delay = np.append(takes, np.zeros(waiting.nodes - len(takes), takes.dtype))[awaited]
     if holds is None:
         return delay
-    held = waiting.why != NEEDS if waiting.by_ends else waiting.why == QUEUED
+    held = waiting.why == QUEUED
+    if waiting.by_ends:
+        receives = waiting.schedule.columns.is_kind(*RECEIVES)[waiting.earlier]
+        held = (waiting.why != NEEDS) & ~receives
     free = np.where(awaited < len(waiting.node), holds[waiting.earlier], holds.dtype.type(0))
     return np.where(held, free, delay)
 
@@ -211,12 +215,6 @@ class Prices:
 
     takes: NDArray[Any]
     holds: NDArray[Any]
-
-    def by_ends(self, receives: Ints) -> Prices:
-        """The same, where a receive holds its queue until the payload has arrived."""
-        holds = self.holds.copy()
-        holds[receives] = self.takes[receives]
-        return Prices(self.takes, holds)
 
 
 TEXTBOOK = np.array([kind.meaning.cost for kind in KINDS])
@@ -285,28 +283,28 @@ def waits(
     node = _nodes(graph, ties, meet)
     begins, over, nodes = _points(graph, channel, node)
 
-    def edges(
-        later: Ints, earlier: Ints, why: int | Ints, waiter: Ints = begins, awaited: Ints = over
-    ) -> tuple[Ints, Ints, NDArray[np.int8], Ints, Ints]:
+    listed = []
+    for later, earlier, why in _order(graph, channel, ties, ahead, posted, by_ends):
         known = earlier >= 0
-        reason = np.full(len(known), why, np.int8)[known]
-        later, earlier = later[known], earlier[known]
-        return later, earlier, reason, waiter[later], awaited[earlier]
-
-    found = [edges(*each) for each in _order(graph, channel, ties, ahead, posted, by_ends)]
-    every = by_ends and channel == "async"
+        reasons = np.full(len(known), why, np.int8)[known]
+        listed.append((later[known], earlier[known], reasons))
+    later, earlier, reasons = map(np.concatenate, zip(*listed, strict=True))
+    waiter, awaited, every = begins[later], over[earlier], by_ends and channel == "async"
     if nodes > len(node) or every:
         whole, single = np.flatnonzero(over != node), np.flatnonzero(begins != node)
-        found += edges(whole, whole, PART, over, node), edges(single, single, POSTED, node, begins)
         # The link between two ranks carries the sends of one batch in turn, or `every` one.
         send, receive, entry = graph.transfers.send, graph.transfers.receive, graph.columns.entry
-        behind, ahead_of = graph.transfers.in_turn
-        one = entry[send[behind]] == entry[send[ahead_of]]
-        one &= entry[receive[behind]] == entry[receive[ahead_of]]
-        one |= every
-        found.append(edges(send[behind[one]], send[ahead_of[one]], QUEUED, node, node))
-    later, earlier, why, waiter, awaited = map(np.concatenate, zip(*found, strict=True))
-    return Waits(schedule, later, earlier, why, waiter, awaited, node, nodes, by_ends)
+        behind, first = graph.transfers.in_turn
+        one = entry[send[behind]] == entry[send[first]]
+        one &= entry[receive[behind]] == entry[receive[first]]
+        behind, first = (send[each[one | every]] for each in (behind, first))
+        later = np.concatenate((later, whole, single, behind))
+        earlier = np.concatenate((earlier, whole, single, first))
+        within = np.repeat((PART, POSTED, QUEUED), (len(whole), len(single), len(behind)))
+        reasons = np.append(reasons, within.astype(np.int8))
+        waiter = np.concatenate((waiter, over[whole], node[single], node[behind]))
+        awaited = np.concatenate((awaited, node[whole], begins[single], node[first]))
+    return Waits(schedule, later, earlier, reasons, waiter, awaited, node, nodes, by_ends)
 
 
 def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:

@@ -511,7 +511,7 @@ def _read(content: object) -> dict[str, Any]:
         raise ValueError(f'costs must be an object, as in {{"forward": 1}}, not {clip(content)}')
     for name in content:
         if name not in known:
-            if other := kind_of(content):
+            if other := kind_of(dict.fromkeys(content.keys() - known)):
                 raise ValueError(f"no costs{other}")
             close = difflib.get_close_matches(name, known, n=1)
             mend = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"

@@ -108,11 +108,7 @@ def fitted_times(samples: Samples, stages: int) -> dict[str, Any]:
 
 def _medians(samples: Samples, name: str) -> dict[int, float]:
     """The median of what was observed of a cost, by stage."""
-    return {
-        stage: float(np.median(samples.duration[rows]))
-        for (cost, stage), rows in samples.groups.items()
-        if cost == name
-    }
+    return {stage: usual for (cost, stage), usual in samples.medians.items() if cost == name}
 
 
 def usual_links(
@@ -151,15 +147,14 @@ def _host_bandwidth(samples: Samples, sizes: Sizes, stages: int) -> float:
     """The bytes per unit of time of a copy to the host or back; infinite if no copy was seen to
     take any time."""
     speeds = [
-        sizes.of(moved(kind.meaning), stages)[stage] / took
+        size / took
         for kind in COPIES
         for (cost, stage), rows in samples.groups.items()
-        if cost == kind.cost_name
+        if cost == kind.cost_name and (size := sizes.of(moved(kind.meaning), stages)[stage])
         for took in samples.duration[rows].tolist()
         if took > 0
     ]
-    slow = [speed for speed in speeds if speed]
-    return float(np.median(slow)) if slow else math.inf
+    return float(np.median(speeds)) if speeds else math.inf
 
 
 def usual(durations: Numbers, within: Bools) -> float:

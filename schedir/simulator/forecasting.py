@@ -45,7 +45,8 @@ for both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import attrs
 import numpy as np
@@ -159,12 +160,9 @@ def forecast(
         )
     _expect_enough(samples)
     _expect_steady(samples)
-    posting, receives = posting_of(complete, costs, channel), graph_of(complete).transfers.receive
-    held = priced if posting is None else priced.by_ends(receives)
-    waiting, makespans, steps = waits_of(complete, costs, held, posting), [], []
+    waiting = waits_of(complete, costs, priced, posting_of(complete, costs, channel))
+    makespans, steps = [], []
     for step, one in _drawn_prices(complete, waiting.node, costs, samples, priced, draws, seed):
-        if posting is not None:
-            one = one.by_ends(receives)
         starts = finish(waiting, one.takes, one.holds)[: len(one.takes)]
         makespans.append(float((starts + one.takes).max(initial=0)))
         steps.append(step)
@@ -198,7 +196,7 @@ def _to_come(makespans: Numbers, drawn: Ints, steps: int, seed: int) -> Numbers:
     middle and variance poorly. The middle is the median of the steps, because a single slow step
     moves the mean, and with it all other values.
     """
-    middle = np.median([np.median(makespans[drawn == step]) for step in np.unique(drawn)])
+    middle = np.median(_medians_by(makespans, drawn)[1])
     spread = makespans.std()
     if not spread:
         return makespans
@@ -253,9 +251,8 @@ def _drawn_prices(
     rank, ratios = columns.rank[entries], samples.ratios
     pace = _pace(samples, chance, schedule.ranks)
     own_pace = pace[samples.step, samples.rank]
-    computed = _lenders(_keys(schedule, entries), samples)
-    exchanged = _lenders([*ends, *_keys(schedule, sums)], samples)
-    blocks = max(int(each.block.max(initial=0)) for each in (computed, exchanged))
+    blocks, computed = _lenders(_keys(schedule, entries), samples)
+    more, exchanged = _lenders([*ends, *_keys(schedule, sums)], samples)
 
     # The first compute of each rank that waits for nobody, and how long after the first rank it
     # began in each step.
@@ -270,13 +267,13 @@ def _drawn_prices(
         if draw % steps == 0:
             turns_of_steps = chance.permutation(steps)
         step = int(turns_of_steps[draw % steps])
-        chosen = np.append(step, chance.integers(steps, size=blocks))
-        sample, known = computed.drawn(chosen, chance)
+        chosen = np.append(step, chance.integers(steps, size=max(blocks, more)))
+        sample, known = computed(chosen, chance)
         other = np.where(samples.step[sample] == step, 1, pace[step, rank] / own_pace[sample])
         takes = priced.takes.astype(np.float64)
         takes[entries] *= np.where(sample >= 0, ratios[sample] * other, 1)
         takes[first] += entered[step, begins]
-        sample, known = exchanged.drawn(chosen, chance)
+        sample, known = exchanged(chosen, chance)
         took = np.maximum(samples.duration[sample] + dearer, 0)
         took = np.select(
             [~known, summed, samples.cost[sample] == WITHIN],
@@ -306,50 +303,28 @@ def _keys(schedule: Schedule, heads: Ints) -> list[_Key]:
 def _rows_of(samples: Samples, what: str | int, where: int) -> Ints:
     """The samples of a key, in the order of their steps; of what was not observed, those that stand
     in for it."""
-    groups, links = samples.groups, samples.links
+    groups, links, none = samples.groups, samples.links, np.zeros(0, np.int64)
     if not isinstance(what, str):
         found = [links[what, where]] if (what, where) in links else links.values()
-        return np.concatenate([np.zeros(0, np.int64), *found])
+        return np.concatenate([none, *found])
     if (what, where) in groups:
         return groups[what, where]
-    instead = [groups[each, where] for each in _INSTEAD.get(what, ()) if (each, where) in groups]
-    return max(
-        instead,
-        key=lambda rows: float(np.median(samples.duration[rows])),
-        default=np.zeros(0, np.int64),
-    )
+    instead = [(each, where) for each in _INSTEAD.get(what, ()) if (each, where) in groups]
+    return groups[max(instead, key=samples.medians.__getitem__)] if instead else none
 
 
-@attrs.frozen(eq=False)
-class _Lenders:
-    """What each of several entries draws from: of its `key`, the sample of a `turn` in the
-    `block`-th step, or of one up to `spare` turns later.
+_Draw: TypeAlias = Callable[[Ints, np.random.Generator], tuple[Ints, Bools]]
+"""Draws a sample for each of several entries, given the steps to take it from, one after the other;
+and says where there is one. Where there is none, it is any, -1 if there are none at all."""
 
-    `table[key, step, turn]` is the sample of an entry that was observed, -1 where none is known.
-    `pool[key]` holds all samples of a key, of which there are `size`. All but these two tables are
-    by entry.
+
+def _lenders(keys: Sequence[_Key], samples: Samples) -> tuple[int, _Draw]:
+    """Draws for entries with these keys, and how many steps they need after the first.
+
+    An entry takes the sample of its key at a `turn` of the `block`-th step, or of one up to `spare`
+    turns later. `table[key, step, turn]` is the sample of an entry that was observed, -1 where none
+    is known. `pool[key]` holds all samples of a key, of which there are `size`.
     """
-
-    key: Ints
-    block: Ints
-    turn: Ints
-    spare: Ints
-    size: Ints
-    table: Ints
-    pool: Ints
-
-    def drawn(self, steps: Ints, chance: np.random.Generator) -> tuple[Ints, Bools]:
-        """The sample of each, of these steps one after the other, and where there is one. Where
-        there is none, it is any, -1 if there are none at all."""
-        # Some that follow each other, where a block needs fewer than a step has.
-        turn = self.turn + (chance.random() * (self.spare + 1)).astype(np.int64)
-        found = self.table[self.key, steps[self.block], turn]
-        anyone = (chance.random(len(self.key)) * self.size).astype(np.int64)
-        return np.where(found >= 0, found, self.pool[self.key, anyone]), found >= 0
-
-
-def _lenders(keys: Sequence[_Key], samples: Samples) -> _Lenders:
-    """The lenders of entries with these keys."""
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     own = np.array([numbers[key] for key in keys], np.int64)
     found = [_rows_of(samples, *key) for key in numbers]
@@ -366,7 +341,15 @@ def _lenders(keys: Sequence[_Key], samples: Samples) -> _Lenders:
     wanted, most = np.bincount(own)[own], most[own]
     block, turn = np.divmod(turns(own), most)
     spare = np.maximum(most - wanted + block * most, 0)
-    return _Lenders(own, block, turn, spare, size[own], table, pool)
+
+    def drawn(steps: Ints, chance: np.random.Generator) -> tuple[Ints, Bools]:
+        # Some that follow each other, where a block needs fewer than a step has.
+        later = (chance.random() * (spare + 1)).astype(np.int64)
+        lent = table[own, steps[block], turn + later]
+        anyone = (chance.random(len(own)) * size[own]).astype(np.int64)
+        return np.where(lent >= 0, lent, pool[own, anyone]), lent >= 0
+
+    return int(block.max(initial=0)), drawn
 
 
 def _pace(samples: Samples, chance: np.random.Generator, ranks: int) -> Numbers:
@@ -441,7 +424,8 @@ def _expect_steady(samples: Samples) -> None:
             found.append((ratio, rank, stage, samples.steps[steps[at]]))
     if not found:
         return
-    ratio, rank, stage, step = max(found, key=lambda change: abs(np.log(change[0])))
+    with np.errstate(divide="ignore"):  # what takes no time any more
+        ratio, rank, stage, step = max(found, key=lambda change: abs(np.log(change[0])))
     turned = f"{abs(ratio - 1):.0%} {'slower' if ratio > 1 else 'faster'}"
     others = len(found) - 1
     more = f", and {others} other stage{'s' * (others > 1)} changed too" if others else ""

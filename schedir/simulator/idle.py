@@ -169,13 +169,17 @@ def idle_columns(work: Work, moments: Moments, makespan: float) -> IdleColumns:
     start, end = work.before[number], work.start[number]
     via = _waited_for(moments, entry, end)
     group, compute = ((via >= 0) & columns.is_kind(*kinds)[via] for kinds in (GROUPS, COMPUTE))
-    sent, post, behind = (each[via] for each in _ways(moments))
+    sends, posts = _ways(moments)
+    sent, post = sends[via], posts[via]
     # In lists without communication, compute waits for compute itself.
     post = np.where(compute, via, post)
     posted = np.where(post >= 0, ends[post], 0)
     begins = np.where(group | compute, posted, moments.begins[via])
     arrives = np.where(compute, np.nan, ends[via])
-    busy = np.where((behind >= 0) & (ends[behind] >= begins) & (begins > posted), behind, sent)
+    busy, queues = sent, begins > posted
+    if queues.any():
+        behind = sends[_behind(moments, via)]
+        busy = np.where(queues & (behind >= 0) & (ends[behind] >= begins), behind, sent)
     # The rank may have computed meanwhile, in compute of unknown times.
     since = np.where(work.first, columns.starts[work.rank], np.roll(work.place, 1))
     unknown = work.lost[entry] > work.lost[since[number]]
@@ -277,31 +281,36 @@ def _data_causes(work: Work, number: Ints, cuts: Numbers, post: Ints) -> tuple[I
 # What the gaps before compute are waits for.
 
 
-def _ways(moments: Moments) -> tuple[Ints, Ints, Ints]:
-    """For every place, what is sent there; after which compute on its source, which makes the
-    payload, or stands between that and its send; and what the send stood behind last in a queue. A
-    copy is what is sent, and a sum comes after the last compute before it on all its ranks. -1 for
-    none, and for one place more, which stands for -1."""
-    columns, transfers, waiting = moments.columns, moments.graph.transfers, moments.waits
-    begins, ends, before = moments.begins, moments.ends, moments.compute_before
+def _ways(moments: Moments) -> tuple[Ints, Ints]:
+    """For every place, what is sent there; and after which compute on its source, which makes the
+    payload, or stands between that and its send. A copy is what is sent, and a sum comes after the
+    last compute before it on all its ranks. -1 for none, and for one place more, which stands for
+    -1."""
+    columns, transfers, before = moments.columns, moments.graph.transfers, moments.compute_before
     sent, post = np.arange(len(columns) + 1), np.append(before, -1)
     sent[transfers.receive] = transfers.send
     last, maker = before[transfers.send], transfers.maker
     is_makers = (last >= 0) & (maker >= 0) & (columns.entry[last] == columns.entry[maker])
     post[transfers.receive] = np.where((transfers.send < 0) | is_makers, maker, last)
-    for turn in map(list, moments.graph.collectives):
-        over = np.nan_to_num(ends[before[turn]], nan=-1)
-        post[turn] = before[turn][over.argmax()] if over.max() >= 0 else -1
     sent[-1] = post[-1] = -1
+    for turn in map(list, moments.graph.collectives):
+        over = np.nan_to_num(moments.ends[before[turn]], nan=-1)
+        post[turn] = before[turn][over.argmax()] if over.max() >= 0 else -1
+    return sent, post
 
+
+def _behind(moments: Moments, places: Ints) -> Ints:
+    """The node that each place stood behind last in a queue, -1 for none and for the place -1."""
+    waiting, begins, ends = moments.waits, moments.begins, moments.ends
     queued = np.flatnonzero(waiting.why == QUEUED)
     node, place = waiting.node[waiting.later[queued]], waiting.earlier[queued]
     # What has ended by then, else what was only on its way: of either the last.
     ended = ends[place] <= begins[node]
     order = np.lexsort((np.where(ended, ends[place], begins[place]), ended, node))
-    behind = np.full(len(columns) + 1, -1)
+    behind = np.full(len(begins), -1)
     behind[node[order]] = waiting.node[place[order]]
-    return sent, post, sent[behind[np.append(waiting.node, -1)]]
+    found: Ints = behind[np.append(waiting.node, -1)[places]]
+    return found
 
 
 def _waited_for(moments: Moments, entry: Ints, start: Numbers) -> Ints:

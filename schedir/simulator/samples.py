@@ -105,12 +105,16 @@ class Samples:
         return {(COSTS[cost], stage): rows for (cost, stage), rows in found.items()}
 
     @cached_property
+    def medians(self) -> Mapping[tuple[str, int], float]:
+        """The median duration of each of the `groups`."""
+        return {key: float(np.median(self.duration[rows])) for key, rows in self.groups.items()}
+
+    @cached_property
     def ratios(self) -> Numbers:
         """Each duration over the median of its kind and stage; 1 where that is 0."""
         found = np.ones(len(self))
-        for rows in self.groups.values():
-            usual = np.median(self.duration[rows])
-            if usual > 0:
+        for key, rows in self.groups.items():
+            if (usual := self.medians[key]) > 0:
                 found[rows] = self.duration[rows] / usual
         return found
 
@@ -210,27 +214,15 @@ def observe(timelines: Sequence[Any]) -> Samples:
     follows = [False, *(after == before + 1 for before, after in pairwise(taken)), False]
     for line, later, first in zip(timelines, follows, follows[1:], strict=False):
         if later or not first:
-            rows.append(_rows(line, len(steps)))
+            rows.append(observed(line, len(steps))[1:])
             steps.append(len(steps) if line.measured is None else line.measured.step)
     return Samples(tuple(steps), *map(np.concatenate, zip(*rows, strict=True)))
 
 
-def _rows(line: Any, step: int) -> tuple[Ints, ...]:
-    """What a timeline shows, as columns of `Samples`."""
-    columns, (places, cost, stage, durations) = line.schedule.columns, observed(line)
-    transfer = np.isin(cost, _TRANSFERS)
-    rank, peer = columns.rank[places], np.where(transfer, graph_of(line.schedule).peers[places], -1)
-    links = rank * columns.ranks + peer + columns.ranks**2 * (cost == DELAYED)
-    turn = turns(np.where(transfer, -1 - links, cost * line.schedule.stages + stage))
-    found = cost, stage, np.full(len(places), step), rank, peer, turn, durations
-    known = ~np.isnan(durations)
-    return tuple(column[known] for column in found)
-
-
-def observed(timeline: Any) -> tuple[Ints, Ints, Ints, Numbers]:
+def observed(timeline: Any, step: int) -> tuple[Ints, ...]:
     """What a timeline shows: compute first; then when ranks began, transfers, copies, and
-    collectives. The first place of each entry, the index of its cost, its stage or boundary, and
-    its duration, NaN where that is not known."""
+    collectives. The first place of each entry whose duration is known, and the columns of
+    `Samples`."""
     schedule: Schedule = timeline.schedule
     columns, graph, transfers = schedule.columns, graph_of(schedule), graph_of(schedule).transfers
     starts, ends = timeline.starts.astype(np.float64), timeline.ends.astype(np.float64)
@@ -297,7 +289,13 @@ def observed(timeline: Any) -> tuple[Ints, Ints, Ints, Numbers]:
     each = zip(*(np.broadcast_arrays(*part) for part in found), strict=True)
     places, named, durations = map(np.concatenate, each)
     cost, stage = costs_and_stages(columns, places)
-    return places, np.where(named < 0, cost, named), stage, durations
+    cost = np.where(named < 0, cost, named)
+    transfer, rank = np.isin(cost, _TRANSFERS), columns.rank[places]
+    peer = np.where(transfer, graph.peers[places], -1)
+    links = rank * columns.ranks + peer + columns.ranks**2 * (cost == DELAYED)
+    turn = turns(np.where(transfer, -1 - links, cost * schedule.stages + stage))
+    rows = places, cost, stage, np.full_like(cost, step), rank, peer, turn, durations
+    return tuple(column[~np.isnan(durations)] for column in rows)
 
 
 def _in_turn(starts: Numbers, ends: Numbers, arrived: Numbers) -> bool:

@@ -107,14 +107,10 @@ def simulate(
         priced = _overridden(priced, schedule, complete, durations)
     edge_makespan, ahead = None, receives == "ahead"
     posting = posting_of(complete, costs, channel, ahead=ahead)
-    if posting is None:
-        starts = _starts(complete, costs, priced, None, CHANNEL, ahead)
-    else:
-        priced = priced.by_ends(graph_of(complete).transfers.receive)
-        starts = _starts(complete, costs, priced, posting, posting.channel)
-        if posting.channel == "rank":
-            free = _starts(complete, costs, priced, posting, CHANNEL)
-            edge_makespan = (free + priced.takes).max(initial=0).item()
+    starts = _starts(complete, costs, priced, posting, ahead=ahead)
+    if posting is not None and posting.channel == "rank":
+        free = _starts(complete, costs, priced, posting, CHANNEL)
+        edge_makespan = (free + priced.takes).max(initial=0).item()
     sizes = costs.sizes if costs.sizes.known else None
     ends = starts + priced.takes
     return Timeline(
@@ -180,12 +176,10 @@ def _sharing_engines(waiting: Waits, costs: CostModel, priced: Prices) -> Waits:
     takes, holds = priced.takes.copy(), priced.holds.copy()
     takes[copies] = holds[copies] = 0
     posted = finish(waiting, takes, holds)[copies]
-    turn = np.zeros(waiting.nodes, np.int64)
-    turn[waiting.order] = np.arange(len(waiting.order))
     rank = waiting.schedule.columns.rank[copies]
     engine = np.array([engines.get(each, -1 - each) for each in rank.tolist()])
     # Of those posted at once that of the lower rank goes first, unless it waits for the other.
-    for tie in (copies, turn[copies]):
+    for tie in (copies, waiting.turn[copies]):
         order = np.lexsort((tie, posted, engine))
         again = np.flatnonzero(engine[order][1:] == engine[order][:-1])
         later, earlier = copies[order[again + 1]], copies[order[again]]
@@ -207,14 +201,18 @@ def _starts(
     costs: CostModel,
     priced: Prices,
     posting: Posting | None,
-    channel: str,
+    channel: str | None = None,
     ahead: bool = True,
 ) -> Numbers:
-    """When each action of a complete schedule starts: posted like this under a channel model, or
-    with receives `ahead` where posts never block. Raises ScheduleError if it blocks."""
+    """When each action of a complete schedule starts, as `waits_of` says. Raises ScheduleError if
+    it blocks."""
     if _is_textbook(schedule, priced):
         freely = partial(textbook, as_run(schedule), CHANNEL)
-        starts = freely(ahead=ahead) if posting is None else textbook(schedule, channel)
+        starts = (
+            freely(ahead=ahead)
+            if posting is None
+            else textbook(schedule, channel or posting.channel)
+        )
         starts = _of_places(schedule, starts)
         # Receives are posted between ahead and listed, and transfers take no time.
         settled = posting is None or posting.stays

@@ -140,7 +140,7 @@ def expect_stages(fields: Any, schedule: Schedule) -> None:
 def check_unit(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
     """The validator of a field that is a unit of time."""
     if value not in (None, *UNITS):
-        raise ValueError(f"unit must be {', '.join(UNITS)} or None, not {value!r}")
+        raise ValueError(f"unit must be {', '.join(UNITS)} or None, not {clip(value)}")
 
 
 def factor(unit: Unit | None, other: Unit) -> float:
