@@ -14,7 +14,7 @@ import attrs
 from schedir.checker import CHANNELS, prove
 from schedir.errors import LoadError
 from schedir.ir import Schedule
-from schedir.library.authoring import Generator, GeneratorFunction, Parameter
+from schedir.library.authoring import Generator, GeneratorFunction, Parameter, Pipeline
 from schedir.library.generate import Costs, generate
 from schedir.library.targets import generator_of, is_list, name_of, read_list
 
@@ -104,7 +104,8 @@ def load(
     microbatches = DEFAULT_MICROBATCHES if microbatches is None else microbatches
     chunks = generator.chunks if chunks is None else chunks
     expect_fewer(ranks, chunks, microbatches)
-    found = generate(generator, ranks, microbatches, chunks, parameters, costs)
+    pipe = Pipeline(ranks, microbatches, chunks, placement=())
+    found = generate(generator, pipe, parameters, costs)
     others = {"ranks": ranks, "chunks": chunks, "costs": costs, **parameters}
     return attrs.evolve(found, rebuild=partial(_again, generator, others))
 
