@@ -42,7 +42,8 @@ class Group:
 @define(eq=False)
 class Transfer:
     """A send or a receive. `match` is the peer's operation that it meets, None where the peer has
-    posted none; `is_past` where the peer's dump has it no more, since the peer has long gone on."""
+    posted none; `is_past` where the peer has ended that operation, or its dump has it no more, since
+    the peer has long gone on."""
 
     is_send: bool
     peer: int
@@ -225,6 +226,7 @@ def _match(dumps: Mapping[int, Dump], operations: Mapping[int, list[Operation]])
         for receive, send in zip_longest(receives, sends):
             if send and receive:
                 send[1].match, receive[1].match = receive[0], send[0]
+                send[1].is_past, receive[1].is_past = receive[0].is_finished, send[0].is_finished
             elif not whole:
                 operation, transfer = send or receive
                 last = _last_transfer(dumps[transfer.peer], group)
