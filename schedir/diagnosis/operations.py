@@ -42,7 +42,7 @@ class Group:
 @define(eq=False)
 class Transfer:
     """A send or a receive. `match` is the peer's operation that it meets, None where the peer has
-    posted none; `is_past` where the peer has ended that operation, or its dump has it no more, since
+    posted none; `is_past` where the peer has ended that operation, or its dump has it no more, as
     the peer has long gone on."""
 
     is_send: bool
