@@ -15,8 +15,7 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from schedir.diagnosis import Diagnosis, Root, Stand, chain, in_words, sinks, waiting_for
-from schedir.diagnosis.flight_recorder import Dumps
-from schedir.diagnosis.operations import Group, Job, Operation, job_of
+from schedir.diagnosis.flight_recorder import Dumps, Group, Job, Operation, job_of
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, SENDS, Action, Schedule, flat
 
