@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -253,9 +253,8 @@ def _names(
 def _ranks(value: object, most: int) -> tuple[int, ...]:
     """The ranks of a group, which are text in a dump: "[0, 1]". Raises ValueError."""
     if isinstance(value, str):
-        if len(value) > 8 * most:
-            raise ValueError("its groups are larger than can be read")
-        value = [int(each) for each in re.findall("[0-9]+", value) if len(each) < 7]
+        found = islice(re.finditer("[0-9]+", value), most + 1)
+        value = [int(each[0]) for each in found if len(each[0]) < 7]
     ranks = _listed(value)
     if len(ranks) > most:
         raise ValueError("its groups are larger than can be read")
