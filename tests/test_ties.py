@@ -310,10 +310,10 @@ def test_compute_that_ties_stop_is_stopped_under_every_model(seed: int, channel:
         ([(0,)], "two or more stages"),
         ([()], "two or more stages"),
         ((0, 3), "two or more stages, such as (0, 3), not 0"),
-        (["03"], "two or more stages"),
-        ([(0, True)], "two or more stages"),
-        ([(0, -1)], "two or more stages"),
-        ([(0, 3), (1, 4)], "the tie (1, 4) names stage 4; the stages are 0..3"),
+        (["03"], "no stage '0' to tie"),
+        ([(0, True)], "no stage True to tie"),
+        ([(0, -1)], "no stage -1 to tie"),
+        ([(0, 3), (1, 4)], "1f1b has no stage 4 to tie, only 0..3"),
         ([(2, 1, 2)], "the tie (2, 1, 2) names a stage twice"),
     ],
 )
@@ -334,7 +334,7 @@ def test_any_iterables_are_ties() -> None:
     [
         (["0,3"], 0, "clean under rank"),
         (["0,3", "1,2,3"], 0, "clean under rank"),
-        (["0,4"], 2, "error: --tie: the tie (0, 4) names stage 4; the stages are 0..3"),
+        (["0,4"], 2, "error: --tie: 1f1b has no stage 4 to tie, only 0..3"),
         (["1,1"], 2, "error: --tie: the tie (1, 1) names a stage twice"),
     ],
 )

@@ -44,9 +44,7 @@ def locate(schedule: Schedule, place: int) -> Location:
     """The location of a place in the schedule's columns."""
     columns = schedule.columns
     rank, index = columns.position(place)
-    within = None
-    if columns.joined[place] or columns.last[place] != place:
-        within = in_short(columns, place)
+    within = in_short(columns, place) if columns.shared[place] else None
     return Location(rank, index, columns.action(place), schedule.source_of(rank, index), within)
 
 

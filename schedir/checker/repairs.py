@@ -211,8 +211,7 @@ def reorder(schedule: Schedule, places: Ints) -> Iterator[Reorder]:
     """The change that puts places of a rank into another order. Nothing if there are too many for a
     help line, or if some are parts of an entry."""
     columns = schedule.columns
-    parts = columns.joined[places] | (columns.last[places] != places)
-    if len(places) <= _MOST_LISTED and not parts.any():
+    if len(places) <= _MOST_LISTED and not columns.shared[places].any():
         rank, _ = columns.position(int(places[0]))
         yield Reorder(rank, tuple(columns.position(place)[1] for place in places.tolist()))
 

@@ -20,7 +20,7 @@ from attrs import field, frozen
 from schedir.ir import Action
 
 if TYPE_CHECKING:
-    from schedir.diagnosis.operations import Operation
+    from schedir.diagnosis.flight_recorder import Operation
 
 
 @frozen

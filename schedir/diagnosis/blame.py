@@ -15,8 +15,7 @@ from operator import attrgetter
 from typing import TypeAlias
 
 from schedir.diagnosis import Diagnosis, Root, Stand, chain, in_words, sinks, waiting_for
-from schedir.diagnosis.flight_recorder import Dumps
-from schedir.diagnosis.operations import Group, Job, Operation, job_of
+from schedir.diagnosis.flight_recorder import Dumps, Group, Job, Operation, job_of
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, SENDS, Action, Schedule, flat
 
@@ -90,8 +89,6 @@ def _fronts(job: Job) -> tuple[dict[int, Operation], dict[int, Operation]]:
         # ended, and the ranks to wait in what they posted later.
         return bool(operation.transfers) and all(
             each.is_past
-            if each.match is None
-            else each.match.is_finished
             or (each.match in reached and not (operation.is_sure or each.match.is_sure))
             for each in operation.transfers
         )
@@ -155,11 +152,7 @@ def _connected(
     for rank, operation in fronts.items():
         if operation.transfers:
             # The peers that have not come to it; if all have, those that are in it too.
-            left = [
-                each
-                for each in operation.transfers
-                if not (each.is_past or (each.match and each.match.is_finished))
-            ]
+            left = [each for each in operation.transfers if not each.is_past]
             absent = {each.peer for each in left if fronts.get(each.peer, each) is not each.match}
             edges[rank] = absent or {each.peer for each in left}
     met = {(each.group, each.sequence) for each in fronts.values() if not each.transfers}

@@ -18,7 +18,6 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,40 +112,36 @@ class Standing:
     def diagnosis(self) -> Diagnosis:
         """Who is to blame, by the numbers in the default process group."""
         at = dict(zip(self.ranks, self.positions, strict=True))
-        lists = {False: self.schedule}
-        if self.evaluating:
-            lists[True] = forward_only(self.schedule)
+        forwards = forward_only(self.schedule) if self.evaluating else self.schedule
         # Of those that a rank waits for, the ones that have not come to it, and the ones that have:
         # what they sent is lost, or the connection to them.
         edges: dict[int, set[int]] = defaultdict(set)
         links: dict[int, set[int]] = defaultdict(set)
-        for evaluates, schedule in lists.items():
-            for turn, others, needed, is_enough in _waits(self, schedule, evaluates):
-                rank, own = self.ranks[turn], self.positions[turn]
+        actions: dict[int, Action | None] = {}
+        waits_for, stands = {}, {}
+        for turn, (rank, own) in enumerate(at.items()):
+            schedule = forwards if turn in self.evaluating else self.schedule
+            for others, needed, is_enough in _waits(self, schedule, turn):
                 for other in {*others} - {turn}:
                     there = self.positions[other]
                     waits_there = is_enough and there.phase == "waiting"
                     met = own.cut or (there.reached, waits_there) > (needed, False)
                     (links if met else edges)[rank].add(self.ranks[other])
-        to_blame = _to_blame(at, edges, links)
-        roots, waits_for, stands = [], {}, {}
-        for turn, (rank, own) in enumerate(at.items()):
-            entries = lists[turn in self.evaluating].actions[turn % self.schedule.ranks]
-            place, action = "", None
+            entries = schedule.actions[turn % schedule.ranks]
+            place, actions[rank] = "", None
             if own.phase != "outside" and 0 <= own.index < len(entries):
                 place = f"#{own.index} {entries[own.index]}"
-                action = next(flat([entries[own.index]]))
+                actions[rank] = next(flat([entries[own.index]]))
             awaited = edges.get(rank, set()) | links.get(rank, set())
             if awaited:
                 waits_for[rank] = frozenset(awaited)
             stands[rank] = Stand(_words(own, place, awaited), place)
-            if rank in to_blame:
-                roots.append(_root(rank, own, action, links))
+        to_blame = _to_blame(at, edges, links)
         return Diagnosis(
-            tuple(sorted(roots, key=attrgetter("rank"))),
+            tuple(_root(rank, at[rank], actions[rank], links) for rank in sorted(to_blame)),
             chain(waits_for, to_blame),
             waits_for,
-            len(roots) == 1,
+            len(to_blame) == 1,
             stands,
             len(at),
         )
@@ -268,56 +263,51 @@ def _words(at: Position, place: str, others: Collection[int]) -> str:
 
 
 def _waits(
-    standing: Standing, schedule: Schedule, evaluates: bool
-) -> Iterator[tuple[int, Collection[int], tuple[int, int], bool]]:
-    """What the ranks wait for that run this list, by their turns in the standing: a rank that
-    waits, the ranks that it waits for, perhaps itself among them, the (call, index) that each of
-    these has to pass, and whether to wait there is enough."""
+    standing: Standing, schedule: Schedule, turn: int
+) -> Iterator[tuple[Collection[int], tuple[int, int], bool]]:
+    """What a rank waits for, by the turns in the standing: the ranks that it waits for, perhaps
+    itself among them, the (call, index) that each of these has to pass, and whether to wait there
+    is enough. `schedule` is the list that the rank runs."""
+    at = standing.positions[turn]
+    if at.state == "gone" or not (at.phase == "waiting" or at.cut):
+        return
     graph = graph_of(schedule)
     columns, transfers, size = graph.columns, graph.transfers, schedule.ranks
     key = _waits_in, repr(standing.ties), standing.clips
     waiting, awaited, together = schedule.once(key, partial(_waits_in, graph, standing))
     pipelines = len(standing.ranks) // standing.slices // size
-    for turn, at in enumerate(standing.positions):
-        waits = at.state != "gone" and (at.phase == "waiting" or at.cut)
-        if not waits or (turn in standing.evaluating) != evaluates:
-            continue
-        call, index = at.call, at.index
-        line, own = divmod(turn, size)
-        pipeline, begin = line % pipelines, turn - own
-        # The ranks of all pipelines; from a rank on, every `size`-th is that rank's counterpart.
-        every = range(begin - pipeline * size, begin + (pipelines - pipeline) * size)
-        if index == HANDSHAKE:
-            # A rank is told by the one whose number, counted from the first, lacks the last bit.
-            speaker = schedule.placement[0][0]
-            number = (own - speaker) % size
-            told = begin + (speaker + (number & (number - 1))) % size
-            if not number:
-                told = every[own::size][pipeline & (pipeline - 1)]
-            yield turn, [told], (call, HANDSHAKE), False
-        elif index == SENDS:
-            peers = begin + transfers.target[transfers.source == own]
-            yield turn, peers.tolist(), (call - 1, END), True
-        elif index in (END, RESULTS):
-            ended = call - (index == END)
-            for rank in schedule.placement[-1]:
-                yield turn, every[rank::size], (ended, END), True
-        elif index in (CLOSE, GATHER):
-            yield turn, every, (call, index), True
-        elif 0 <= index < len(schedule.actions[own]):
-            place = columns.place(own, index)
-            first, end = np.searchsorted(waiting, (place, columns.last[place] + 1))
-            for place in awaited[first:end].tolist():
-                # What no rank sends, of a list without communication, its maker has to pass.
-                holder, there = columns.position(place)
-                yield (
-                    turn,
-                    [begin + holder],
-                    (call, there),
-                    columns.action(place).kind in COMMUNICATION,
-                )
-                for holder, there in map(columns.position, together.get(place, ())):
-                    yield turn, every[holder::size], (call, there), True
+    call, index = at.call, at.index
+    line, own = divmod(turn, size)
+    pipeline, begin = line % pipelines, turn - own
+    # The ranks of all pipelines; from a rank on, every `size`-th is that rank's counterpart.
+    every = range(begin - pipeline * size, begin + (pipelines - pipeline) * size)
+    if index == HANDSHAKE:
+        # A rank is told by the one whose number, counted from the first, lacks the last bit.
+        speaker = schedule.placement[0][0]
+        number = (own - speaker) % size
+        told = begin + (speaker + (number & (number - 1))) % size
+        if not number:
+            told = every[own::size][pipeline & (pipeline - 1)]
+        yield [told], (call, HANDSHAKE), False
+    elif index == SENDS:
+        peers = begin + transfers.target[transfers.source == own]
+        yield peers.tolist(), (call - 1, END), True
+    elif index in (END, RESULTS):
+        ended = call - (index == END)
+        for rank in schedule.placement[-1]:
+            yield every[rank::size], (ended, END), True
+    elif index in (CLOSE, GATHER):
+        yield every, (call, index), True
+    elif 0 <= index < len(schedule.actions[own]):
+        place = columns.place(own, index)
+        first, end = np.searchsorted(waiting, (place, columns.last[place] + 1))
+        for place in awaited[first:end].tolist():
+            # What no rank sends, of a list without communication, its maker has to pass.
+            holder, there = columns.position(place)
+            is_enough = columns.action(place).kind in COMMUNICATION
+            yield [begin + holder], (call, there), is_enough
+            for holder, there in map(columns.position, together.get(place, ())):
+                yield every[holder::size], (call, there), True
 
 
 def _waits_in(graph: Graph, standing: Standing) -> tuple[Ints, Ints, Mapping[int, Sequence[int]]]:

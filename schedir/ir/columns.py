@@ -57,18 +57,19 @@ class Columns:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Columns):
             return NotImplemented
-        return all(map(np.array_equal, self._arrays(), other._arrays()))
+        return self._content == other._content
 
     def __hash__(self) -> int:
-        return hash(tuple(array.tobytes() for array in self._arrays()))
+        return hash(self._content)
 
     @property
     def _fields(self) -> tuple[Ints, ...]:
         """What the fields of the actions are made from."""
         return self.kind, self.stage, self.microbatch, self.version
 
-    def _arrays(self) -> tuple[Ints | Bools, ...]:
-        return self.starts, *self._fields, self.joined
+    @property
+    def _content(self) -> tuple[bytes, ...]:
+        return tuple(array.tobytes() for array in (self.starts, *self._fields, self.joined))
 
     @property
     def ranks(self) -> int:
@@ -195,7 +196,7 @@ def columns_of(lists: Iterable[Iterable[Entry]]) -> Columns:
             if isinstance(entry, Action):
                 listed.append(entry)
             elif isinstance(entry, Together):
-                first = len(kinds) + len(listed)
+                first = starts[-1] + len(listed)
                 joined += range(first + 1, first + len(entry.actions))
                 listed += entry.actions
             else:

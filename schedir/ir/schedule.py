@@ -319,14 +319,11 @@ def ties_of(schedule: Schedule, groups: Iterable[Iterable[int]]) -> Ties:
     ties = []
     for group in groups:
         tie = tuple(group) if isinstance(group, Iterable) else ()
-        if len(tie) < 2 or not all(map(is_number, tie)):
+        if len(tie) < 2:
             raise ValueError(
                 f"a tie is a group of two or more stages, such as (0, 3), not {group!r}"
             )
-        for stage in tie:
-            if stage >= schedule.stages:
-                last = schedule.stages - 1
-                raise ValueError(f"the tie {tie} names stage {stage}; the stages are 0..{last}")
+        expect_stages(schedule, tie, "tie")
         if len(set(tie)) < len(tie):
             raise ValueError(f"the tie {tie} names a stage twice")
         ties.append(tie)

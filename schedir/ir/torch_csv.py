@@ -34,16 +34,15 @@ from schedir.ir.tokens import NUMBER, Reader, clip, parse_parts, read_action
 
 logger = logging.getLogger("schedir")
 
-_TO_TORCH = {Kind(token): token for token in ("F", "B", "I", "W")} | {
-    Kind.SEND_ACT: "SEND_F",
-    Kind.RECV_ACT: "RECV_F",
-    Kind.SEND_GRAD: "SEND_B",
-    Kind.RECV_GRAD: "RECV_B",
-    Kind.REDUCE_GRAD: "REDUCE_GRAD",
-    Kind.UNSHARD: "UNSHARD",
-    Kind.RESHARD: "RESHARD",
+_FROM_TORCH = {
+    token: Kind(token) for token in ("F", "B", "I", "W", "REDUCE_GRAD", "UNSHARD", "RESHARD")
+} | {
+    "SEND_F": Kind.SEND_ACT,
+    "RECV_F": Kind.RECV_ACT,
+    "SEND_B": Kind.SEND_GRAD,
+    "RECV_B": Kind.RECV_GRAD,
 }
-_FROM_TORCH = {token: kind for kind, token in _TO_TORCH.items()}
+_TO_TORCH = {kind: token for token, kind in _FROM_TORCH.items()}
 _OLD_BACKWARD = (
     "older torch wrote B for the gradient of the input alone, which is I now, and BW for the full "
     "backward, which is B now: write them so"

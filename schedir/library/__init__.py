@@ -16,6 +16,16 @@ from schedir.library.authoring import (
     wave,
     wrapped,
 )
-from schedir.library.building import DEFAULT_MICROBATCHES, DEFAULT_RANKS, build, expect_fewer, load
 from schedir.library.generate import Costs
-from schedir.library.targets import built_in, generator_of, installed, is_list, name_of
+from schedir.library.targets import (
+    DEFAULT_MICROBATCHES,
+    DEFAULT_RANKS,
+    build,
+    built_in,
+    expect_fewer,
+    generator_of,
+    installed,
+    is_list,
+    load,
+    name_of,
+)

@@ -108,10 +108,8 @@ def _steps(placement: Sequence[int], microbatches: int, costs: CostModel | None)
         lasts = {kind: costs.by_stage(kind.cost_name, stages) for kind in lasts}
         sizes = costs.by_stage("boundary_bytes", stages - 1)
         for stage, (rank, after) in enumerate(pairwise(placement)):
-            if rank != after:
-                size = sizes[stage]
-                travels["input"][stage + 1] = costs.way(rank, after, size)[0], 0
-                travels["output gradient"][stage] = costs.way(after, rank, size)[0], 0
+            travels["input"][stage + 1] = costs.way(rank, after, sizes[stage])[0], 0
+            travels["output gradient"][stage] = costs.way(after, rank, sizes[stage])[0], 0
     return steps_of(placement, (microbatches,), lasts, travels, {"saved": one, "deferred": one})
 
 

@@ -36,15 +36,10 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def generate(
-    generator: Generator,
-    ranks: int,
-    microbatches: int,
-    chunks: int,
-    parameters: dict[str, Parameter],
-    costs: Costs,
+    generator: Generator, shape: Pipeline, parameters: dict[str, Parameter], costs: Costs
 ) -> Schedule:
-    """The actions that a generator yields for a shape, unchanged. A generator with a parameter
-    `costs` gets the costs.
+    """The actions that a generator yields for a shape, unchanged. The generator places the stages
+    of the shape anew. A generator with a parameter `costs` gets the costs.
 
     Raises LoadError if the generator fails, or does not take these parameters.
     """
@@ -58,7 +53,7 @@ def generate(
             raise LoadError(f"{generator.name} has no parameter {name!r}; it has: {known}")
         if name in own and isinstance(own[name].default, bool) and not isinstance(value, bool):
             raise LoadError(f"{name} of {generator.name} is true or false, not {value!r}")
-    pipe, list_of = _placed(generator, ranks, microbatches, chunks, parameters, costs)
+    pipe, list_of = _placed(generator, shape, parameters, costs)
     lines = _Lines()
 
     def entries_of(rank: int) -> list[Entry]:
@@ -71,32 +66,28 @@ def generate(
             raise
         except (Exception, SystemExit) as error:
             line = user_line(error) or blamed_line(None, generator)
-            if chunks != generator.chunks:
+            if pipe.chunks != generator.chunks:
+                usual = attrs.evolve(pipe, chunks=generator.chunks)
                 try:
-                    generate(generator, ranks, microbatches, generator.chunks, parameters, costs)
+                    generate(generator, usual, parameters, costs)
                 except (Exception, SystemExit):
                     pass  # it has a fault of its own
                 else:
-                    raise _other_chunks(generator, chunks, line, error) from error
+                    raise _other_chunks(generator, pipe.chunks, line, error) from error
             raise LoadError(
                 f"{line}: {generator.name}, rank {rank}: {describe_error(error)}"
             ) from error
 
     try:
-        columns = columns_of(map(entries_of, range(ranks)))
+        columns = columns_of(map(entries_of, range(pipe.ranks)))
         sources = lines.sources(columns)
-        return Schedule(generator.name, microbatches, pipe.placement, columns, sources)
+        return Schedule(generator.name, pipe.microbatches, pipe.placement, columns, sources)
     except ValueError as error:
         raise LoadError(f"{generator.name}: {error}") from error
 
 
 def _placed(
-    generator: Generator,
-    ranks: int,
-    microbatches: int,
-    chunks: int,
-    parameters: dict[str, Parameter],
-    costs: Costs,
+    generator: Generator, pipe: Pipeline, parameters: dict[str, Parameter], costs: Costs
 ) -> tuple[Pipeline, Callable[[int], Iterable[Entry]]]:
     """The shape, with its stages placed, and the generator as a function of the rank."""
 
@@ -112,7 +103,6 @@ def _placed(
             found["costs"] = costs(pipe.stages) if callable(costs) else costs or CostModel()
         return found
 
-    pipe = Pipeline(ranks, microbatches, chunks, placement=())
     pipe = attrs.evolve(pipe, placement=wrapped(pipe))
     place, what = generator.placement, f"the placement of {generator.name}"
     if place is not None:
@@ -120,7 +110,7 @@ def _placed(
         chosen = call_user_code(lambda: [*place(pipe, **arguments)], what)
         try:
             # A Schedule without actions checks the placement as any other would.
-            placement = Schedule(generator.name, 1, chosen, [()] * ranks).placement
+            placement = Schedule(generator.name, 1, chosen, [()] * pipe.ranks).placement
         except (TypeError, ValueError) as error:
             raise LoadError(f"{what}: {error}") from error
         pipe = attrs.evolve(pipe, placement=placement)

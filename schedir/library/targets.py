@@ -1,8 +1,12 @@
-"""Find what a target names: a built-in or installed name, a file, or a module's function."""
+"""From a target and a shape to a schedule: `load` takes it as written, `build` completes it.
+
+A target names a built-in or installed schedule, a file, or a module's function.
+"""
 
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import importlib.util
 import logging
@@ -10,22 +14,30 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from os.path import isdir, isfile
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
+from schedir.checker import CHANNELS, prove
 from schedir.errors import LoadError
 from schedir.ir import Schedule, loads, loads_torch_csv
-from schedir.library.authoring import Generator, GeneratorFunction
-from schedir.library.generate import call_user_code, describe_value
+from schedir.library.authoring import Generator, GeneratorFunction, Parameter, Pipeline
+from schedir.library.generate import Costs, call_user_code, describe_value, generate
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 logger = logging.getLogger("schedir")
+
+DEFAULT_RANKS = 4
+DEFAULT_MICROBATCHES = 8
+_MOST_PAIRS = 10**8  # (stage, microbatch) pairs, far beyond what memory can hold the actions of
+Target: TypeAlias = str | Path | Generator | GeneratorFunction
+"""A name, a path, `module:function`, or a callable."""
 
 ENTRY_POINT_GROUP = "schedir.schedules"
 _LISTS = (".sched", ".csv")  # the extensions of files that list actions
@@ -36,7 +48,114 @@ _DECLARE = {"schedule", "Generator"}  # what makes a Generator
 _UNRELATED = {"collections", "numpy", "torch", "typing"}
 
 
-def generator_of(target: str | Path | Generator | GeneratorFunction) -> Generator:
+@contextmanager
+def _collector_held_off() -> Iterator[None]:
+    """Turn off the garbage collector, which would search millions of actions in vain."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collector_held_off()
+def build(
+    target: Target,
+    /,
+    *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    costs: Costs | Parameter = None,  # wide, so that a dict of parameters may be unpacked
+    **parameters: Parameter,
+) -> Schedule:
+    """The complete schedule that `target` describes, with its communication.
+
+    `target` is a name, a path, `-` for standard input, or a callable. The defaults are 4 ranks (or
+    as many as `costs` were measured on), 8 microbatches, and the generator's default number of
+    chunks per rank. `parameters` go to the generator. `costs` are for generators that optimise for
+    given costs, by default the textbook's.
+
+    Raises LoadError if the target can't be found or its generator fails, ParseError for a malformed
+    file, and ScheduleError if the actions can't be completed.
+
+    >>> import schedir
+    >>> schedir.build("interleaved-1f1b", ranks=4, microbatches=8, chunks=2)
+    <Schedule interleaved-1f1b: 4 ranks, 8 stages, 8 microbatches, 360 actions>
+    """
+    found = load(
+        target, ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, **parameters
+    )
+    if found.is_complete:
+        return found
+    # What runs anywhere can be completed; on which transports is for `check` to say.
+    return prove(found, CHANNELS[-1]).proved()
+
+
+@_collector_held_off()
+def load(
+    target: Target,
+    /,
+    *,
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
+    costs: Costs | Parameter = None,  # wide, so that a dict of parameters may be unpacked
+    **parameters: Parameter,
+) -> Schedule:
+    """Like `build`, but the actions as written, neither checked nor completed."""
+    shape = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+    for what, number in shape.items():
+        if number is not None and (type(number) is not int or number < 1):
+            raise LoadError(f"{what} must be an int >= 1, not {number!r}")
+    if isinstance(costs, (str, int)):
+        raise LoadError(f"costs must be a CostModel, or a function to one, not {costs!r}")
+    if isinstance(target, (str, Path)) and is_list(target):
+        found, name = read_list(Path(target)), name_of(target)
+        taken = [*parameters, *(["chunks"] if chunks is not None else [])]
+        if taken:
+            raise LoadError(
+                f"{name} is a list of actions and takes no parameters: {', '.join(taken)}"
+            )
+        for what in ("ranks", "microbatches"):
+            has = getattr(found, what)
+            if shape[what] not in (None, has):
+                raise LoadError(f"{name} has {has} {what}, not {shape[what]}; leave {what} out")
+        return found
+    generator = generator_of(target)
+    ranks = ranks or getattr(costs, "ranks", None) or DEFAULT_RANKS
+    microbatches = DEFAULT_MICROBATCHES if microbatches is None else microbatches
+    chunks = generator.chunks if chunks is None else chunks
+    expect_fewer(ranks, chunks, microbatches)
+    found = generate(
+        generator, Pipeline(ranks, microbatches, chunks, placement=()), parameters, costs
+    )
+
+    def rebuild(microbatches: int) -> Schedule:
+        return load(
+            generator,
+            ranks=ranks,
+            microbatches=microbatches,
+            chunks=chunks,
+            costs=costs,
+            **parameters,
+        )
+
+    return attrs.evolve(found, rebuild=rebuild)
+
+
+def expect_fewer(ranks: int, chunks: int, microbatches: int) -> None:
+    """Raise LoadError for a shape with more work than memory can hold."""
+    if ranks * chunks * microbatches > _MOST_PAIRS:
+        raise LoadError(
+            f"{ranks} ranks, {chunks} chunks on each and {microbatches} microbatches are too many: "
+            f"their product may be at most {_MOST_PAIRS}"
+        )
+
+
+def generator_of(target: Target) -> Generator:
     """The generator that a name, a path, `module:function` or a callable stands for.
 
     Raises LoadError if there is none.

@@ -8,7 +8,7 @@ from typing import Any
 
 from schedir.diagnosis import Diagnosis, Root, in_words
 from schedir.diagnosis.blame import REASONS
-from schedir.diagnosis.operations import Operation
+from schedir.diagnosis.flight_recorder import Operation
 from schedir.ir import printable
 from schedir.render.text import Block, Piece, count
 

@@ -203,7 +203,7 @@ def test_ties_that_are_none_are_refused() -> None:
     tie, twice = TIE[0], [[(0, "weight"), (s, "weight")] for s in (1, 2)]
     wrong: list[tuple[str, dict[int, Any], list[list[tuple[int, str]]]]] = [
         ("no parameter 'table'; it has weight", equal, [[(0, "table"), (2, "weight")]]),
-        ("the stages are 0..2", equal, [[(0, "weight"), (3, "weight")]]),
+        ("1f1b has no stage 3 to tie, only 0..2", equal, [[(0, "weight"), (3, "weight")]]),
         ("0:weight stands in two ties", equal, twice),
         ("0:weight and 2:weight differs in", other, [tie]),
     ]
