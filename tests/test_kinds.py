@@ -56,8 +56,12 @@ def test_a_kind_may_occupy_compute_and_do_nothing() -> None:
             "X has the letter < of RELOAD",
         ),
         (
-            Meaning("X", "x", "compute", (), letter="F", stage_wide=True),
-            "X has the letter F of FORWARD",
+            Meaning("X", "x", "copy", (use("end", "saved"), use("make", "stored")), cost=1),
+            "X is a copy, whose cost is the time of its bytes",
+        ),
+        (
+            Meaning("X", "x", "copy", (use("read", "saved"), use("make", "stored"))),
+            "X is a copy that reads the saved: what ends it would not wait, so end it, and make it",
         ),
         (
             Meaning("X", "x", "send", (use("make", "saved"),)),
@@ -113,7 +117,6 @@ def test_an_incomplete_value(
     [
         (Kind.RELOAD, "no kind ends the value 'stored', which must be ended"),
         (Kind.OFFLOAD, "no kind makes the value 'stored'"),
-        (Kind.RECOMPUTE, "no kind ends the value 'kept', which must be ended"),
     ],
 )
 def test_a_value_without_a_kind(without: Kind, what: str) -> None:

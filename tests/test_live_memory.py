@@ -20,6 +20,7 @@ from schedir.graph.alive import peak_activations
 from schedir.graph.compile import graph_of
 from schedir.ir import READS_WEIGHTS, flat
 from schedir.simulator import Sizes
+from schedir.simulator.memory import live_bytes
 from tests.built_in import NAMES
 from tests.command_line import runner
 from tests.literals import listed
@@ -264,6 +265,9 @@ def test_bytes_by_hand() -> None:
         (5, 101),  # 1OPTIM_STEP
     ]
     assert [one.peak_bytes for one in line.ranks] == [301, 301]
+    assert [held.tolist() for _, held in live_bytes(line._moments, line.sizes, host=True)] == [
+        [0]
+    ] * 2
     assert all(isinstance(one.peak_bytes, float) for one in line.ranks)
 
 

@@ -390,6 +390,8 @@ def incomplete(kinds: Collection[Kind]) -> Iterator[str]:
                 yield f"{name} has no kind that it meets: its value has no link"
         if on == "copy" and not moved(meaning):
             yield f"{name} is a copy, and so makes a value that has a size"
+        if meaning.cost and on in ("copy", "send", "receive"):
+            yield f"{name} is a {on}, whose cost is the time of its bytes"
         letter = meaning.letter or str(kind)[0]
         if on in ("compute", "copy") and letters.setdefault(letter, kind) is not kind:
             yield f"{name} has the letter {letter} of {letters[letter].name}"
@@ -402,6 +404,11 @@ def incomplete(kinds: Collection[Kind]) -> Iterator[str]:
                 yield f"{name} depends on a kind that there is not"
             if (per == "version") is not bool(use.version):
                 yield f"{name} must say which version of {use.value} it uses"
+            if on == "copy" and use.does == "read":
+                yield (
+                    f"{name} is a copy that reads the {use.value}: what ends it would not wait, so "
+                    "end it, and make it"
+                )
             if per == "microbatch" and meaning.stage_wide:
                 yield f"{name} is for a whole stage, but uses the {use.value} of one pair"
     for name, value in VALUES.items():
