@@ -16,6 +16,8 @@ The order also keeps the REDUCE_GRADs of a stage together: each waits for its tu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 import numpy as np
 
@@ -27,7 +29,6 @@ from schedir.ir import (
     COUNTERPARTS,
     KIND_INDEX,
     KINDS,
-    Bools,
     Columns,
     Ints,
     Kind,
@@ -151,11 +152,11 @@ _SENT = np.array([KIND_INDEX[COUNTERPARTS.get(kind, (kind, 0))[0]] for kind in K
 """The kind of the send, by the kind of the receive."""
 
 
-def past(columns: Columns, passed: Bools) -> Ints:
-    """For every place, the first place after its entry that is not `passed`, or the end of its
-    rank's list."""
-    places = np.arange(len(columns))
-    stops = np.append(np.where(passed, len(columns), places), len(columns))
+def past(columns: Columns, kinds: Iterable[Kind]) -> Ints:
+    """For every place, the first entry after its own that is not all of these kinds, by its first
+    place, or the end of its rank's list."""
+    heads = columns.heads[columns.entry]
+    stops = np.append(np.where(columns.is_kind(*kinds), len(columns), heads), len(columns))
     first = np.minimum.accumulate(stops[::-1])[::-1]
     return np.minimum(first[columns.last + 1], columns.starts[columns.rank + 1])
 
