@@ -67,7 +67,7 @@ class Steps:
     `gradient`.
 
     By queue: how long its input `travels`, and how long it `holds` its `channel`. There are
-    `channels` channels, numbered after the ranks; -1 if nothing ever waits for one.
+    `channels` channels, numbered after the ranks.
     """
 
     placement: tuple[int, ...]
@@ -139,7 +139,6 @@ def steps_of(
             crosses = ends[0] != rank
             channel.append(numbers.setdefault(ends, ranks + len(numbers)) if crosses else -1)
             ways.append(transfers[name][stage] if further else (0, 0))
-    occupied = any(holds for _, holds in ways)
     return Steps(
         placement=tuple(placement),
         queues_of=queues_of,
@@ -154,7 +153,7 @@ def steps_of(
         gradient=sizes.get("gradient", (0,) * stages),
         travels=[takes for takes, _ in ways],
         holds=[holds for _, holds in ways],
-        channel=channel if occupied else [-1] * len(channel),
+        channel=channel,
         channels=len(numbers),
     )
 
