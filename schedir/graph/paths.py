@@ -47,6 +47,8 @@ AFTER, NEEDS, QUEUED, PART, POSTED = range(5)
 the batch is posted. These steps are within an entry, and only a PART is a reason for them."""
 
 TEXTBOOK_BEGINS = "begins at the textbook costs"
+"""The first part of the keys under which a schedule remembers what `textbook` finds; the channel
+model, and whether receives are posted ahead, are the others."""
 HAPPENS = "happens"
 """The key under which a schedule remembers one order of all its nodes, as a number for each place:
 the order of the pass that inserted its communication, or the first one found."""
@@ -80,10 +82,6 @@ class Waits:
         """Which numbers are those of a node."""
         own = self.node == np.arange(len(self.node))
         return np.append(own, np.ones(self.nodes - len(own), np.bool_))
-
-    def summed(self, costs: Ints) -> Ints:
-        """The total cost of the places of each node."""
-        return np.bincount(self.node, costs, self.nodes).astype(np.int64)
 
     @cached_property
     def _known(self) -> Ints | None:
@@ -248,17 +246,7 @@ def _textbook(schedule: Schedule, channel: str, ahead: bool) -> Ints:
         if (begins[before[later]] <= begins[later]).all():
             return begins
     waiting = waits(schedule, channel, ahead=ahead)
-    return finish(waiting, waiting.summed(TEXTBOOK[columns.kind]))
-
-
-def remember(schedule: Schedule, happens: Ints, begins: Ints | None) -> None:
-    """Store with a schedule what the pass that made it knows: a number for each place that gives
-    one order of all nodes, and, if known, when the nodes begin at the textbook costs, wherever
-    receives are posted."""
-    schedule.memo[HAPPENS] = happens
-    if begins is not None:
-        for ahead in (False, True):
-            schedule.memo[TEXTBOOK_BEGINS, "edge", ahead] = begins
+    return finish(waiting, textbook_prices(columns).takes)
 
 
 def waits(

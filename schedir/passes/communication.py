@@ -23,7 +23,7 @@ import numpy as np
 
 from schedir.errors import UnsoundError
 from schedir.graph.compile import Transfers, graph_of
-from schedir.graph.paths import TEXTBOOK, finish, remember, waits
+from schedir.graph.paths import HAPPENS, TEXTBOOK, TEXTBOOK_BEGINS, finish, textbook_prices, waits
 from schedir.ir import (
     COMMUNICATION,
     COUNTERPARTS,
@@ -87,15 +87,14 @@ def as_inserted(schedule: Schedule) -> bool:
 def _run(schedule: Schedule) -> tuple[Ints, Ints, Ints]:
     """When each action of a compute-only schedule begins and ends at the textbook costs, and its
     number in one order of all actions; by place."""
-    columns = schedule.columns
+    columns, takes = schedule.columns, textbook_prices(schedule.columns).takes
     # Else as if the collectives of a stage were each rank's own: a proof will say if they meet.
     for meet in (True, False):
         waiting = waits(schedule, "host", meet=meet)
         never, node = waiting.stuck[waiting.node], waiting.node
         if not never.any():
-            costs = waiting.summed(TEXTBOOK[columns.kind])
-            begins = finish(waiting, costs)
-            return begins[node], (begins + costs)[node], waiting.turn[node]
+            begins = finish(waiting, takes)[node]
+            return begins, begins + takes, waiting.turn[node]
     user, made = graph_of(schedule).needs
     place = int(user[never[user] & never[made]].min())
     rank, index = columns.position(place)
@@ -134,11 +133,13 @@ def _merge(
         _both(microbatch),
         _both(maker),
     )
-    happens = (moment * len(placed) + np.append(turn, turns))[placed]
-    # Where a sum waits for other ranks, what is listed after it need not.
-    apart = all(len(places) == 1 for places in graph_of(schedule).collectives)
-    remember(complete, happens, np.append(begins, _both(made))[placed] if apart else None)
+    complete.memo[HAPPENS] = (moment * len(placed) + np.append(turn, turns))[placed]
     complete.memo[as_inserted] = True
+    # Where a sum waits for other ranks, what is listed after it need not.
+    if all(len(places) == 1 for places in graph_of(schedule).collectives):
+        for ahead in (False, True):
+            begun = np.append(begins, _both(made))[placed]
+            complete.memo[TEXTBOOK_BEGINS, "edge", ahead] = begun
     return complete
 
 
