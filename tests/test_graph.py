@@ -13,8 +13,8 @@ import pytest
 import schedir
 from schedir import CHANNELS, Action, Kind, Schedule
 from schedir.checker.structure import structure
+from schedir.graph.alive import faults
 from schedir.graph.compile import graph_of
-from schedir.graph.faults import faults
 from schedir.graph.paths import HAPPENS, finish, textbook, textbook_prices, waits
 from schedir.ir import COMMUNICATION, VALUES
 from schedir.ir.kinds import Use

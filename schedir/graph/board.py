@@ -115,22 +115,23 @@ def steps_of(
         for stage in range(stages):
             first, last = "not " * (stage % depth > 0), "not " * ((stage + 1) % depth > 0)
             made = _values(way, "make", ("any", "not summed", f"{first}first", f"{last}last"))
-            own = {value for value, name in enumerate(QUEUES) if name in made}
-            fed = [
+            fed = (
                 value * stages + stage - further
                 for value, (name, further) in enumerate(links)
                 if name in made
-            ]
+            )
+            own = (
+                (value * stages + stage, int(value == KEPT))
+                for value, name in enumerate(QUEUES)
+                if name in made
+            )
+            more = (sizes[value][stage] * ((value in made) - (value in ended)) for value in sized)
             queue.append(QUEUES.index(ended[0]) * stages + stage)
-            feeds.append(fed[0] if fed else -1)
-            puts.append(tuple((value * stages + stage, int(value == KEPT)) for value in own))
-            more = {value: (value in made) - (value in ended) for value in sized}
-            changes.append(sum(more[value] * sizes[value][stage] for value in sized))
+            feeds.append(next(fed, -1))
+            puts.append(tuple(own))
+            changes.append(sum(more))
             completes.append(any(VALUES[value].goal for value in made))
     fed_by_others = set(feeds)
-    queues_of: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
-    for stage, rank in enumerate(placement):
-        queues_of[rank].append(tuple(range(stage, len(QUEUES) * stages, stages)))
     numbers: dict[tuple[int, int], int] = {}
     channel, ways = [], []
     for name, (_, further) in zip(QUEUES, links, strict=True):
@@ -141,7 +142,14 @@ def steps_of(
             ways.append(transfers[name][stage] if further else (0, 0))
     return Steps(
         placement=tuple(placement),
-        queues_of=queues_of,
+        queues_of=[
+            [
+                tuple(range(at, len(channel), stages))
+                for at in range(stages)
+                if placement[at] == rank
+            ]
+            for rank in range(ranks)
+        ],
         microbatches=tuple(microbatches),
         lasts=[time for kind, _ in WAYS for time in lasts[kind]],
         queue=queue,

@@ -8,7 +8,7 @@ that microbatch, and that is the rank whose list has its forward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -479,42 +479,45 @@ def graph_of(schedule: Schedule) -> Graph:
     Raises UnsoundError if actions name unknown stages or microbatches, or are fewer than the stages
     and microbatches.
     """
-    return schedule.once("graph", partial(_compiled, schedule))
 
+    def found() -> Graph:
+        columns, pairs = schedule.columns, pairs_of(schedule)
+        stages, microbatches = pairs.shape
+        if not pairs.every:
+            raise UnsoundError(
+                f"{len(columns)} actions are too few for {stages} stages and {microbatches} "
+                "microbatches"
+            )
+        if (
+            columns.stage.max(initial=0) >= stages
+            or columns.microbatch.max(initial=0) >= microbatches
+        ):
+            raise UnsoundError("an action names an unknown stage or microbatch")
+        # Of a copy: the schedule itself remembers the graph, and each would keep the other alive.
+        own = attrs.evolve(schedule)
+        own.memo["pairs"] = pairs
+        return Graph(own, pairs.places.reshape(-1, stages, microbatches))
 
-def _compiled(schedule: Schedule) -> Graph:
-    columns, pairs = schedule.columns, pairs_of(schedule)
-    stages, microbatches = pairs.shape
-    if not pairs.every:
-        raise UnsoundError(
-            f"{len(columns)} actions are too few for {stages} stages and {microbatches} "
-            "microbatches"
-        )
-    if columns.stage.max(initial=0) >= stages or columns.microbatch.max(initial=0) >= microbatches:
-        raise UnsoundError("an action names an unknown stage or microbatch")
-    # Of a copy: the schedule itself remembers the graph, and each would keep the other in memory.
-    own = attrs.evolve(schedule)
-    own.memo["pairs"] = pairs
-    return Graph(own, pairs.places.reshape(-1, stages, microbatches))
+    return schedule.once("graph", found)
 
 
 def pairs_of(schedule: Schedule) -> Pairs:
     """The (stage, microbatch) pairs of a schedule, found once for each Schedule object. Actions
     that name unknown stages or microbatches are left out."""
-    return schedule.once("pairs", partial(_paired, schedule))
 
+    def found() -> Pairs:
+        columns, stages, microbatches = schedule.columns, schedule.stages, schedule.microbatches
+        named = (columns.microbatch >= 0) & (columns.microbatch < microbatches)
+        places = np.flatnonzero(named & (columns.stage < stages))
+        row = columns.stage[places] * microbatches + columns.microbatch[places]
+        # A file may claim a billion microbatches: no table is made that the lists can't fill.
+        if stages * microbatches <= len(columns):
+            numbers = np.arange(stages * microbatches)
+        else:
+            numbers, row = np.unique(row, return_inverse=True)
+        table = np.full(len(KINDS) * len(numbers), -1)
+        # Of several that are written to one cell the last stays.
+        table[(columns.kind[places] * len(numbers) + row)[::-1]] = places[::-1]
+        return Pairs((stages, microbatches), numbers, table.reshape(len(KINDS), -1))
 
-def _paired(schedule: Schedule) -> Pairs:
-    columns, stages, microbatches = schedule.columns, schedule.stages, schedule.microbatches
-    named = (columns.microbatch >= 0) & (columns.microbatch < microbatches)
-    places = np.flatnonzero(named & (columns.stage < stages))
-    row = columns.stage[places] * microbatches + columns.microbatch[places]
-    # A file may claim a billion microbatches: no table is made that the lists can't fill.
-    if stages * microbatches <= len(columns):
-        numbers = np.arange(stages * microbatches)
-    else:
-        numbers, row = np.unique(row, return_inverse=True)
-    table = np.full(len(KINDS) * len(numbers), -1)
-    # Of several that are written to one cell the last stays.
-    table[(columns.kind[places] * len(numbers) + row)[::-1]] = places[::-1]
-    return Pairs((stages, microbatches), numbers, table.reshape(len(KINDS), -1))
+    return schedule.once("pairs", found)

@@ -15,7 +15,7 @@ as one:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -232,21 +232,20 @@ def textbook_prices(columns: Columns) -> Prices:
 def textbook(schedule: Schedule, channel: str = "edge", *, ahead: bool = False) -> Ints:
     """When each node of `waits` begins at the textbook costs, with free transfers; stored with the
     schedule."""
-    key = TEXTBOOK_BEGINS, channel, ahead
-    return schedule.once(key, partial(_textbook, schedule, channel, ahead))
 
+    def found() -> Ints:
+        columns = schedule.columns
+        batches = columns.joined & columns.is_kind(*COMMUNICATION)
+        if channel in ("rank", "pair") and not ahead and not batches.any():
+            # Queued communication takes no time, so that the queues may hold up nothing.
+            begins, before = textbook(schedule), previous_of_queue(graph_of(schedule), channel)
+            later = np.flatnonzero(before >= 0)
+            if (begins[before[later]] <= begins[later]).all():
+                return begins
+        waiting = waits(schedule, channel, ahead=ahead)
+        return finish(waiting, textbook_prices(columns).takes)
 
-def _textbook(schedule: Schedule, channel: str, ahead: bool) -> Ints:
-    columns = schedule.columns
-    batches = columns.joined & columns.is_kind(*COMMUNICATION)
-    if channel in ("rank", "pair") and not ahead and not batches.any():
-        # Queued communication takes no time, so that the queues may hold up nothing.
-        begins, before = textbook(schedule), previous_of_queue(graph_of(schedule), channel)
-        later = np.flatnonzero(before >= 0)
-        if (begins[before[later]] <= begins[later]).all():
-            return begins
-    waiting = waits(schedule, channel, ahead=ahead)
-    return finish(waiting, textbook_prices(columns).takes)
+    return schedule.once((TEXTBOOK_BEGINS, channel, ahead), found)
 
 
 def waits(
