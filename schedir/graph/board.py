@@ -319,13 +319,12 @@ def follow(steps: Steps, order: Order) -> tuple[list[list[float]], list[float]] 
             queue = feeds[step]
             if queue >= 0:
                 # As in `take`.
-                held = channel[queue]
-                if held < 0:
-                    there[queue].append(time + travels[queue])
-                else:
-                    begin = time if time > free[held] else free[held]
+                begin, held = time, channel[queue]
+                if held >= 0:
+                    if free[held] > time:
+                        begin = free[held]
                     free[held] = begin + holds[queue]
-                    there[queue].append(begin + travels[queue])
+                there[queue].append(begin + travels[queue])
                 if waiting[queue] >= 0:
                     ready.append(waiting[queue])
                     waiting[queue] = -1
@@ -365,13 +364,11 @@ def most_held(steps: Steps, order: Sequence[int], limit: float = math.inf) -> fl
             if named:
                 kept.setdefault(step % stages, deque()).append(turn)
         held += changes[step]
-        if held > most:
-            most = held
         if completes[step]:
             held += gradient[step % stages]
             gradient[step % stages] = 0
-            if held > most:
-                most = held
-        if most > limit:
-            return math.inf
+        if held > most:
+            most = held
+            if most > limit:
+                return math.inf
     return most

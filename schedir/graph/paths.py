@@ -301,7 +301,7 @@ def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:
     after it waits for; and the number of nodes."""
     columns = graph.columns
     batch = columns.shared & columns.is_kind(*COMMUNICATION)
-    if channel == "host" or not columns.together or not batch.any():
+    if channel == "host" or not batch.any():
         return node, node, len(node)
     number = np.cumsum(batch & ~columns.joined)
     over = np.where(batch, len(columns) + 2 * number - 1, node)

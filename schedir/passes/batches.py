@@ -73,13 +73,12 @@ def _ends(schedule: Schedule) -> list[tuple[int, ...]]:
     """
     graph, columns = graph_of(schedule), schedule.columns
     transfers, turns = graph.transfers, graph.collectives
-    order, follows = transfers.by_channel
-    receives = transfers.receive[order]
-    in_order = not (follows[1:] & (np.diff(receives) < 0)).any()
-    ends = [*zip(transfers.send[order].tolist(), receives.tolist(), strict=True)]
+    matched, (behind, ahead) = transfers.matched, transfers.in_turn
+    in_order = (transfers.receive[behind] > transfers.receive[ahead]).all()
+    both = transfers.send[matched].tolist(), transfers.receive[matched].tolist()
+    ends = [*zip(*both, strict=True), *turns]
     listed = len(columns.where(*COMMUNICATION, *GROUPS))
-    matched = listed == 2 * len(ends) + sum(map(len, turns))
-    return [*ends, *turns] if matched and in_order else []
+    return ends if in_order and sum(map(len, ends)) == listed else []
 
 
 def _joins(columns: Columns, ends: list[tuple[int, ...]]) -> list[int]:
