@@ -15,7 +15,7 @@ import schedir
 from schedir import CHANNELS, Action, Kind, Schedule, Together, UnsoundError
 from schedir.graph.alive import peak_activations
 from schedir.graph.compile import graph_of
-from schedir.graph.paths import TEXTBOOK, finish, waits
+from schedir.graph.paths import finish, textbook_prices, waits
 from schedir.ir import (
     COMMUNICATION,
     COMPUTE,
@@ -47,7 +47,7 @@ def finished(
         schedule.columns,
         graph_of(schedule).transfers,
     )
-    takes = waiting.summed(TEXTBOOK[columns.kind])[waiting.node]
+    takes = textbook_prices(columns).takes
     takes[columns.is_kind(*GROUPS)] = collective
     holds = takes.copy()
     for ends in (transfers.send, transfers.receive):

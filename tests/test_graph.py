@@ -13,9 +13,9 @@ import pytest
 import schedir
 from schedir import CHANNELS, Action, Kind, Schedule
 from schedir.checker.structure import structure
+from schedir.graph.alive import faults
 from schedir.graph.compile import graph_of
-from schedir.graph.faults import faults
-from schedir.graph.paths import HAPPENS, TEXTBOOK, finish, textbook, waits
+from schedir.graph.paths import HAPPENS, finish, textbook, textbook_prices, waits
 from schedir.ir import COMMUNICATION, VALUES
 from schedir.ir.kinds import Use
 from schedir.library import load
@@ -213,7 +213,7 @@ def test_times_under_a_stricter_model_are_those_of_its_own_waits(seed: int) -> N
             schedule = joined(schedule, chance, 0.5)
         for channel in ("rank", "pair"):
             waiting = waits(schedule, channel)
-            takes = waiting.summed(TEXTBOOK[schedule.columns.kind])
+            takes = textbook_prices(schedule.columns).takes
             begins = finish(waiting, takes)
             own = waiting.exists[: len(schedule.columns)]
             places = np.flatnonzero(own)

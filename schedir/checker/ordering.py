@@ -11,8 +11,8 @@ import numpy as np
 
 from schedir.checker import rules
 from schedir.checker.diagnostics import Faults, Rule, fault
+from schedir.graph.alive import HELD, LINKED, OTHERS, Fault, faults
 from schedir.graph.compile import Graph, graph_of
-from schedir.graph.faults import HELD, LINKED, OTHERS, Fault, faults
 from schedir.ir import HOMES, KINDS, SUMS, VALUES, Ints, Schedule, Ties
 
 

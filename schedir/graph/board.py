@@ -67,7 +67,7 @@ class Steps:
     `gradient`.
 
     By queue: how long its input `travels`, and how long it `holds` its `channel`. There are
-    `channels` channels, numbered after the ranks; -1 if nothing ever waits for one.
+    `channels` channels, numbered after the ranks.
     """
 
     placement: tuple[int, ...]
@@ -115,22 +115,23 @@ def steps_of(
         for stage in range(stages):
             first, last = "not " * (stage % depth > 0), "not " * ((stage + 1) % depth > 0)
             made = _values(way, "make", ("any", "not summed", f"{first}first", f"{last}last"))
-            own = {value for value, name in enumerate(QUEUES) if name in made}
-            fed = [
+            fed = (
                 value * stages + stage - further
                 for value, (name, further) in enumerate(links)
                 if name in made
-            ]
+            )
+            own = (
+                (value * stages + stage, int(value == KEPT))
+                for value, name in enumerate(QUEUES)
+                if name in made
+            )
+            more = (sizes[value][stage] * ((value in made) - (value in ended)) for value in sized)
             queue.append(QUEUES.index(ended[0]) * stages + stage)
-            feeds.append(fed[0] if fed else -1)
-            puts.append(tuple((value * stages + stage, int(value == KEPT)) for value in own))
-            more = {value: (value in made) - (value in ended) for value in sized}
-            changes.append(sum(more[value] * sizes[value][stage] for value in sized))
+            feeds.append(next(fed, -1))
+            puts.append(tuple(own))
+            changes.append(sum(more))
             completes.append(any(VALUES[value].goal for value in made))
     fed_by_others = set(feeds)
-    queues_of: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
-    for stage, rank in enumerate(placement):
-        queues_of[rank].append(tuple(range(stage, len(QUEUES) * stages, stages)))
     numbers: dict[tuple[int, int], int] = {}
     channel, ways = [], []
     for name, (_, further) in zip(QUEUES, links, strict=True):
@@ -139,10 +140,16 @@ def steps_of(
             crosses = ends[0] != rank
             channel.append(numbers.setdefault(ends, ranks + len(numbers)) if crosses else -1)
             ways.append(transfers[name][stage] if further else (0, 0))
-    occupied = any(holds for _, holds in ways)
     return Steps(
         placement=tuple(placement),
-        queues_of=queues_of,
+        queues_of=[
+            [
+                tuple(range(at, len(channel), stages))
+                for at in range(stages)
+                if placement[at] == rank
+            ]
+            for rank in range(ranks)
+        ],
         microbatches=tuple(microbatches),
         lasts=[time for kind, _ in WAYS for time in lasts[kind]],
         queue=queue,
@@ -154,7 +161,7 @@ def steps_of(
         gradient=sizes.get("gradient", (0,) * stages),
         travels=[takes for takes, _ in ways],
         holds=[holds for _, holds in ways],
-        channel=channel if occupied else [-1] * len(channel),
+        channel=channel,
         channels=len(numbers),
     )
 
@@ -312,13 +319,12 @@ def follow(steps: Steps, order: Order) -> tuple[list[list[float]], list[float]] 
             queue = feeds[step]
             if queue >= 0:
                 # As in `take`.
-                held = channel[queue]
-                if held < 0:
-                    there[queue].append(time + travels[queue])
-                else:
-                    begin = time if time > free[held] else free[held]
+                begin, held = time, channel[queue]
+                if held >= 0:
+                    if free[held] > time:
+                        begin = free[held]
                     free[held] = begin + holds[queue]
-                    there[queue].append(begin + travels[queue])
+                there[queue].append(begin + travels[queue])
                 if waiting[queue] >= 0:
                     ready.append(waiting[queue])
                     waiting[queue] = -1
@@ -358,13 +364,11 @@ def most_held(steps: Steps, order: Sequence[int], limit: float = math.inf) -> fl
             if named:
                 kept.setdefault(step % stages, deque()).append(turn)
         held += changes[step]
-        if held > most:
-            most = held
         if completes[step]:
             held += gradient[step % stages]
             gradient[step % stages] = 0
-            if held > most:
-                most = held
-        if most > limit:
-            return math.inf
+        if held > most:
+            most = held
+            if most > limit:
+                return math.inf
     return most

@@ -8,7 +8,7 @@ that microbatch, and that is the rank whose list has its forward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import attrs
 import numpy as np
@@ -36,7 +36,7 @@ from schedir.ir import (
     Kind,
     Schedule,
 )
-from schedir.ir.kinds import STAGE_WIDE, Place, Use, uses_of
+from schedir.ir.kinds import STAGE_WIDE, Use, uses_of
 
 _BESIDE = COPIES | GATHERS | SUMS
 """The kinds that run beside compute, and whose result compute waits for."""
@@ -193,11 +193,6 @@ class Graph:
         return self.of(*HOMES)
 
     @cached_property
-    def gradients(self) -> Ints:
-        """What makes the gradient of a stage's input: its B or its I."""
-        return self.where("end", "output gradient")
-
-    @cached_property
     def weight_gradients(self) -> Ints:
         """What completes the gradient of a stage's parameters: its B or its W."""
         return self.where("make", "share")
@@ -285,8 +280,7 @@ class Graph:
             places = columns.where(kind)
             beside = self.neighbours(further)
             peers[places] = beside[columns.stage[places], columns.microbatch[places]]
-        peers[peers < 0] = -1
-        return peers
+        return peers.clip(-1)
 
     def neighbours(self, further: int) -> Ints:
         """The rank that runs the stage `further` on, -1 if nobody does, and -2 if there is no such
@@ -337,13 +331,12 @@ class Graph:
         Raises UnsoundError for an action on a rank that does not hold its stage.
         """
         placement, places = self.schedule.placement, self.columns.where(*GROUPS)
-        found: dict[int, dict[int, list[int]]] = {}
-        for number, place in sorted(
-            zip(self.holding[places].tolist(), places.tolist(), strict=True)
-        ):
+        found: dict[int, dict[int, list[int]]] = {
+            stage: {rank: [] for rank in placement[stage]}
+            for stage in np.unique(self.columns.stage[places]).tolist()
+        }
+        for number, place in zip(self.holding[places].tolist(), places.tolist(), strict=True):
             stage, rank = self.schedule.holdings[number]
-            if stage not in found:
-                found[stage] = {holder: [] for holder in placement[stage]}
             found[stage][rank].append(place)
         return found
 
@@ -370,8 +363,7 @@ class Graph:
     def first_round(self) -> Ints:
         """Of each stage on each rank, the number of its first round, counted over all of them; one
         more entry for how many there are."""
-        rounds: Ints = np.append(0, np.cumsum(self.steps_of + 1))
-        return rounds
+        return np.cumsum(np.append(0, self.steps_of + 1))
 
     @cached_property
     def base(self) -> dict[str, int]:
@@ -435,31 +427,26 @@ class Graph:
             listed = self.columns.where(kind)
             return listed[stages[self.columns.stage[listed]]], np.zeros(0, np.int64)
         places = self.of(kind)
-        takes_place = places >= 0
-        if use.where != "any":
-            takes_place &= stages[:, None]
+        takes_place = (places >= 0) & stages[:, None]
         for other, wanted in ((use.beside, True), (use.without, False)):
             if other:
                 takes_place &= (self.of(Kind(other)) >= 0) == wanted
-        if kind in COMMUNICATION and len(self.lone):
+        if kind in COMMUNICATION:
             takes_place &= ~np.isin(places, self.lone)
         return places[takes_place], np.flatnonzero(takes_place)
 
     @cached_property
-    def _stages(self) -> dict[Place, Bools]:
+    def _stages(self) -> dict[str, Bools]:
         """The stages to which a use may be restricted."""
-        number, last = np.arange(self.schedule.stages), self.schedule.stages - 1
-        return {
+        number = np.arange(self.schedule.stages)
+        found = {
             "any": number >= 0,
             "first": number == 0,
-            "not first": number > 0,
-            "last": number == last,
-            "not last": number < last,
+            "last": number == len(number) - 1,
             "summed": self.summed,
-            "not summed": ~self.summed,
             "sharded": self.sharded,
-            "not sharded": ~self.sharded,
         }
+        return found | {f"not {where}": ~stages for where, stages in found.items()}
 
     @cached_property
     def needs(self) -> tuple[Ints, Ints]:
@@ -492,42 +479,45 @@ def graph_of(schedule: Schedule) -> Graph:
     Raises UnsoundError if actions name unknown stages or microbatches, or are fewer than the stages
     and microbatches.
     """
-    return schedule.once("graph", partial(_compiled, schedule))
 
+    def found() -> Graph:
+        columns, pairs = schedule.columns, pairs_of(schedule)
+        stages, microbatches = pairs.shape
+        if not pairs.every:
+            raise UnsoundError(
+                f"{len(columns)} actions are too few for {stages} stages and {microbatches} "
+                "microbatches"
+            )
+        if (
+            columns.stage.max(initial=0) >= stages
+            or columns.microbatch.max(initial=0) >= microbatches
+        ):
+            raise UnsoundError("an action names an unknown stage or microbatch")
+        # Of a copy: the schedule itself remembers the graph, and each would keep the other alive.
+        own = attrs.evolve(schedule)
+        own.memo["pairs"] = pairs
+        return Graph(own, pairs.places.reshape(-1, stages, microbatches))
 
-def _compiled(schedule: Schedule) -> Graph:
-    columns, pairs = schedule.columns, pairs_of(schedule)
-    stages, microbatches = pairs.shape
-    if not pairs.every:
-        raise UnsoundError(
-            f"{len(columns)} actions are too few for {stages} stages and {microbatches} "
-            "microbatches"
-        )
-    if columns.stage.max(initial=0) >= stages or columns.microbatch.max(initial=0) >= microbatches:
-        raise UnsoundError("an action names an unknown stage or microbatch")
-    # Of a copy: the schedule itself remembers the graph, and each would keep the other in memory.
-    own = attrs.evolve(schedule)
-    own.memo["pairs"] = pairs
-    return Graph(own, pairs.places.reshape(-1, stages, microbatches))
+    return schedule.once("graph", found)
 
 
 def pairs_of(schedule: Schedule) -> Pairs:
     """The (stage, microbatch) pairs of a schedule, found once for each Schedule object. Actions
     that name unknown stages or microbatches are left out."""
-    return schedule.once("pairs", partial(_paired, schedule))
 
+    def found() -> Pairs:
+        columns, stages, microbatches = schedule.columns, schedule.stages, schedule.microbatches
+        named = (columns.microbatch >= 0) & (columns.microbatch < microbatches)
+        places = np.flatnonzero(named & (columns.stage < stages))
+        row = columns.stage[places] * microbatches + columns.microbatch[places]
+        # A file may claim a billion microbatches: no table is made that the lists can't fill.
+        if stages * microbatches <= len(columns):
+            numbers = np.arange(stages * microbatches)
+        else:
+            numbers, row = np.unique(row, return_inverse=True)
+        table = np.full(len(KINDS) * len(numbers), -1)
+        # Of several that are written to one cell the last stays.
+        table[(columns.kind[places] * len(numbers) + row)[::-1]] = places[::-1]
+        return Pairs((stages, microbatches), numbers, table.reshape(len(KINDS), -1))
 
-def _paired(schedule: Schedule) -> Pairs:
-    columns, stages, microbatches = schedule.columns, schedule.stages, schedule.microbatches
-    named = (columns.microbatch >= 0) & (columns.microbatch < microbatches)
-    places = np.flatnonzero(named & (columns.stage < stages))
-    row = columns.stage[places] * microbatches + columns.microbatch[places]
-    # A file may claim a billion microbatches: no table is made that the lists can't fill.
-    if stages * microbatches <= len(columns):
-        numbers = np.arange(stages * microbatches)
-    else:
-        numbers, row = np.unique(row, return_inverse=True)
-    table = np.full(len(KINDS) * len(numbers), -1)
-    # Of several that are written to one cell the last stays.
-    table[(columns.kind[places] * len(numbers) + row)[::-1]] = places[::-1]
-    return Pairs((stages, microbatches), numbers, table.reshape(len(KINDS), -1))
+    return schedule.once("pairs", found)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
 
 from schedir.graph.paths import NEEDS, PART, POSTED, Waits
-from schedir.ir import Bools
 
 Wait: TypeAlias = tuple[int, int, int]
 """`later`, `earlier` and `why` of one wait."""
@@ -16,9 +14,6 @@ Wait: TypeAlias = tuple[int, int, int]
 # Enough to search every start in any schedule that a person reads; a longer search would be
 # quadratic, and the cycle found by then is as good an explanation.
 _SEARCH_BUDGET = 250_000
-
-_Leads: TypeAlias = Callable[[int], Iterator[tuple[int, Wait]]]
-"""The stuck nodes that a stuck node waits for, and why."""
 
 
 def shortest_cycle(waiting: Waits) -> list[Wait]:
@@ -29,9 +24,15 @@ def shortest_cycle(waiting: Waits) -> list[Wait]:
     places: a step into a batch and out of it shows only in the part that they name.
     """
     never = waiting.stuck
-    leads = _leads(waiting, never)
+    inside = np.flatnonzero(never[waiting.waiter] & never[waiting.awaited])
+    # The waits of each node stand together, as its places stand in the lists.
+    keys = waiting.why[inside], waiting.later[inside], waiting.waiter[inside]
+    inside = inside[np.lexsort(keys)]
+    waiter, awaited = waiting.waiter[inside], waiting.awaited[inside]
+    bounds = np.searchsorted(waiter, np.arange(waiting.nodes + 1)).tolist()
+    stuck = bounds, awaited.tolist(), waiter.tolist()
     starts = np.flatnonzero(never).tolist()
-    best = _some_cycle(leads, starts[0])
+    best = _some_cycle(starts[0], *stuck[:2])
     # One as short that comes first in the lists is better still.
     most = len(best)
     budget = _SEARCH_BUDGET
@@ -40,13 +41,15 @@ def shortest_cycle(waiting: Waits) -> list[Wait]:
         for start in starts:
             if budget <= 0 or not most:
                 break
-            found, visited = _cycle_through(start, leads, min(depth, most))
+            found, visited = _cycle_through(start, min(depth, most), *stuck)
             budget -= visited
             if found:
                 best, most = found, len(found) - 1
         if most < depth:
             break
-    return _between_places(best)
+    columns = waiting.later, waiting.earlier, waiting.why
+    rows = (column[inside[best]].tolist() for column in columns)
+    return _between_places([*zip(*rows, strict=True)])
 
 
 def _between_places(cycle: list[Wait]) -> list[Wait]:
@@ -70,56 +73,38 @@ def _between_places(cycle: list[Wait]) -> list[Wait]:
     return told
 
 
-def _leads(waiting: Waits, never: Bools) -> _Leads:
-    inside = np.flatnonzero(never[waiting.waiter] & never[waiting.awaited])
-    # Those of each node as its places stand in the lists.
-    keys = waiting.why[inside], waiting.later[inside], waiting.waiter[inside]
-    inside = inside[np.lexsort(keys)]
-    bounds = np.searchsorted(waiting.waiter[inside], np.arange(waiting.nodes + 1)).tolist()
-    later, earlier, why, target = (
-        column[inside].tolist()
-        for column in (waiting.later, waiting.earlier, waiting.why, waiting.awaited)
-    )
-
-    def leads(source: int) -> Iterator[tuple[int, Wait]]:
-        for at in range(bounds[source], bounds[source + 1]):
-            yield target[at], (later[at], earlier[at], why[at])
-
-    return leads
+# The functions below number the waits that lead from a stuck node to a stuck node: those of a node
+# from bounds[node] to before bounds[node + 1], from waiter[wait] to awaited[wait].
 
 
-def _some_cycle(leads: _Leads, start: int) -> list[Wait]:
-    """A cycle that following the first wait of each node leads into."""
-    order: dict[int, int] = {}
-    path: list[Wait] = []
-    current = start
-    while current not in order:
-        order[current] = len(path)
-        current, wait = next(leads(current))
-        path.append(wait)
-    return path[order[current] :]
+def _some_cycle(node: int, bounds: list[int], awaited: list[int]) -> list[int]:
+    """A cycle that following the first wait of each node leads into, from this node on."""
+    path: dict[int, int] = {}
+    while node not in path:
+        path[node] = bounds[node]
+        node = awaited[path[node]]
+    return [*path.values()][[*path].index(node) :]
 
 
-def _cycle_through(start: int, leads: _Leads, most: int) -> tuple[list[Wait], int]:
+def _cycle_through(
+    start: int, most: int, bounds: list[int], awaited: list[int], waiter: list[int]
+) -> tuple[list[int], int]:
     """A shortest cycle through `start` of at most this many waits, if there is one, and how many
     nodes the search visited."""
-    came_by: dict[int, tuple[int, Wait]] = {}
+    came_by: dict[int, int] = {}
     layer = [start]
     for _ in range(most):
         following = []
-        for current in layer:
-            for target, wait in leads(current):
-                if target not in came_by:
-                    came_by[target] = (current, wait)
-                    following.append(target)
+        for node in layer:
+            for wait in range(bounds[node], bounds[node + 1]):
+                if awaited[wait] not in came_by:
+                    came_by[awaited[wait]] = wait
+                    following.append(awaited[wait])
         layer = following
         if start in came_by or not layer:
             break
-    if start not in came_by:
-        return [], len(came_by) + 1
-    cycle: list[Wait] = []
-    current = start
-    while not cycle or current != start:
-        current, wait = came_by[current]
-        cycle.append(wait)
+    cycle, node = list[int](), start
+    while node in came_by and (node != start or not cycle):
+        cycle.append(came_by[node])
+        node = waiter[cycle[-1]]
     return cycle[::-1], len(came_by) + 1

@@ -15,7 +15,7 @@ as one:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -47,6 +47,8 @@ AFTER, NEEDS, QUEUED, PART, POSTED = range(5)
 the batch is posted. These steps are within an entry, and only a PART is a reason for them."""
 
 TEXTBOOK_BEGINS = "begins at the textbook costs"
+"""The first part of the keys under which a schedule remembers what `textbook` finds; the channel
+model, and whether receives are posted ahead, are the others."""
 HAPPENS = "happens"
 """The key under which a schedule remembers one order of all its nodes, as a number for each place:
 the order of the pass that inserted its communication, or the first one found."""
@@ -80,10 +82,6 @@ class Waits:
         """Which numbers are those of a node."""
         own = self.node == np.arange(len(self.node))
         return np.append(own, np.ones(self.nodes - len(own), np.bool_))
-
-    def summed(self, costs: Ints) -> Ints:
-        """The total cost of the places of each node."""
-        return np.bincount(self.node, costs, self.nodes).astype(np.int64)
 
     @cached_property
     def _known(self) -> Ints | None:
@@ -232,31 +230,20 @@ def textbook_prices(columns: Columns) -> Prices:
 def textbook(schedule: Schedule, channel: str = "edge", *, ahead: bool = False) -> Ints:
     """When each node of `waits` begins at the textbook costs, with free transfers; stored with the
     schedule."""
-    key = TEXTBOOK_BEGINS, channel, ahead
-    return schedule.once(key, partial(_textbook, schedule, channel, ahead))
 
+    def found() -> Ints:
+        columns = schedule.columns
+        batches = columns.joined & columns.is_kind(*COMMUNICATION)
+        if channel in ("rank", "pair") and not ahead and not batches.any():
+            # Queued communication takes no time, so that the queues may hold up nothing.
+            begins, before = textbook(schedule), previous_of_queue(graph_of(schedule), channel)
+            later = np.flatnonzero(before >= 0)
+            if (begins[before[later]] <= begins[later]).all():
+                return begins
+        waiting = waits(schedule, channel, ahead=ahead)
+        return finish(waiting, textbook_prices(columns).takes)
 
-def _textbook(schedule: Schedule, channel: str, ahead: bool) -> Ints:
-    columns = schedule.columns
-    batches = columns.joined & columns.is_kind(*COMMUNICATION)
-    if channel in ("rank", "pair") and not ahead and not batches.any():
-        # Queued communication takes no time, so that the queues may hold up nothing.
-        begins, before = textbook(schedule), previous_of_queue(graph_of(schedule), channel)
-        later = np.flatnonzero(before >= 0)
-        if (begins[before[later]] <= begins[later]).all():
-            return begins
-    waiting = waits(schedule, channel, ahead=ahead)
-    return finish(waiting, waiting.summed(TEXTBOOK[columns.kind]))
-
-
-def remember(schedule: Schedule, happens: Ints, begins: Ints | None) -> None:
-    """Store with a schedule what the pass that made it knows: a number for each place that gives
-    one order of all nodes, and, if known, when the nodes begin at the textbook costs, wherever
-    receives are posted."""
-    schedule.memo[HAPPENS] = happens
-    if begins is not None:
-        for ahead in (False, True):
-            schedule.memo[TEXTBOOK_BEGINS, "edge", ahead] = begins
+    return schedule.once((TEXTBOOK_BEGINS, channel, ahead), found)
 
 
 def waits(
@@ -312,7 +299,7 @@ def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:
     after it waits for; and the number of nodes."""
     columns = graph.columns
     batch = columns.shared & columns.is_kind(*COMMUNICATION)
-    if channel == "host" or not columns.together or not batch.any():
+    if channel == "host" or not batch.any():
         return node, node, len(node)
     number = np.cumsum(batch & ~columns.joined)
     over = np.where(batch, len(columns) + 2 * number - 1, node)

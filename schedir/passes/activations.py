@@ -57,8 +57,8 @@ def offload(schedule: Schedule, stages: Collection[int], *, ahead: int = 1) -> S
     graph, columns = graph_of(schedule), schedule.columns
     wanted = np.isin(np.arange(schedule.stages), [*stages])[:, None]
     made, used = graph.home, graph.where("end", "saved")
-    wanted = wanted & (made >= 0) & (used > made) & (graph.of(Kind.OFFLOAD) < 0)
-    stage, microbatch = np.nonzero(wanted & (graph.of(Kind.RECOMPUTE) < 0))
+    on_the_device = graph.of(Kind.OFFLOAD, Kind.RECOMPUTE) < 0
+    stage, microbatch = np.nonzero(wanted & (made >= 0) & (used > made) & on_the_device)
     made, used = made[stage, microbatch], used[stage, microbatch]
     # The entries of compute, and the one that each reload stands before.
     compute = np.flatnonzero(columns.is_kind(*COMPUTE) & ~columns.joined)

@@ -73,13 +73,12 @@ def _ends(schedule: Schedule) -> list[tuple[int, ...]]:
     """
     graph, columns = graph_of(schedule), schedule.columns
     transfers, turns = graph.transfers, graph.collectives
-    order, follows = transfers.by_channel
-    receives = transfers.receive[order]
-    in_order = not (follows[1:] & (np.diff(receives) < 0)).any()
-    ends = [*zip(transfers.send[order].tolist(), receives.tolist(), strict=True)]
+    matched, (behind, ahead) = transfers.matched, transfers.in_turn
+    in_order = (transfers.receive[behind] > transfers.receive[ahead]).all()
+    both = transfers.send[matched].tolist(), transfers.receive[matched].tolist()
+    ends = [*zip(*both, strict=True), *turns]
     listed = len(columns.where(*COMMUNICATION, *GROUPS))
-    matched = listed == 2 * len(ends) + sum(map(len, turns))
-    return [*ends, *turns] if matched and in_order else []
+    return ends if in_order and sum(map(len, ends)) == listed else []
 
 
 def _joins(columns: Columns, ends: list[tuple[int, ...]]) -> list[int]:
@@ -94,10 +93,9 @@ def _joins(columns: Columns, ends: list[tuple[int, ...]]) -> list[int]:
     rank_of, last = columns.rank.tolist(), columns.last.tolist()
     meeting = {place: turn for turn, places in enumerate(ends) for place in places}
     absent = [len(places) for places in ends]  # how many ends nobody stands at
-    # Each rank stands at its places from `at` to before `until`; `looked` is what it waits for.
-    at: list[int] = columns.starts[:-1].tolist()
-    until, looked, stop = at.copy(), at.copy(), columns.starts[1:].tolist()
-    waiting: dict[int, list[int]] = {}  # by meeting: the ranks that wait for it
+    # Each rank stands at the places to before `until`, of which `looked` is what it waits for.
+    until: list[int] = columns.starts[:-1].tolist()
+    looked, stop = until.copy(), columns.starts[1:].tolist()
     ready, joins = [*range(columns.ranks)], list[int]()
 
     def stand(rank: int, end: int) -> None:
@@ -107,7 +105,7 @@ def _joins(columns: Columns, ends: list[tuple[int, ...]]) -> list[int]:
             if turn is not None:
                 absent[turn] -= 1
                 if not absent[turn]:
-                    ready.extend(waiting.pop(turn, ()))
+                    ready.extend(rank_of[place] for place in ends[turn])
         until[rank] = end
 
     while True:
@@ -115,11 +113,9 @@ def _joins(columns: Columns, ends: list[tuple[int, ...]]) -> list[int]:
             rank = ready.pop()
             while looked[rank] < stop[rank]:
                 if looked[rank] == until[rank]:
-                    at[rank] = until[rank]
-                    stand(rank, last[at[rank]] + 1)
+                    stand(rank, last[until[rank]] + 1)
                 turn = meeting.get(looked[rank])
                 if turn is not None and absent[turn]:
-                    waiting.setdefault(turn, []).append(rank)
                     break
                 looked[rank] += 1
         rank = next((rank for rank, place in enumerate(looked) if place < stop[rank]), -1)
@@ -132,7 +128,9 @@ def _joins(columns: Columns, ends: list[tuple[int, ...]]) -> list[int]:
             rank = rank_of[wanted[rank]]
         circle = [*wanted.values()][[*wanted].index(rank) :]
         # Only communication lies between the place and where its rank stands.
-        reached = [place for place in circle if stretch[at[rank_of[place]]] == stretch[place]]
+        reached = [
+            place for place in circle if stretch[until[rank_of[place]] - 1] == stretch[place]
+        ]
         if not reached:
             return []
         for place in reached:

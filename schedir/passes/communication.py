@@ -16,18 +16,19 @@ The order also keeps the REDUCE_GRADs of a stage together: each waits for its tu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 import numpy as np
 
 from schedir.errors import UnsoundError
 from schedir.graph.compile import Transfers, graph_of
-from schedir.graph.paths import TEXTBOOK, finish, remember, waits
+from schedir.graph.paths import HAPPENS, TEXTBOOK, TEXTBOOK_BEGINS, finish, textbook_prices, waits
 from schedir.ir import (
     COMMUNICATION,
     COUNTERPARTS,
     KIND_INDEX,
     KINDS,
-    Bools,
     Columns,
     Ints,
     Kind,
@@ -86,15 +87,14 @@ def as_inserted(schedule: Schedule) -> bool:
 def _run(schedule: Schedule) -> tuple[Ints, Ints, Ints]:
     """When each action of a compute-only schedule begins and ends at the textbook costs, and its
     number in one order of all actions; by place."""
-    columns = schedule.columns
+    columns, takes = schedule.columns, textbook_prices(schedule.columns).takes
     # Else as if the collectives of a stage were each rank's own: a proof will say if they meet.
     for meet in (True, False):
         waiting = waits(schedule, "host", meet=meet)
         never, node = waiting.stuck[waiting.node], waiting.node
         if not never.any():
-            costs = waiting.summed(TEXTBOOK[columns.kind])
-            begins = finish(waiting, costs)
-            return begins[node], (begins + costs)[node], waiting.turn[node]
+            begins = finish(waiting, takes)[node]
+            return begins, begins + takes, waiting.turn[node]
     user, made = graph_of(schedule).needs
     place = int(user[never[user] & never[made]].min())
     rank, index = columns.position(place)
@@ -133,11 +133,13 @@ def _merge(
         _both(microbatch),
         _both(maker),
     )
-    happens = (moment * len(placed) + np.append(turn, turns))[placed]
-    # Where a sum waits for other ranks, what is listed after it need not.
-    apart = all(len(places) == 1 for places in graph_of(schedule).collectives)
-    remember(complete, happens, np.append(begins, _both(made))[placed] if apart else None)
+    complete.memo[HAPPENS] = (moment * len(placed) + np.append(turn, turns))[placed]
     complete.memo[as_inserted] = True
+    # Where a sum waits for other ranks, what is listed after it need not.
+    if all(len(places) == 1 for places in graph_of(schedule).collectives):
+        for ahead in (False, True):
+            begun = np.append(begins, _both(made))[placed]
+            complete.memo[TEXTBOOK_BEGINS, "edge", ahead] = begun
     return complete
 
 
@@ -151,11 +153,11 @@ _SENT = np.array([KIND_INDEX[COUNTERPARTS.get(kind, (kind, 0))[0]] for kind in K
 """The kind of the send, by the kind of the receive."""
 
 
-def past(columns: Columns, passed: Bools) -> Ints:
-    """For every place, the first place after its entry that is not `passed`, or the end of its
-    rank's list."""
-    places = np.arange(len(columns))
-    stops = np.append(np.where(passed, len(columns), places), len(columns))
+def past(columns: Columns, kinds: Iterable[Kind]) -> Ints:
+    """For every place, the first entry after its own that is not all of these kinds, by its first
+    place, or the end of its rank's list."""
+    heads = columns.heads[columns.entry]
+    stops = np.append(np.where(columns.is_kind(*kinds), len(columns), heads), len(columns))
     first = np.minimum.accumulate(stops[::-1])[::-1]
     return np.minimum(first[columns.last + 1], columns.starts[columns.rank + 1])
 

@@ -94,9 +94,9 @@ def posted_after(schedule: Schedule, channel: str, room: int) -> Ints:
 def _in_order(complete: Schedule, channel: str, room: int | None, ties: Ties) -> Ints:
     """The places of a complete schedule, in the order in which they are posted."""
     columns = complete.columns
-    receives = columns.is_kind(*RECEIVES)
+    graph, receives = graph_of(complete), columns.is_kind(*RECEIVES)
     moves = receives & ~columns.shared
-    queue = queues(graph_of(complete), channel)
+    queue = queues(graph, channel)
     if channel == "rank":
         steps = shared_steps(complete, ties)
         queue[steps] = columns.rank[steps]
@@ -110,7 +110,11 @@ def _in_order(complete: Schedule, channel: str, room: int | None, ties: Ties) ->
         last = np.where(held_by < 0, columns.starts[columns.rank] - 1, columns.last[held_by])
         behind = np.maximum.accumulate(np.where(moves, last, -1))
         return np.argsort(2 * np.where(moves, behind, np.arange(len(moves))) + moves, kind="stable")
-    freed = _freed(complete)
+    # An activation is used until its backward, a gradient until its W.
+    transfers = graph.transfers
+    weight = graph.weight_gradients[transfers.stage, transfers.microbatch]
+    last_use = np.maximum(np.maximum(weight, transfers.user), transfers.receive)[transfers.matched]
+    freed = np.bincount(last_use, minlength=len(columns))
     gained = freed - (receives & ~moves)
     held = held_by.tolist()
     order: list[int] = []
@@ -148,15 +152,3 @@ def _held_by(queue: Ints, receives: Bools) -> Ints:
     there = last >= np.searchsorted(own, own)
     held[order[there]] = order[last[there]]
     return held
-
-
-def _freed(schedule: Schedule) -> Ints:
-    """For every place, how many received tensors are used there for the last time, shape [actions].
-
-    An activation is used until its backward, a gradient until its W.
-    """
-    graph = graph_of(schedule)
-    transfers = graph.transfers
-    weight = graph.weight_gradients[transfers.stage, transfers.microbatch]
-    last_use = np.maximum(np.maximum(weight, transfers.user), transfers.receive)[transfers.matched]
-    return np.bincount(last_use, minlength=len(schedule.columns))

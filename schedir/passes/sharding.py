@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TypeAlias
 
 import attrs
 import numpy as np
 
 from schedir.display import rounded
 from schedir.graph.compile import Graph, graph_of
+from schedir.graph.paths import last_before
 from schedir.ir import (
     COMPUTE,
     GATHERS,
@@ -39,7 +39,7 @@ from schedir.ir.schedule import expect_stages
 from schedir.passes.communication import inserted, past
 from schedir.passes.steps import insert_reductions
 
-(_GATHER,), (_RELEASE,) = GATHERS, RELEASES
+_GATHER, _RELEASE = (KIND_INDEX[kind] for (kind,) in (GATHERS, RELEASES))
 
 
 def shard(
@@ -92,9 +92,9 @@ def shard(
     graph = graph_of(schedule)
     most = math.inf if limit is None else limit
     new = [
-        (at, rank, KIND_INDEX[kind], stage)
+        action
         for rank, entries in enumerate(_entries(graph, wanted))
-        for at, kind, stage in _listed(rank, entries, sizes, most, ahead)
+        for action in _listed(rank, entries, sizes, most, ahead)
     ]
     before, ranks, kinds, numbers = np.array(new, np.int64).reshape(-1, 4).T
     return inserted(schedule, kinds, numbers, ranks, before)
@@ -140,42 +140,32 @@ class _Entry:
 
     begin: int
     end: int
-    used: tuple[int, ...]
-    stepped: tuple[int, ...]
+    used: list[int]
+    stepped: list[int]
 
 
 def _entries(graph: Graph, wanted: Collection[int]) -> list[list[_Entry]]:
     """The entries of compute of every rank."""
-    columns, heads = graph.columns, graph.columns.heads
+    columns = graph.columns
     sharded = np.isin(columns.stage, [*wanted])
     reads, steps = ((sharded & columns.is_kind(*of)).tolist() for of in (READS_WEIGHTS, STEPS))
-    sent, received, computed = (
-        np.logical_and.reduceat(columns.is_kind(*kinds), heads)[columns.entry]
-        for kinds in (SENDS, RECEIVES, COMPUTE)
-    )
-    behind = np.where(received, 0, np.arange(1, len(columns) + 1))
-    begin = np.append(0, np.maximum.accumulate(behind))[:-1]
-    begin, end = np.maximum(begin, columns.starts[columns.rank]), past(columns, sent)
+    before = last_before(columns, frozenset(Kind) - RECEIVES)
+    begin = np.where(before < 0, columns.starts[columns.rank], columns.last[before] + 1)
+    end = past(columns, SENDS)
     stage, rank = columns.stage.tolist(), columns.rank.tolist()
     found: list[list[_Entry]] = [[] for _ in range(columns.ranks)]
-    for head in heads[computed[heads]].tolist():
+    for head in columns.heads[columns.is_kind(*COMPUTE)[columns.heads]].tolist():
         parts = range(head, int(columns.last[head]) + 1)
-        used, stepped = (
-            tuple(dict.fromkeys(stage[part] for part in parts if which[part]))
-            for which in (reads, steps)
-        )
+        used, stepped = ([stage[part] for part in parts if which[part]] for which in (reads, steps))
         found[rank[head]].append(_Entry(int(begin[head]), int(end[head]), used, stepped))
     return found
 
 
-_New: TypeAlias = tuple[int, Kind, int]
-"""A new action: the place that it stands before, its kind and its stage."""
-
-
 def _listed(
     rank: int, entries: list[_Entry], sizes: Sequence[float], limit: float, ahead: int
-) -> Iterator[_New]:
-    """What is gathered and given up on a rank."""
+) -> Iterator[tuple[int, ...]]:
+    """What is gathered and given up on a rank: for each new action the place that it stands before,
+    the rank, the index of its kind and its stage."""
     then: dict[tuple[int, int], float] = {}  # after a use: the next one before an update
     following: dict[int, float] = {}
     for number, entry in reversed([*enumerate(entries)]):
@@ -184,18 +174,8 @@ def _listed(
     # The stages that are gathered: the place after the last use so far, and the next use.
     held: dict[int, tuple[int, float]] = {}
 
-    def released(stages: Iterable[int]) -> Iterator[_New]:
-        yield from [(held.pop(stage)[0], _RELEASE, stage) for stage in stages]
-
-    def in_the_way(stage: int, use: int) -> list[int] | None:
-        """The stages that make room for one, those first that are used last, and after `use`; None
-        if there is no room yet."""
-        spare = [other for other, (_, needed) in held.items() if needed > use]
-        spare.sort(key=lambda other: -held[other][1])
-        for many in range(len(spare) + 1):
-            if sum(sizes[kept] for kept in {*held, stage} - {*spare[:many]}) <= limit:
-                return spare[:many]
-        return None
+    def released(stages: Iterable[int]) -> Iterator[tuple[int, ...]]:
+        yield from [(held.pop(stage)[0], rank, _RELEASE, stage) for stage in stages]
 
     for number, entry in enumerate(entries):
         met: set[int] = set()
@@ -203,19 +183,25 @@ def _listed(
             for stage in coming.used:
                 if stage in held or stage in met:
                     continue
-                out = in_the_way(stage, use)
-                if out is not None:
-                    yield from released(out)
-                    yield entry.begin, _GATHER, stage
-                    held[stage] = entry.begin, use
-                elif use == number:
-                    many = rounded(sum(sizes[used] for used in entry.used))
+                # Room is made by the stages that are used last, after this one.
+                spare = [other for other in held if held[other][1] > use]
+                spare.sort(key=lambda other: -held[other][1])
+                for many in range(len(spare) + 1):
+                    if sum(sizes[kept] for kept in {*held, stage} - {*spare[:many]}) <= limit:
+                        yield from released(spare[:many])
+                        yield entry.begin, rank, _GATHER, stage
+                        held[stage] = entry.begin, use
+                        break
+                else:
+                    if use > number:
+                        continue
+                    used = sorted({*entry.used})
+                    least = rounded(sum(sizes[stage] for stage in used))
                     raise ValueError(
-                        f"rank {rank} needs the weights of stages {sorted(entry.used)} at once, "
-                        f"{many} bytes, but the limit is {rounded(limit)}: allow {many}, or cut "
-                        "the model into more stages"
+                        f"rank {rank} needs the weights of stages {used} at once, {least} bytes, "
+                        f"but the limit is {rounded(limit)}: allow {least}, or cut the model into "
+                        "more stages"
                     )
             met.update(coming.used, coming.stepped)
         held |= {stage: (entry.end, then[number, stage]) for stage in entry.used}
         yield from released([stage for stage in held if held[stage][1] == math.inf])
-    yield from released([*held])

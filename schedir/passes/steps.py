@@ -81,7 +81,7 @@ def insert_reductions(schedule: Schedule, stages: Collection[int] | None = None)
         Kind.REDUCE_GRAD,
         columns.stage[made],
         columns.rank[made],
-        past(columns, columns.is_kind(*COMMUNICATION))[made],
+        past(columns, COMMUNICATION)[made],
         like=made,
     )
     return _appended(summed, Kind.REDUCE_GRAD, at_the_end)

@@ -188,7 +188,7 @@ def data_before(schedule: Schedule) -> Ints:
         there = (users >= 0) & (makers >= 0)
         before[users[there]] = makers[there]
 
-    forward, gradient = flow.of(Kind.FORWARD), flow.gradients
+    forward, gradient = flow.of(Kind.FORWARD), flow.where("end", "output gradient")
     follows(forward[1:], forward[:-1])
     follows(gradient[-1], forward[-1])
     follows(gradient[:-1], gradient[1:])
