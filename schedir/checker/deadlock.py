@@ -9,7 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from schedir.checker.diagnostics import Change, Excerpt, Faults, Finding, Side, in_short
-from schedir.checker.repairs import between, in_turn, reorder, slide
+from schedir.checker.repairs import in_turn, reorder, slide, windows
 from schedir.checker.rules import MEETS, WAIT_CYCLE
 from schedir.graph.compile import graph_of
 from schedir.graph.cycles import Wait, shortest_cycle
@@ -20,7 +20,6 @@ from schedir.ir import (
     COMPUTE,
     GROUPS,
     RECEIVES,
-    SENDS,
     Columns,
     Ints,
     Schedule,
@@ -162,6 +161,7 @@ def _breaking(
     computes, receives = columns.is_kind(*COMPUTE), columns.is_kind(*RECEIVES)
     inserted = columns.is_kind(*COMMUNICATION) & (given is not schedule)
     kept: Ints = np.cumsum(~inserted) - ~inserted  # before each place, and so its own there
+    limits = windows(graph_of(schedule))
     passages = _passages(cycle)
     # A receive can always be posted earlier as far as data goes, so those are tried first.
     passages.sort(key=lambda passage: not receives[passage[0]])
@@ -175,7 +175,7 @@ def _breaking(
     for compute in (False, True):
         yield from in_turn(
             [
-                slide(given, int(kept[place]), side, to, _window(schedule, place)[side == "after"])
+                slide(given, int(kept[place]), side, to, int(limits[side][place]))
                 for place, side, to in ways
                 if computes[place] == compute and not inserted[place]
             ]
@@ -202,20 +202,6 @@ def _passages(cycle: list[Wait]) -> list[list[int]]:
     if len(passages) > 1 and passages[-1][-1] == passages[0][0]:
         passages[0] = passages.pop() + passages[0][1:]
     return passages
-
-
-def _window(schedule: Schedule, place: int) -> tuple[int, int]:
-    """The places between which a send or receive can move: on the right side of its compute, and in
-    the order of its channel; -1 for no limit."""
-    transfers, sends = graph_of(schedule).transfers, schedule.columns.is_kind(*SENDS)[place]
-    own = transfers.send if sends else transfers.receive
-    for number in np.flatnonzero(own == place).tolist():
-        # In its channel both ends stand in the same order.
-        before, after = between(transfers, number, own, own)
-        if sends:
-            return max(before, int(transfers.maker[number])), after
-        return before, min(p for p in (after, int(transfers.user[number])) if p >= 0)
-    return -1, -1
 
 
 def _excerpts(schedule: Schedule, places: list[int]) -> Iterator[Excerpt]:

@@ -30,6 +30,7 @@ from schedir.checker.diagnostics import (
 )
 from schedir.checker.structure import WAYS
 from schedir.graph.compile import Graph, Transfers, graph_of, pairs_of
+from schedir.graph.paths import previous_of_queue
 from schedir.ir import (
     BACKWARDS,
     COMMUNICATION,
@@ -185,6 +186,21 @@ def slide(schedule: Schedule, place: int, side: Side, target: int, limit: int = 
     return Slide(
         rank, index, side, range(nearest, bound + step, step), "post" if posted else "move"
     )
+
+
+def windows(graph: Graph) -> dict[Side, Ints]:
+    """By side and place, the place up to which an entry can move as far as its channel or group and
+    its data go: no send passes its maker, no receive its user. A number that is no place for no
+    limit. Expects matched communication."""
+    transfers, size = graph.transfers, len(graph.columns)
+    # One more, for what a list without communication lacks.
+    before = np.append(previous_of_queue(graph, "edge"), -1)
+    after = np.full(size + 1, size)
+    known = np.flatnonzero(before >= 0)
+    after[before[known]] = known
+    before[transfers.send] = np.maximum(before[transfers.send], transfers.maker)
+    after[transfers.receive] = np.minimum(after[transfers.receive], transfers.user)
+    return {"before": before, "after": after}
 
 
 def anywhere(schedule: Schedule, places: Iterable[int]) -> Iterator[Move]:
