@@ -361,7 +361,7 @@ def repairs(schedule: Schedule, finding: Diagnostic) -> Repairs:
         return _reading(schedule, finding, places), ()
     graph = graph_of(schedule)
     if rule is rules.MIS_PAIRED:
-        return _paired(graph, facts["transfer"])
+        return _paired(graph, places[0])
     if rule is rules.UNMATCHED and "peer" in facts:
         return _of_group(graph, places[0], facts["peer"])
     if rule is rules.UNMATCHED or (rule is rules.MISSING_RECEIVE and len(places) == 1):
@@ -537,12 +537,11 @@ def between(transfers: Transfers, number: int, known: Ints, ends: Ints) -> tuple
     return int(before), int(after)
 
 
-def _paired(graph: Graph, number: int) -> Repairs:
+def _paired(graph: Graph, place: int) -> Repairs:
     """One end of a channel moved past others, or its receives or sends reordered."""
     schedule, transfers = graph.schedule, graph.transfers
-    sent = transfers.beside(number)
-    received = sent[np.argsort(transfers.receive[sent])]
-    wrong = np.flatnonzero(sent != received)
+    number = int((transfers.receive == place).argmax())
+    sent, received, wrong = transfers.orders(number)
     slides = []
     for places in (transfers.receive[received], transfers.send[sent]):
         low, high = int(places[wrong[0]]), int(places[wrong[-1]])
