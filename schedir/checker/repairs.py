@@ -357,7 +357,12 @@ def repairs(schedule: Schedule, finding: Diagnostic) -> Repairs:
         listed = schedule.columns.where(*GATHERS, *RELEASES)
         own = listed[schedule.columns.stage[listed] == finding.action.stage].tolist()
         return _removals(schedule, own) if len(own) <= _MOST_LISTED else None, ()
-    if rule in _OF_VERSIONS:
+    if rule in (
+        rules.VERSION_NOT_AVAILABLE,
+        rules.RECOMPUTE_AT_ANOTHER_VERSION,
+        rules.VERSION_OF_SHARDED,
+        rules.TIED_VERSIONS_DISAGREE,
+    ):
         return _reading(schedule, finding, places), ()
     graph = graph_of(schedule)
     if rule is rules.MIS_PAIRED:
@@ -443,14 +448,6 @@ def _at_home(schedule: Schedule, places: list[int]) -> Change:
         if _home(schedule, other.stage, microbatch) == rank:
             return out
     return several((out, next(additions(schedule, action, rank))))
-
-
-_OF_VERSIONS = (
-    rules.VERSION_NOT_AVAILABLE,
-    rules.RECOMPUTE_AT_ANOTHER_VERSION,
-    rules.VERSION_OF_SHARDED,
-    rules.TIED_VERSIONS_DISAGREE,
-)
 
 
 def _reading(schedule: Schedule, finding: Diagnostic, places: list[int]) -> Change:
