@@ -35,38 +35,29 @@ def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
 
     Expects matched communication.
     """
+    # Without ties and batches, two models block as the stricter one before them does. What `host`
+    # has compute wait for, `rank` has the communication after it wait for, and compute only matters
+    # to that. What `edge` has a transfer wait for, the one before it on its channel, waits for
+    # nothing that it doesn't wait for itself. But the parts of a batch run apart under `host`, and
+    # its receives delay whoever needs another part.
+    columns = schedule.columns
+    batched = columns.joined & columns.is_kind(*COMMUNICATION)
+    known = () if ties or batched.any() else ("rank", "async")
     # Each enforces a part of what the one before does.
-    alike = _alike(schedule, ties)
     for strictest, channel in enumerate(CHANNELS):
-        known = alike and channel in _AS_ANOTHER
-        if not known and runs(schedule, channel, ties):
+        if channel not in known and runs(schedule, channel, ties):
             return CHANNELS[strictest:]
     return ()
 
 
 def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
     """True if the schedule runs to its end under a channel model."""
-    if _alike(schedule, ties):
-        channel = _AS_ANOTHER.get(channel, channel)
     return not waits(schedule, channel, ties).blocks
 
 
 def blocked(schedule: Schedule, channel: str, ties: Ties = ()) -> int:
     """How many entries and exchanges can never run under a channel model."""
     return int(waits(schedule, channel, ties).stuck.sum())
-
-
-# Two models may block as another one does. What `host` has compute wait for, `rank` has the
-# communication after it wait for, and compute only matters to that. What `edge` has a transfer wait
-# for, the one before it on its channel, waits for nothing that it doesn't wait for itself.
-_AS_ANOTHER = {"rank": "host", "async": "edge"}
-
-
-def _alike(schedule: Schedule, ties: Ties) -> bool:
-    """True if the two models block alike: not with ties, and not with batches, whose parts run
-    apart under `host` and whose receives delay whoever needs another part."""
-    columns = schedule.columns
-    return not (ties or (columns.joined & columns.is_kind(*COMMUNICATION)).any())
 
 
 def deadlock(
