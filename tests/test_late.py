@@ -129,7 +129,7 @@ def test_a_single_late_send_in_a_clean_list() -> None:
     )
     (finding,) = schedir.check(late, "rank").diagnostics
     assert finding.message == "0SEND_ACT0 is posted late: the step takes 10 rather than 9"
-    assert finding.help == "post rank 0 #2 after rank 0 #0"
+    assert finding.help == "post rank 0 #2 before rank 0 #1"
 
 
 def test_late_sends_are_not_blamed_on_receives() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 
 from schedir.checker import rules
-from schedir.checker.diagnostics import Faults, Finding, locate
+from schedir.checker.diagnostics import Faults, locations
 from schedir.checker.ordering import values
 from schedir.graph.compile import Graph, Transfers, graph_of
-from schedir.ir import Ints, Schedule
+from schedir.ir import Schedule
 
 _ROWS_AROUND = 2
 
@@ -29,7 +30,7 @@ def communication(schedule: Schedule) -> Iterator[Faults]:
     )
     yield from values(schedule, of_transfers=True)
     yield from _unmatched(schedule, graph.transfers)
-    yield from _mis_paired(graph)
+    yield _mis_paired(graph)
     yield from collectives(schedule)
 
 
@@ -68,55 +69,32 @@ def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
         yield rules.UNMATCHED.each(schedule, alone, case=case)
 
 
-def _mis_paired(graph: Graph) -> Iterator[Faults]:
+def _mis_paired(graph: Graph) -> Faults:
     """Channels whose sends and receives are listed in different orders.
 
     An unmatched end would shift all ends after it, so only transfers with both ends are compared.
     """
-    transfers, (order, follows) = graph.transfers, graph.transfers.by_channel
-    early = np.flatnonzero(follows[1:] & (np.diff(transfers.receive[order]) < 0))
-    channels = {}
-    for number in order[early].tolist():
-        key = int(transfers.source[number] * graph.schedule.ranks + transfers.target[number])
-        if key not in channels:
-            sent = transfers.beside(number)
-            channels[key] = sent, sent[np.argsort(transfers.receive[sent])]
-    yield Faults(
-        rule=rules.MIS_PAIRED,
-        keys=np.array([*channels], np.int64),
-        extents=np.array([(one != other).sum() for one, other in channels.values()], np.int64),
-        findings=(_swapped(graph.schedule, transfers, key, *channels[key]) for key in channels),
-    )
-
-
-def _swapped(
-    schedule: Schedule, transfers: Transfers, key: int, sent: Ints, received: Ints
-) -> Finding:
-    """The finding for a channel, given its transfers in the order of each end."""
-    sends, receives = transfers.send[sent], transfers.receive[received]
-    wrong = np.flatnonzero(sent != received)
-    turn = int(wrong[0])
-    rows = range(max(0, turn - _ROWS_AROUND), min(len(sent), turn + _ROWS_AROUND + 2))
-    pairs = tuple(
-        (
-            row,
-            locate(schedule, int(sends[row])),
-            locate(schedule, int(receives[row])),
-            bool(sent[row] == received[row]),
-        )
-        for row in rows
-    )
-    return Finding(
-        rules.MIS_PAIRED.at(
-            schedule,
-            receives[turn],
-            sends[turn],
-            transfers.send[received[turn]],
-            wrong=len(wrong),
-            transfers=len(sent),
-            pairs=pairs,
-            transfer=int(sent[0]),
-        ),
-        key,
-        len(wrong),
+    schedule, transfers = graph.schedule, graph.transfers
+    later, earlier = transfers.in_turn
+    early = later[transfers.receive[later] < transfers.receive[earlier]]
+    channels = transfers.source[early] * schedule.ranks + transfers.target[early]
+    keys, first = np.unique(channels, return_index=True)
+    rows, wrong, many, pairs = [], [], [], []
+    for number in early[first].tolist():
+        sent, received, swapped = transfers.orders(number)
+        sends, receives, turn = transfers.send[sent], transfers.receive[received], int(swapped[0])
+        rows.append((receives[turn], sends[turn], transfers.send[received[turn]]))
+        wrong.append(len(swapped))
+        many.append(len(sent))
+        shown = slice(max(0, turn - _ROWS_AROUND), turn + _ROWS_AROUND + 2)
+        ends = (locations(schedule, places[shown]) for places in (sends, receives))
+        pairs.append([*zip(count(shown.start), *ends, strict=False)])
+    return rules.MIS_PAIRED.each(
+        schedule,
+        rows,
+        keys=keys,
+        extents=np.array(wrong),
+        wrong=wrong,
+        transfers=many,
+        pairs=pairs,
     )

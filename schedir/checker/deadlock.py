@@ -9,7 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from schedir.checker.diagnostics import Change, Excerpt, Faults, Finding, Side, in_short
-from schedir.checker.repairs import between, in_turn, reorder, slide
+from schedir.checker.repairs import in_turn, reorder, slide, windows
 from schedir.checker.rules import MEETS, WAIT_CYCLE
 from schedir.graph.compile import graph_of
 from schedir.graph.cycles import Wait, shortest_cycle
@@ -20,7 +20,6 @@ from schedir.ir import (
     COMPUTE,
     GROUPS,
     RECEIVES,
-    SENDS,
     Columns,
     Ints,
     Schedule,
@@ -36,38 +35,29 @@ def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
 
     Expects matched communication.
     """
+    # Without ties and batches, two models block as the stricter one before them does. What `host`
+    # has compute wait for, `rank` has the communication after it wait for, and compute only matters
+    # to that. What `edge` has a transfer wait for, the one before it on its channel, waits for
+    # nothing that it doesn't wait for itself. But the parts of a batch run apart under `host`, and
+    # its receives delay whoever needs another part.
+    columns = schedule.columns
+    batched = columns.joined & columns.is_kind(*COMMUNICATION)
+    known = () if ties or batched.any() else ("rank", "async")
     # Each enforces a part of what the one before does.
-    alike = _alike(schedule, ties)
     for strictest, channel in enumerate(CHANNELS):
-        known = alike and channel in _AS_ANOTHER
-        if not known and runs(schedule, channel, ties):
+        if channel not in known and runs(schedule, channel, ties):
             return CHANNELS[strictest:]
     return ()
 
 
 def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
     """True if the schedule runs to its end under a channel model."""
-    if _alike(schedule, ties):
-        channel = _AS_ANOTHER.get(channel, channel)
     return not waits(schedule, channel, ties).blocks
 
 
 def blocked(schedule: Schedule, channel: str, ties: Ties = ()) -> int:
     """How many entries and exchanges can never run under a channel model."""
     return int(waits(schedule, channel, ties).stuck.sum())
-
-
-# Two models may block as another one does. What `host` has compute wait for, `rank` has the
-# communication after it wait for, and compute only matters to that. What `edge` has a transfer wait
-# for, the one before it on its channel, waits for nothing that it doesn't wait for itself.
-_AS_ANOTHER = {"rank": "host", "async": "edge"}
-
-
-def _alike(schedule: Schedule, ties: Ties) -> bool:
-    """True if the two models block alike: not with ties, and not with batches, whose parts run
-    apart under `host` and whose receives delay whoever needs another part."""
-    columns = schedule.columns
-    return not (ties or (columns.joined & columns.is_kind(*COMMUNICATION)).any())
 
 
 def deadlock(
@@ -162,6 +152,7 @@ def _breaking(
     computes, receives = columns.is_kind(*COMPUTE), columns.is_kind(*RECEIVES)
     inserted = columns.is_kind(*COMMUNICATION) & (given is not schedule)
     kept: Ints = np.cumsum(~inserted) - ~inserted  # before each place, and so its own there
+    limits = windows(graph_of(schedule))
     passages = _passages(cycle)
     # A receive can always be posted earlier as far as data goes, so those are tried first.
     passages.sort(key=lambda passage: not receives[passage[0]])
@@ -175,7 +166,7 @@ def _breaking(
     for compute in (False, True):
         yield from in_turn(
             [
-                slide(given, int(kept[place]), side, to, _window(schedule, place)[side == "after"])
+                slide(given, int(kept[place]), side, to, int(limits[side][place]))
                 for place, side, to in ways
                 if computes[place] == compute and not inserted[place]
             ]
@@ -202,20 +193,6 @@ def _passages(cycle: list[Wait]) -> list[list[int]]:
     if len(passages) > 1 and passages[-1][-1] == passages[0][0]:
         passages[0] = passages.pop() + passages[0][1:]
     return passages
-
-
-def _window(schedule: Schedule, place: int) -> tuple[int, int]:
-    """The places between which a send or receive can move: on the right side of its compute, and in
-    the order of its channel; -1 for no limit."""
-    transfers, sends = graph_of(schedule).transfers, schedule.columns.is_kind(*SENDS)[place]
-    own = transfers.send if sends else transfers.receive
-    for number in np.flatnonzero(own == place).tolist():
-        # In its channel both ends stand in the same order.
-        before, after = between(transfers, number, own, own)
-        if sends:
-            return max(before, int(transfers.maker[number])), after
-        return before, min(p for p in (after, int(transfers.user[number])) if p >= 0)
-    return -1, -1
 
 
 def _excerpts(schedule: Schedule, places: list[int]) -> Iterator[Excerpt]:

@@ -155,7 +155,7 @@ class Rule:
         kind, stage, rank and microbatch of the primary place.
         """
         if not len(rows):
-            return Faults(rule=self, keys=_NONE, extents=_NONE, findings=())
+            return Faults(rule=self, keys=_NONE, findings=())
         if isinstance(rows, np.ndarray):
             rows = np.column_stack([rows])
             first = rows[:, 0]

@@ -11,7 +11,7 @@ posted, and nothing else holds it up. A part of a batch is posted with the batch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice, zip_longest
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 import attrs
@@ -20,7 +20,7 @@ import numpy as np
 from schedir.checker import rules
 from schedir.checker.deadlock import runs
 from schedir.checker.diagnostics import Faults, LeaveOut, Move, Side, fault
-from schedir.checker.repairs import changed
+from schedir.checker.repairs import changed, in_turn, slide, windows
 from schedir.graph.compile import Graph, graph_of
 from schedir.graph.paths import (
     NEEDS,
@@ -29,7 +29,6 @@ from schedir.graph.paths import (
     compute_before,
     finish,
     lengths,
-    previous_of_queue,
     textbook,
     textbook_prices,
     waits,
@@ -196,35 +195,15 @@ def _critical(run: _Run) -> list[tuple[int, int]]:
     return sorted(found, key=lambda pair: -found[pair])
 
 
-def _moves(schedule: Schedule, waited: Iterable[tuple[int, int]]) -> Iterator[Move]:
-    """The moves of single sends and receives that end one of these waits, the likely ones of each
-    wait first.
-
-    No entry passes another one of its channel, and no send or receive its maker or user.
-    """
-    graph, columns = graph_of(schedule), schedule.columns
-    transfers, before = graph.transfers, previous_of_queue(graph, "edge")
-    known = np.flatnonzero(before >= 0)
-    after = columns.starts[1:][columns.rank]
-    after[before[known]] = known
-    before[transfers.send] = np.maximum(before[transfers.send], transfers.maker)
-    after[transfers.receive] = np.minimum(after[transfers.receive], transfers.user)
-    moves = columns.is_kind(*COMMUNICATION) & ~columns.shared
-
-    def of(later: int, earlier: int) -> Iterator[Move]:
-        (rank, last), (_, first) = columns.position(later), columns.position(earlier)
-        if moves[later]:
-            least = columns.position(int(before[later]))[1] if before[later] >= 0 else -1
-            for target in range(least, first):
-                side: Side = "before" if target < 0 else "after"
-                yield Move(rank, last, side, max(target, 0), "post")
-        if moves[earlier]:
-            most = columns.position(int(after[earlier]) - 1)[1]
-            for target in range(last, most + 1):
-                yield Move(rank, first, "after", target, "post")
-
-    rounds = zip_longest(*(of(*pair) for pair in waited))
-    return (move for move in dict.fromkeys(chain.from_iterable(rounds)) if move is not None)
+def _moves(schedule: Schedule, waited: Iterable[tuple[int, int]]) -> Iterable[Move]:
+    """The moves of single sends and receives that end one of these waits, likely ones first."""
+    limits = windows(graph_of(schedule))
+    moves = schedule.columns.is_kind(*COMMUNICATION) & ~schedule.columns.shared
+    ways: list[tuple[int, Side, int]] = []
+    for later, earlier in waited:
+        ways += (later, "before", earlier), (earlier, "after", later)
+    slides = [slide(schedule, *way, int(limits[way[1]][way[0]])) for way in ways if moves[way[0]]]
+    return dict.fromkeys(in_turn(slides))
 
 
 def _needless_splits(given: Schedule, graph: Graph, own: Ints) -> Iterator[Faults]:

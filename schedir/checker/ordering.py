@@ -61,7 +61,9 @@ _GENERAL = {
 """The rules for faults that no row of _CLAIMS covers, so that every kind and value is judged."""
 _OF_TRANSFERS = (rules.MISSING_RECEIVE, rules.SEND_BEFORE_COMPUTE)
 _RULES = tuple(dict.fromkeys((*_CLAIMS.values(), *_GENERAL.values())))
-_ROLES = np.array(["home" if kind in HOMES else kind.meaning.on for kind in KINDS])
+_ROLE_OF = ["home" if kind in HOMES else kind.meaning.on for kind in KINDS]
+_ROLES = ["", *dict.fromkeys(_ROLE_OF)]
+_ROLE = np.array([_ROLES.index(role) for role in _ROLE_OF])
 
 
 def values(schedule: Schedule, *, of_transfers: bool = False) -> Iterator[Faults]:
@@ -76,30 +78,30 @@ def values(schedule: Schedule, *, of_transfers: bool = False) -> Iterator[Faults
         # A version that is named is another finding, whose echo these would be.
         if sharded.any() and not (sharded[schedule.columns.stage] & named).any():
             found += _found(schedule, HELD)
-    found = [each for each in found if len(each.places)]
     if not found:
         return
-    rows: dict[Rule, list[tuple[Ints, Ints, Ints]]] = {}
-    for number, each in enumerate(found):
-        roles = np.where(each.others < 0, "", _ROLES[kind[each.others]])
-        for role in np.unique(roles):
-            row = each.label, each.value, str(role), each.kind.meaning.on
-            own = np.flatnonzero(roles == role)
-            columns = each.places[own], each.others[own], np.full(len(own), number)
-            rows.setdefault(_CLAIMS.get(row, _GENERAL[each.label]), []).append(columns)
+    places, others = (
+        np.concatenate([getattr(each, of) for each in found]) for of in ("places", "others")
+    )
+    of = np.repeat(np.arange(len(found)), [len(each.places) for each in found])
+    # The rule for each group of faults, by the role of the other action.
+    judged = []
+    for each in found:
+        rows = ((each.label, each.value, role, each.kind.meaning.on) for role in _ROLES)
+        judged.append([_RULES.index(_CLAIMS.get(row, _GENERAL[each.label])) for row in rows])
+    numbers = np.array(judged)[of, np.where(others < 0, 0, _ROLE[kind[others]])]
     labels, names = (np.array([getattr(f, of) for f in found]) for of in ("label", "value"))
-    words = np.array([VALUES[fault.value].word for fault in found])
-    for rule in _RULES:
-        if rule in rows and (rule in _OF_TRANSFERS) is of_transfers:
-            places, others, of = map(np.concatenate, zip(*rows[rule], strict=True))
-            places, first = np.unique(places, return_index=True)
-            others, of = others[first], of[first]
+    words = np.array([VALUES[name].word for name in names])
+    for number, rule in enumerate(_RULES):
+        if (rule in _OF_TRANSFERS) is of_transfers:
+            own = np.flatnonzero(numbers == number)
+            own = own[np.unique(places[own], return_index=True)[1]]
             yield rule.each(
                 schedule,
-                np.column_stack((places, others)),
-                value=names[of],
-                word=words[of],
-                case=labels[of],
+                np.column_stack((places, others))[own],
+                value=names[of[own]],
+                word=words[of[own]],
+                case=labels[of[own]],
             )
 
 
@@ -231,48 +233,35 @@ def _more_often(schedule: Schedule, graph: Graph) -> Faults:
 
 def _tied_groups(graph: Graph, ties: Ties) -> Iterator[Faults]:
     """The stages of a tie apply the same microbatches in their k-th steps."""
-    turns = _turns(graph)
+    turns = graph.turn[graph.weight_gradients]
     last = graph.steps_of[graph.holding[graph.weight_gradients]]
     if (turns >= last).any():  # an echo of gradients that are never applied
         return
     for number, tie in enumerate(ties):
         for stage in tie[1:]:
             if (turns[stage] != turns[tie[0]]).any():
-                places, facts = _first_difference(graph, stage, tie[0])
-                yield fault(
-                    rules.UNEVEN_STEPS.at(graph.schedule, *places, **facts),
-                    key=number * graph.schedule.stages + stage,
-                    extent=int((turns[stage] != turns[tie[0]]).sum()),
-                )
+                key = number * len(turns) + stage
+                yield _apart(rules.UNEVEN_STEPS, graph, stage, tie[0], key)
 
 
 def different_rates(schedule: Schedule) -> Iterator[Faults]:
     """One note for a correct schedule whose stages don't step after the same microbatches."""
     graph = graph_of(schedule)
-    turns = _turns(graph)
-    stages = np.flatnonzero((turns != turns[-1]).any(axis=1))
-    if len(stages):
-        places, facts = _first_difference(graph, int(stages[0]), schedule.stages - 1)
-        differing = len(stages)
-        yield fault(
-            rules.DIFFERENT_RATES.at(
-                schedule, *places, **facts, differing=differing, stages=schedule.stages
-            ),
-            extent=differing,
-        )
+    turns = graph.turn[graph.weight_gradients]
+    stages = np.flatnonzero((turns != turns[-1]).any(axis=1)).tolist()
+    if stages:
+        facts = {"differing": len(stages), "stages": schedule.stages}
+        yield _apart(rules.DIFFERENT_RATES, graph, stages[0], schedule.stages - 1, **facts)
 
 
-def _turns(graph: Graph) -> Ints:
-    """Which step of its stage applies each gradient, shape [stages, microbatches]."""
-    return graph.turn[graph.weight_gradients]
-
-
-def _first_difference(graph: Graph, stage: int, other: int) -> tuple[list[int], dict[str, Any]]:
-    """The first step for which two stages have different microbatches: its places in both stages,
-    its number, and both sets. Later differences follow from it."""
-    both = _turns(graph)[[stage, other]]
-    step = int(both.min(axis=0)[both[0] != both[1]].min())
+def _apart(rule: Rule, graph: Graph, stage: int, other: int, key: int = 0, **facts: Any) -> Faults:
+    """The fault that two stages have different microbatches, from the first step for which they do;
+    later differences follow from it. As large as there are such microbatches."""
+    both = graph.turn[graph.weight_gradients[[stage, other]]]
+    differ = both[0] != both[1]
+    step = int(both.min(axis=0)[differ].min())
     steps = graph.steps[graph.turn[graph.steps] == step]
-    places = [int(steps[graph.columns.stage[steps] == of][0]) for of in (stage, other)]
+    places = [steps[graph.columns.stage[steps] == of][0] for of in (stage, other)]
     applied, expected = (tuple(np.flatnonzero(own == step).tolist()) for own in both)
-    return places, {"step": step, "applied": applied, "expected": expected}
+    facts |= {"step": step, "applied": applied, "expected": expected}
+    return fault(rule.at(graph.schedule, *places, **facts), key=key, extent=int(differ.sum()))

@@ -30,6 +30,7 @@ from schedir.checker.diagnostics import (
 )
 from schedir.checker.structure import WAYS
 from schedir.graph.compile import Graph, Transfers, graph_of, pairs_of
+from schedir.graph.paths import previous_of_queue
 from schedir.ir import (
     BACKWARDS,
     COMMUNICATION,
@@ -187,6 +188,21 @@ def slide(schedule: Schedule, place: int, side: Side, target: int, limit: int = 
     )
 
 
+def windows(graph: Graph) -> dict[Side, Ints]:
+    """By side and place, the place up to which an entry can move as far as its channel or group and
+    its data go: no send passes its maker, no receive its user. A number that is no place for no
+    limit. Expects matched communication."""
+    transfers, size = graph.transfers, len(graph.columns)
+    # One more, for what a list without communication lacks.
+    before = np.append(previous_of_queue(graph, "edge"), -1)
+    after = np.full(size + 1, size)
+    known = np.flatnonzero(before >= 0)
+    after[before[known]] = known
+    before[transfers.send] = np.maximum(before[transfers.send], transfers.maker)
+    after[transfers.receive] = np.minimum(after[transfers.receive], transfers.user)
+    return {"before": before, "after": after}
+
+
 def anywhere(schedule: Schedule, places: Iterable[int]) -> Iterator[Move]:
     """The moves of any of the places within its list, likely ones first."""
     sides: tuple[tuple[Side, int], ...] = ("after", 1), ("before", -1)
@@ -340,11 +356,16 @@ def repairs(schedule: Schedule, finding: Diagnostic) -> Repairs:
         listed = schedule.columns.where(*GATHERS, *RELEASES)
         own = listed[schedule.columns.stage[listed] == finding.action.stage].tolist()
         return _removals(schedule, own) if len(own) <= _MOST_LISTED else None, ()
-    if rule in _OF_VERSIONS:
+    if rule in (
+        rules.VERSION_NOT_AVAILABLE,
+        rules.RECOMPUTE_AT_ANOTHER_VERSION,
+        rules.VERSION_OF_SHARDED,
+        rules.TIED_VERSIONS_DISAGREE,
+    ):
         return _reading(schedule, finding, places), ()
     graph = graph_of(schedule)
     if rule is rules.MIS_PAIRED:
-        return _paired(graph, facts["transfer"])
+        return _paired(graph, places[0])
     if rule is rules.UNMATCHED and "peer" in facts:
         return _of_group(graph, places[0], facts["peer"])
     if rule is rules.UNMATCHED or (rule is rules.MISSING_RECEIVE and len(places) == 1):
@@ -426,14 +447,6 @@ def _at_home(schedule: Schedule, places: list[int]) -> Change:
         if _home(schedule, other.stage, microbatch) == rank:
             return out
     return several((out, next(additions(schedule, action, rank))))
-
-
-_OF_VERSIONS = (
-    rules.VERSION_NOT_AVAILABLE,
-    rules.RECOMPUTE_AT_ANOTHER_VERSION,
-    rules.VERSION_OF_SHARDED,
-    rules.TIED_VERSIONS_DISAGREE,
-)
 
 
 def _reading(schedule: Schedule, finding: Diagnostic, places: list[int]) -> Change:
@@ -520,12 +533,11 @@ def between(transfers: Transfers, number: int, known: Ints, ends: Ints) -> tuple
     return int(before), int(after)
 
 
-def _paired(graph: Graph, number: int) -> Repairs:
+def _paired(graph: Graph, place: int) -> Repairs:
     """One end of a channel moved past others, or its receives or sends reordered."""
     schedule, transfers = graph.schedule, graph.transfers
-    sent = transfers.beside(number)
-    received = sent[np.argsort(transfers.receive[sent])]
-    wrong = np.flatnonzero(sent != received)
+    number = int((transfers.receive == place).argmax())
+    sent, received, wrong = transfers.orders(number)
     slides = []
     for places in (transfers.receive[received], transfers.send[sent]):
         low, high = int(places[wrong[0]]), int(places[wrong[-1]])

@@ -565,7 +565,7 @@ UNMATCHED = Rule(
 def _pairs(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
     """The transfers around the first wrong pair of the channel, in order."""
     yield "", f"rank {finding.other.rank} sends", f"rank {finding.rank} receives", ""
-    for turn, send, receive, right in finding.facts["pairs"]:
+    for turn, send, receive in finding.facts["pairs"]:
         action = send.action
         what = "output" if action.kind is Kind.SEND_ACT else "input gradient"
         payload = f"the {what} of stage {action.stage} for microbatch {action.microbatch}"
@@ -573,7 +573,7 @@ def _pairs(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
             f"{turn}",
             f"#{send.index} {action}",
             f"#{receive.index} {receive.action}",
-            "" if right else f"gets {payload}",
+            "" if receive.action == action.counterpart else f"gets {payload}",
         )
 
 

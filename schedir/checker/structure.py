@@ -83,12 +83,10 @@ def _told(rule: Rule, schedule: Schedule, *columns: Ints, **facts: Any) -> Fault
 def _on_their_ranks(schedule: Schedule, places: Ints) -> Faults:
     """Each action stands on a rank that holds its stage."""
     columns, now = schedule.columns, schedule.placement
-    first = np.array([held[0] for held in now])
-    apart = places[first[columns.stage[places]] != columns.rank[places]]
+    holding = columns.stage[places] * schedule.ranks + columns.rank[places]
     held = [stage * schedule.ranks + rank for stage, rank in schedule.holdings]
-    holding = columns.stage[apart] * schedule.ranks + columns.rank[apart]
-    wrong = apart[~np.isin(holding, held)]
-    elsewhere = _elsewhere(schedule, places) if len(wrong) > 1 else None
+    wrong = places[~np.isin(holding, held)]
+    elsewhere = _elsewhere(schedule, places, holding) if len(wrong) > 1 else None
     if elsewhere:
         placed = (elsewhere.get(stage, ranks) for stage, ranks in enumerate(now))
         return fault(
@@ -105,19 +103,19 @@ def _on_their_ranks(schedule: Schedule, places: Ints) -> Faults:
     return _told(rules.WRONG_RANK, schedule, wrong, case="action", held=homes)
 
 
-def _elsewhere(schedule: Schedule, places: Ints) -> dict[int, list[int]]:
-    """The ranks that list each misplaced stage; of none, if a rank that holds it lists it too, or
-    if several share a microbatch of it."""
+def _elsewhere(schedule: Schedule, places: Ints, holding: Ints) -> dict[int, list[int]]:
+    """The ranks that list each misplaced stage, given the number of each place's stage on its rank;
+    of none, if a rank that holds it lists it too, or if several share a microbatch of it."""
     columns, found = schedule.columns, defaultdict[int, list[int]](list)
-    for pair in np.unique(columns.stage[places] * schedule.ranks + columns.rank[places]).tolist():
+    for pair in np.unique(holding).tolist():
         stage, rank = divmod(pair, schedule.ranks)
         found[stage].append(rank)
     wrong = {s: ranks for s, ranks in found.items() if {*ranks} - {*schedule.placement[s]}}
     apart = all({*ranks}.isdisjoint(schedule.placement[s]) for s, ranks in wrong.items())
     of_pairs = places[columns.microbatch[places] >= 0]
-    pair = columns.stage[of_pairs] * schedule.microbatches + columns.microbatch[of_pairs]
-    split = np.unique(np.stack((pair, columns.rank[of_pairs])), axis=1).shape[1]
-    return wrong if apart and split == len(np.unique(pair)) else {}
+    work = np.stack([getattr(columns, of)[of_pairs] for of in ("stage", "microbatch", "rank")])
+    pairs, ranks = (np.unique(each, axis=1).shape[1] for each in (work[:2], work))
+    return wrong if apart and pairs == ranks else {}
 
 
 def _in_one_way(schedule: Schedule, pairs: Pairs) -> Iterator[Faults]:

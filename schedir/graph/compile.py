@@ -140,6 +140,13 @@ class Transfers:
         begin, end = np.searchsorted(channel[order], channel[number] + np.arange(2))
         return order[begin:end]
 
+    def orders(self, number: int) -> tuple[Ints, Ints, Ints]:
+        """The matched transfers on the channel of a transfer in the order of the sends, in that of
+        the receives, and the turns at which these differ."""
+        sent = self.beside(number)
+        received = sent[np.argsort(self.receive[sent])]
+        return sent, received, np.flatnonzero(sent != received)
+
 
 @attrs.frozen(eq=False)
 class Touch:
