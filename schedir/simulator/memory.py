@@ -98,7 +98,7 @@ def _curves(moments: Moments, base: Amounts, changes: Iterable[_Change]) -> list
     of the lists, those at one point of an entry as one; what a copy changes, in the order of
     time."""
     columns = moments.columns
-    nothing = np.zeros(0, np.int64), 0, 0.0
+    nothing: _Change = np.zeros(0, np.int64), 0, np.zeros(0)
     each = zip(*(np.broadcast_arrays(*change) for change in (nothing, *changes)), strict=True)
     place, point, amount = map(np.concatenate, each)
     # All actions of an entry start together, and end together.
