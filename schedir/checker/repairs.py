@@ -545,7 +545,9 @@ def _paired(graph: Graph, place: int) -> Repairs:
     orders = transfers.receive[sent[wrong]], transfers.send[received[wrong]]
     reordered = (change for places in orders for change in reorder(schedule, places))
     whole = AsSent(int(transfers.source[number]), int(transfers.target[number]))
-    return whole, chain(in_turn(slides), reordered)
+    moves = in_turn(slides)
+    # Those in between are many, and leave no trials for anything else.
+    return whole, chain(islice(moves, 2 * len(slides)), reordered, moves)
 
 
 # Steps and sums, each once in a round: from one step of a stage on its rank to the next.
