@@ -69,12 +69,10 @@ def test_a_file_is_for_people_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"foward": 1}', "unknown key 'foward'; did you mean 'forward'?"),
         ('{"foward": 1, "backward": 2}', "unknown key 'foward'; did you mean 'forward'?"),
         ('{"x": 1}', "unknown key 'x'; known are forward, backward, "),
         ('{"forward": -1}', "forward must be finite and >= 0 (at most 1e+15), not -1"),
         ('{"forward": [1, NaN]}', "forward of stage 1 must be finite and >= 0 (at most 1e+15), no"),
-        ('{"optim_step": Infinity}', "optim_step must be finite and >= 0 (at most 1e+15), not inf"),
         ('{"forward": 1e999}', "forward must be finite and >= 0 (at most 1e+15), not inf"),
         ('{"forward": "1"}', "forward must be a number, not '1'"),
         ('{"forward": true}', "forward must be a number, not True"),

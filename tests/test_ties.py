@@ -308,7 +308,6 @@ def test_compute_that_ties_stop_is_stopped_under_every_model(seed: int, channel:
     ("ties", "said"),
     [
         ([(0,)], "two or more stages"),
-        ([()], "two or more stages"),
         ((0, 3), "two or more stages, such as (0, 3), not 0"),
         (["03"], "no stage '0' to tie"),
         ([(0, True)], "no stage True to tie"),
