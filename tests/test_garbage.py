@@ -307,7 +307,7 @@ CASES: dict[str, list[Any]] = {
         ("NULs.sched", b"", b"\0", 10, b"", "no text, but binary: byte 0x00", "1:1", "", 4),
         ("name.sched", NAME, b"a ", 10, b"", "the file ends", ANY, "", 4),
         ("bad name.sched", NAME, b"a", 5, b"\1", "can't stand in", ANY, "", 4),
-        ("commas.sched", STAGES + b"0", b",", 20, b"", "not ''", "4:13", ",,,", 4),
+        ("commas.sched", STAGES + b"0", b",", 20, b"", "an empty part", "4:13", ",,,", 4),
         ("replicas.sched", STAGES, b"%d,", 2, b"0", "rank 0 is named twice", ANY, "", 24),
         ("blanks.sched", RANK, b" ", 20, b"0Q", "kind 'Q'", "5:20000009", "0Q", 4),
         ("actions.sched", RANK, b"0F0 ", 5, b"0Q", "kind 'Q'", "5:5000009", "0Q", 8),

@@ -113,6 +113,9 @@ def loads_torch_csv(text: str | bytes, file: str = "<string>") -> Schedule:
                 if len(names) <= _MOST_NAMED:
                     names[cell] = None
 
+    nothing = "the file holds no action of any microbatch"
+    if not re.search(r"[^, \t\r\n]", reader.text):  # however many rows there are
+        raise reader.error(nothing, 0)
     columns = columns_of(
         map(entries, _ROW.finditer(reader.text, 0, len(reader.text.rstrip(" \t\r"))))
     )
@@ -126,7 +129,7 @@ def loads_torch_csv(text: str | bytes, file: str = "<string>") -> Schedule:
         )
     microbatches = 1 + int(columns.microbatch.max(initial=-1))
     if microbatches == 0:
-        raise reader.error("the file holds no action of any microbatch", 0)
+        raise reader.error(nothing, 0)
     _refuse_old(reader, columns)
     stem = PurePath(file).stem
     name = re.sub(r"[^\w .-]", "-", stem, flags=re.ASCII).strip(" -") or "torch-csv"
