@@ -41,9 +41,8 @@ from schedir.passes.communication import as_inserted
 # run costs as much as some more.
 _MOST_RUN = 500_000
 _OVERHEAD = 2500
-_SHORTER = (
-    1 - 1e-9
-)  # a time that is not shorter than this times another is the same, but for rounding
+# A time that is not shorter than this times another is the same, but for rounding.
+_SHORTER = 1 - 1e-9
 
 
 @runtime_checkable

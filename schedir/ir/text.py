@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, islice, pairwise
 
+from schedir.errors import ParseError
 from schedir.ir.action import Entry
 from schedir.ir.schedule import FORMAT_VERSION, Schedule, expect_schedule, sched_text
 from schedir.ir.tokens import NUMBER, Reader, clip, parse_action, parse_entry, parse_parts
@@ -70,7 +71,7 @@ def loads(text: str | bytes, file: str = "<string>") -> Schedule:
 class _Parser(Reader):
     def __init__(self, text: str | bytes, file: str) -> None:
         super().__init__(text, file)
-        self.starts: dict[str, int] = {}  # where the line of each header and rank starts
+        self.starts: dict[str, int] = {}  # where the line of each header starts
         self.name = ""
         self.microbatches = 0
         self.placement: list[tuple[int, ...]] = []
@@ -81,9 +82,10 @@ class _Parser(Reader):
         for start, end in pairwise(chain([0], ends)):
             self._statement(start, end)
         count, last = max(1, len(self.ranks)), len(self.text)
-        for key in chain(_HEADERS, map("rank {}:".format, range(count))):
-            if key not in self.starts:
-                raise self.error(f"the file ends without a '{key}' line", last)
+        without = (key for key in _HEADERS if key not in self.starts)
+        ranks = (f"rank {rank}:" for rank in range(count) if rank not in self.ranks)
+        for key in chain(without, ranks):
+            raise self.error(f"the file ends without a '{key}' line", last)
         for stage, held in enumerate(self.placement):
             if held[-1] >= count:
                 words = self._words(self.starts["placement"], last)
@@ -110,8 +112,7 @@ class _Parser(Reader):
         if first.start() > start:
             place = self.text.rfind("\n", 0, first.start()) + 1
             raise self.error("a continuation line with no line above to continue", place)
-        rank = _RANK_LINE.match(self.text, start, end)
-        key = f"rank {rank[1]}:" if rank else first[0]
+        key, rank = first[0], _RANK_LINE.match(self.text, start, end)
         if not self.starts and key != "schedir":
             wanted = f"'schedir {FORMAT_VERSION}', not {clip(first[0])}"
             raise self.error(f"the first line must be {wanted}", start)
@@ -121,12 +122,15 @@ class _Parser(Reader):
                 start,
             )
         if key in self.starts:
-            line = self.line(self.starts[key])
-            raise self.error(f"a second '{key}' line; the first is line {line}", start)
-        self.starts[key] = start
+            raise self._second(key, self.starts[key], start)
         if rank:
-            self.ranks[int(rank[1])] = tuple(self._entries(rank.end(), end))
+            number = int(rank[1])
+            if number in self.ranks:
+                known = re.search(rf"(?m)^rank[ \t]+{number}[ \t]*:", self.text)
+                raise self._second(f"rank {number}:", known.start() if known else 0, start)
+            self.ranks[number] = tuple(self._entries(rank.end(), end))
             return
+        self.starts[key] = start
         value = next(words, None)
         if value is None:
             raise self.error(f"'{key}' needs a value", first.end())
@@ -147,8 +151,11 @@ class _Parser(Reader):
                 if number < 1:
                     raise self.error("a schedule needs at least one microbatch", offset)
             elif number != FORMAT_VERSION:
-                known = f"this is schedir's format {FORMAT_VERSION}"
-                raise self.error(f"format {number} is unknown; {known}", offset)
+                ours = f"this is schedir's format {FORMAT_VERSION}"
+                raise self.error(f"format {number} is unknown; {ours}", offset)
+
+    def _second(self, line: str, known: int, start: int) -> ParseError:
+        return self.error(f"a second '{line}' line; the first is line {self.line(known)}", start)
 
     def _name(self, after: int, start: int, end: int) -> None:
         # Inner runs of blanks belong to the name.
