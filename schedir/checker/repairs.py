@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import reduce
 from itertools import chain, islice, zip_longest
 from typing import TypeAlias
@@ -206,10 +206,10 @@ def windows(graph: Graph) -> dict[Side, Ints]:
 def anywhere(schedule: Schedule, places: Iterable[int]) -> Iterator[Move]:
     """The moves of any of the places within its list, likely ones first."""
     sides: tuple[tuple[Side, int], ...] = ("after", 1), ("before", -1)
-    return in_turn([slide(schedule, p, side, p + step) for p in places for side, step in sides])
+    return in_turn(slide(schedule, p, side, p + step) for p in places for side, step in sides)
 
 
-def in_turn(slides: Sequence[Slide]) -> Iterator[Move]:
+def in_turn(slides: Iterable[Slide]) -> Iterator[Move]:
     """The moves of all slides, likely ones first: the nearest of each, then the furthest of each
     (which puts a send right after its maker, for example), then the others, nearer ones first."""
     slides = [slide for slide in slides if slide.targets]
@@ -473,7 +473,7 @@ def _beside(schedule: Schedule, places: list[int]) -> Repairs:
     ways: list[tuple[int, Side, int]] = [(late, "after", maker), (maker, "before", late)]
     if schedule.columns.action(maker).kind in RECEIVES:
         ways.reverse()
-    return moved_beside(schedule, *ways[0]), in_turn([slide(schedule, *way) for way in ways])
+    return moved_beside(schedule, *ways[0]), in_turn(slide(schedule, *way) for way in ways)
 
 
 def _living(schedule: Schedule, finding: Diagnostic, places: list[int]) -> Repairs:
@@ -508,8 +508,7 @@ def _other_end(graph: Graph, place: int) -> Iterator[Add]:
     the order of its channel if the other end is known."""
     transfers, least, most = graph.transfers, 0, None
     action = graph.columns.action(place).counterpart
-    ends = transfers.send, transfers.receive, transfers.user
-    number = int(np.any([end == place for end in ends], axis=0).argmax())
+    number = int(graph.crossing[place])
     if action is None:  # compute
         kind, stage, microbatch = transfers.kind, transfers.stage, transfers.microbatch
         action = Action(KINDS[kind[number]], int(stage[number]), int(microbatch[number]))
@@ -536,7 +535,7 @@ def between(transfers: Transfers, number: int, known: Ints, ends: Ints) -> tuple
 def _paired(graph: Graph, place: int) -> Repairs:
     """One end of a channel moved past others, or its receives or sends reordered."""
     schedule, transfers = graph.schedule, graph.transfers
-    number = int((transfers.receive == place).argmax())
+    number = int(graph.crossing[place])
     sent, received, wrong = transfers.orders(number)
     slides = []
     for places in (transfers.receive[received], transfers.send[sent]):

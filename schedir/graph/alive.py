@@ -44,6 +44,8 @@ class Fault:
     others: Ints
 
 
+_Row: TypeAlias = tuple[int, Label, Ints, Ints]
+"""The number of a touch, and a label, places and others as a Fault has them."""
 LINKED = frozenset(
     name
     for other, value in VALUES.items()
@@ -70,24 +72,38 @@ def faults(graph: Graph, names: Iterable[str] = LINKED | OTHERS) -> Iterator[Fau
     """What is wrong with values of (stage, microbatch) pairs, of what is linked with all of that;
     or with those of whole stages. Expects a sound structure."""
     touches, entry, given = [*graph.touches(*names)], graph.columns.entry, _given(graph)
-    # By value: an entry that makes it and one that ends it; the number of actions for none.
+    # By value: the places that make it and that end it; the number of actions for none.
     never = len(entry)
     made, ended = np.where(given, -1, never), np.full(len(given), never)
-    doubtful = np.full(len(given), names == HELD)
+    several = np.full(len(given), names == HELD)
     for touch in touches:
         if touch.use.does != "read":
             # A kind is listed once for each (stage, microbatch), so that no value is there twice.
             known, of = made if touch.use.does == "make" else ended, touch.values
-            doubtful[of] |= known[of] < never
-            known[of] = entry[touch.places]
-    for touch in touches:
-        here, of = entry[touch.places], touch.values
+            several[of] |= known[of] < never
+            known[of] = touch.places
+    found: list[_Row] = []
+    if several.any():
+        found += _followed(touches, entry, several, given)
+    entry, nobody = np.append(entry, (never, -1)), np.full(len(given), -1)
+    for number, touch in enumerate(touches):
+        of, here = touch.values, entry[touch.places]
+        begins, ends = entry[made[of]], entry[ended[of]]
+        wrong: tuple[tuple[Label, Bools, Ints], ...] = (
+            ("unended", (ends == never) & (touch.use.value in _ENDED), nobody),
+        )
         if touch.use.does != "make":
-            doubtful[of] |= (made[of] >= here) | (ended[of] < here)
-        elif touch.use.value in _ENDED:
-            doubtful[of] |= ended[of] == never
-    if doubtful.any():
-        yield from _followed(touches, entry, doubtful, given)
+            wrong = (
+                ("gone", (begins < ends) & (ends < here), ended),
+                ("late", (here <= begins) & (begins < never), made),
+                ("missing", begins == never, nobody),
+            )
+        for label, where, others in wrong:
+            where &= ~several[of]
+            if where.any():
+                found.append((number, label, touch.places[where], others[of[where]]))
+    for number, label, places, beside in sorted(found, key=itemgetter(0, 1)):
+        yield Fault(label, touches[number].use.value, touches[number].kind, places, beside)
 
 
 def _given(graph: Graph) -> Bools:
@@ -104,12 +120,13 @@ def _given(graph: Graph) -> Bools:
     return given
 
 
-def _followed(touches: list[Touch], entry: Ints, doubtful: Bools, given: Bools) -> Iterator[Fault]:
-    """The faults of the doubtful values, each of which is followed from entry to entry: what an
-    entry reads before what it ends, and that before what it makes."""
+def _followed(touches: list[Touch], entry: Ints, several: Bools, given: Bools) -> Iterator[_Row]:
+    """The faults of values that are made or ended several times, by the number of their touch. Each
+    value is followed from entry to entry: what an entry reads before what it ends, and that before
+    what it makes."""
     rows: list[tuple[int, int, int, int, int]] = []
     for number, touch in enumerate(touches):
-        where = doubtful[touch.values]
+        where = several[touch.values]
         values, places = touch.values[where], touch.places[where]
         turn = ("read", "end", "make").index(touch.use.does)
         columns = entry[places].tolist(), repeat(turn), repeat(number), places.tolist()
@@ -137,9 +154,9 @@ def _followed(touches: list[Touch], entry: Ints, doubtful: Bools, given: Bools) 
         if use.value in _ENDED and len(makers) > ends:
             for _, number, place, _ in makers:
                 found[number, "unended"].append((place, -1))
-    for (number, label), wrong in sorted(found.items()):
-        touch = touches[number]
-        yield Fault(label, touch.use.value, touch.kind, *np.array(wrong).T)
+    for (number, label), wrong in found.items():
+        places, others = np.array(wrong).T
+        yield number, label, places, others
 
 
 HeldUntil: TypeAlias = Literal["W", "I"]

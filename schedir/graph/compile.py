@@ -292,8 +292,14 @@ class Graph:
     def neighbours(self, further: int) -> Ints:
         """The rank that runs the stage `further` on, -1 if nobody does, and -2 if there is no such
         stage; shape [stages, microbatches]."""
-        padded = np.pad(self.runs, ((1, 1), (0, 0)), constant_values=-2)
-        return padded[1 + further : 1 + further + len(self.runs)]
+        return self._framed[1 + further : 1 + further + len(self.runs)]
+
+    @cached_property
+    def _framed(self) -> Ints:
+        """The `runs`, with a row before and after them for stages that do not exist."""
+        framed = np.full((len(self.runs) + 2, self.schedule.microbatches), -2)
+        framed[1:-1] = self.runs
+        return framed
 
     @cached_property
     def transfers(self) -> Transfers:
@@ -322,6 +328,15 @@ class Graph:
             used[receiving],
             *(np.where(self.columns.rank[places] == rank, places, -1) for places, rank in ends),
         )
+
+    @cached_property
+    def crossing(self) -> Ints:
+        """For every place, the number of the transfer that it sends, receives or uses, or -1."""
+        transfers = self.transfers
+        crossing = np.full(len(self.columns) + 1, -1)
+        for places in (transfers.user, transfers.receive, transfers.send):
+            crossing[places[::-1]] = np.arange(len(transfers))[::-1]  # of several the first
+        return crossing
 
     @cached_property
     def lone(self) -> Ints:
@@ -387,11 +402,8 @@ class Graph:
     def numbers(self, name: str) -> Ints:
         """The numbers of a name's values by (stage, microbatch): those of a neighbour, where one
         rank runs both stages and they are one. Shape [stages × microbatches]."""
-        pairs, link = np.arange(self.runs.size), VALUES[name].link
+        pairs, (other, further) = np.arange(self.runs.size), VALUES[name].link or (name, 0)
         own = self.base[name] + pairs
-        if link is None:
-            return own
-        other, further = link
         same = (self.runs == self.neighbours(further)) & (self.runs >= 0)
         others = self.base[other] + pairs + further * self.schedule.microbatches
         return np.where(same.ravel(), others, own)
@@ -410,10 +422,12 @@ class Graph:
                     alike[where] = self._restricted(kind, use)
                 places, at = alike[where]
                 value = VALUES[use.value]
-                if value.per == "microbatch":
+                if value.link:
                     if use.value not in numbers:
                         numbers[use.value] = self.numbers(use.value)
                     values = numbers[use.value][at]
+                elif value.per == "microbatch":
+                    values = self.base[use.value] + at
                 else:
                     holding, turn = self.holding[places], self.turn[places]
                     turn += use.version == "next"
@@ -438,7 +452,7 @@ class Graph:
         for other, wanted in ((use.beside, True), (use.without, False)):
             if other:
                 takes_place &= (self.of(Kind(other)) >= 0) == wanted
-        if kind in COMMUNICATION:
+        if kind in COMMUNICATION and len(self.lone):
             takes_place &= ~np.isin(places, self.lone)
         return places[takes_place], np.flatnonzero(takes_place)
 

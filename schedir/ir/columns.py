@@ -145,7 +145,7 @@ class Columns:
 
     def action(self, place: int) -> Action:
         """The action that stands at a place."""
-        return _action(*(field[place].item() for field in self._fields))
+        return _action(*[field.item(place) for field in self._fields])
 
     def of_rank(self, rank: int) -> Iterator[Action]:
         """The actions of one rank, in list order."""

@@ -132,9 +132,9 @@ def expect_stages(fields: Any, schedule: Schedule) -> None:
     for field in attrs.fields(type(fields)):
         edge = field.metadata.get("by") == "boundary"
         needed, what = schedule.stages - edge, "boundaries" if edge else "stages"
-        one_each(
-            field.name, getattr(fields, field.name), needed, f"{schedule.name} has {needed} {what}"
-        )
+        value = getattr(fields, field.name)
+        if isinstance(value, tuple):
+            one_each(field.name, value, needed, f"{schedule.name} has {needed} {what}")
 
 
 def check_unit(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
