@@ -121,7 +121,7 @@ BROKEN = [
     (("ends", 5), 1, "an entry ends before it starts: rank 1 #1 1F0 is said to run from 2 to 1"),
     (("starts",), [0] * 7, "starts must hold one time for each of the 8 actions, .* shape .7,"),
     (("ends",), [9] * 9, "ends must hold one time for each of the 8 actions, .* shape .9,"),
-    (("ends",), 9, "ends must be a list, not 9"),
+    (("ends",), None, "ends must be a list, not None"),
     (("schedule",), 1, "there is no schedule 1"),
     (("schedule",), -1, "there is no schedule -1"),
     (("unit",), "h", "unit must be s, ms, us or None, not 'h'"),

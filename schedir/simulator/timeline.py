@@ -481,13 +481,13 @@ def _timelines(content: object) -> list[Timeline]:
 
 def _record(kind: type[T], value: Any, where: str, **read: Callable[[Any, str], Any]) -> T:
     """An object of this kind, with the fields that an object of JSON has, and the defaults of those
-    that it lacks. `read` says how to read a field that is not null. Raises ValueError, with the
-    place, for any fault."""
-    fields = attrs.fields(kind)
-    _expect_keys(value, where, {field.name: field.default is attrs.NOTHING for field in fields})
+    that it lacks. `read` says how to read a field, but for a null where there is a default. Raises
+    ValueError, with the place, for any fault."""
+    needed = {field.name: field.default is attrs.NOTHING for field in attrs.fields(kind)}
+    _expect_keys(value, where, needed)
     try:
         found = {
-            key: read[key](one, key) if key in read and one is not None else one
+            key: read[key](one, key) if key in read and (needed[key] or one is not None) else one
             for key, one in value.items()
         }
         return kind(**found)
