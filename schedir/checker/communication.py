@@ -20,14 +20,15 @@ def communication(schedule: Schedule) -> Iterator[Faults]:
     """The faults of sends and receives. Expects a sound structure."""
     graph = graph_of(schedule)
     lone, columns = graph.lone, schedule.columns
-    peers = graph.peers[lone]
-    yield rules.NO_PEER.each(
-        schedule,
-        lone,
-        case=np.where(
-            peers < 0, "end", np.where(peers == columns.rank[lone], "local", "elsewhere")
-        ),
-    )
+    if len(lone):
+        peers = graph.peers[lone]
+        yield rules.NO_PEER.each(
+            schedule,
+            lone,
+            case=np.where(
+                peers < 0, "end", np.where(peers == columns.rank[lone], "local", "elsewhere")
+            ),
+        )
     yield from values(schedule, of_transfers=True)
     yield from _unmatched(schedule, graph.transfers)
     yield _mis_paired(graph)

@@ -89,10 +89,11 @@ def faults(graph: Graph, names: Iterable[str] = LINKED | OTHERS) -> Iterator[Fau
     for number, touch in enumerate(touches):
         of, here = touch.values, entry[touch.places]
         begins, ends = entry[made[of]], entry[ended[of]]
-        wrong: tuple[tuple[Label, Bools, Ints], ...] = (
-            ("unended", (ends == never) & (touch.use.value in _ENDED), nobody),
-        )
-        if touch.use.does != "make":
+        wrong: tuple[tuple[Label, Bools, Ints], ...] = ()
+        if touch.use.does == "make":
+            if touch.use.value in _ENDED:
+                wrong = (("unended", ends == never, nobody),)
+        elif not ((begins < here) & (here <= ends)).all():  # seldom
             wrong = (
                 ("gone", (begins < ends) & (ends < here), ended),
                 ("late", (here <= begins) & (begins < never), made),

@@ -8,7 +8,7 @@ that microbatch, and that is the rank whose list has its forward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 
 import attrs
 import numpy as np
@@ -186,8 +186,7 @@ class Graph:
 
     def of(self, *kinds: Kind) -> Ints:
         """The places of these kinds, of several the last; shape [stages, microbatches]."""
-        places: Ints = np.maximum.reduce([self.places[KIND_INDEX[kind]] for kind in kinds])
-        return places
+        return reduce(np.maximum, (self.places[KIND_INDEX[kind]] for kind in kinds))
 
     def where(self, does: str, value: str) -> Ints:
         """The places of the compute that makes, reads or ends a value by (stage, microbatch), -1
@@ -204,10 +203,10 @@ class Graph:
         """What completes the gradient of a stage's parameters: its B or its W."""
         return self.where("make", "share")
 
-    @cached_property
+    @property
     def runs(self) -> Ints:
         """The rank that runs each stage on each microbatch, shape [stages, microbatches]."""
-        return np.where(self.home >= 0, self.columns.rank[self.home], -1)
+        return self.neighbours(0)
 
     # Stages on ranks, and the rounds from one update to the next.
 
@@ -220,7 +219,9 @@ class Graph:
         schedule, columns = self.schedule, self.columns
         held = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
         wanted = columns.stage * schedule.ranks + columns.rank
-        holding: Ints = np.searchsorted(held, wanted)
+        # Where each stage is on one rank, its number is all there is to find.
+        alone = len(held) == schedule.stages
+        holding = columns.stage if alone else np.searchsorted(held, wanted)
         wrong = np.flatnonzero(np.append(held, -1)[holding] != wanted)
         if len(wrong):
             rank, action = columns.rank[wrong[0]], columns.action(int(wrong[0]))
@@ -292,13 +293,13 @@ class Graph:
     def neighbours(self, further: int) -> Ints:
         """The rank that runs the stage `further` on, -1 if nobody does, and -2 if there is no such
         stage; shape [stages, microbatches]."""
-        return self._framed[1 + further : 1 + further + len(self.runs)]
+        return self._framed[1 + further : 1 + further + self.schedule.stages]
 
     @cached_property
     def _framed(self) -> Ints:
         """The `runs`, with a row before and after them for stages that do not exist."""
-        framed = np.full((len(self.runs) + 2, self.schedule.microbatches), -2)
-        framed[1:-1] = self.runs
+        framed = np.full((self.schedule.stages + 2, self.schedule.microbatches), -2)
+        framed[1:-1] = np.where(self.home >= 0, self.columns.rank[self.home], -1)
         return framed
 
     @cached_property

@@ -137,8 +137,8 @@ def _merge(
     complete.memo[as_inserted] = True
     # Where a sum waits for other ranks, what is listed after it need not.
     if all(len(places) == 1 for places in graph_of(schedule).collectives):
+        begun = np.append(begins, _both(made))[placed]
         for ahead in (False, True):
-            begun = np.append(begins, _both(made))[placed]
             complete.memo[TEXTBOOK_BEGINS, "edge", ahead] = begun
     return complete
 
