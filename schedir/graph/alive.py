@@ -80,25 +80,25 @@ def faults(graph: Graph, names: Iterable[str] = LINKED | OTHERS) -> Iterator[Fau
         if touch.use.does != "read":
             # A kind is listed once for each (stage, microbatch), so that no value is there twice.
             known, of = made if touch.use.does == "make" else ended, touch.values
-            several[of] |= known[of] < never
+            several[of[known[of] < never]] = True
             known[of] = touch.places
     found: list[_Row] = []
     if several.any():
         found += _followed(touches, entry, several, given)
-    entry, nobody = np.append(entry, (never, -1)), np.full(len(given), -1)
+    entry, nobody = np.append(entry, (never, -1)), np.broadcast_to(-1, len(given))
     for number, touch in enumerate(touches):
-        of, here = touch.values, entry[touch.places]
-        begins, ends = entry[made[of]], entry[ended[of]]
+        of = touch.values
         wrong: tuple[tuple[Label, Bools, Ints], ...] = ()
-        if touch.use.does == "make":
-            if touch.use.value in _ENDED:
-                wrong = (("unended", ends == never, nobody),)
-        elif not ((begins < here) & (here <= ends)).all():  # seldom
-            wrong = (
-                ("gone", (begins < ends) & (ends < here), ended),
-                ("late", (here <= begins) & (begins < never), made),
-                ("missing", begins == never, nobody),
-            )
+        if touch.use.does != "make":
+            here, begins, ends = (entry[each] for each in (touch.places, made[of], ended[of]))
+            if not ((begins < here) & (here <= ends)).all():
+                wrong = (
+                    ("gone", (begins < ends) & (ends < here), ended),
+                    ("late", (here <= begins) & (begins < never), made),
+                    ("missing", begins == never, nobody),
+                )
+        elif touch.use.value in _ENDED:
+            wrong = (("unended", ended[of] == never, nobody),)
         for label, where, others in wrong:
             where &= ~several[of]
             if where.any():

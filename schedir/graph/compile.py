@@ -356,7 +356,7 @@ class Graph:
         placement, places = self.schedule.placement, self.columns.where(*GROUPS)
         found: dict[int, dict[int, list[int]]] = {
             stage: {rank: [] for rank in placement[stage]}
-            for stage in np.unique(self.columns.stage[places]).tolist()
+            for stage in sorted({*self.columns.stage[places].tolist()})
         }
         for number, place in zip(self.holding[places].tolist(), places.tolist(), strict=True):
             stage, rank = self.schedule.holdings[number]
