@@ -91,10 +91,11 @@ def faults(graph: Graph, names: Iterable[str] = LINKED | OTHERS) -> Iterator[Fau
         wrong: tuple[tuple[Label, Bools, Ints], ...] = ()
         if touch.use.does != "make":
             here, begins, ends = (entry[each] for each in (touch.places, made[of], ended[of]))
-            if not ((begins < here) & (here <= ends)).all():
+            early, after = here <= begins, ends < here
+            if (early | after).any():
                 wrong = (
-                    ("gone", (begins < ends) & (ends < here), ended),
-                    ("late", (here <= begins) & (begins < never), made),
+                    ("gone", after & (begins < ends), ended),
+                    ("late", early & (begins < never), made),
                     ("missing", begins == never, nobody),
                 )
         elif touch.use.value in _ENDED:

@@ -73,9 +73,10 @@ class Pairs:
 
     def listed(self, kind: Kind, stage: int, microbatch: int) -> int:
         """The place of an action, -1 if it is not listed."""
-        if not (0 <= stage < self.shape[0] and 0 <= microbatch < self.shape[1]):
+        stages, microbatches = self.shape
+        if not (0 <= stage < stages and 0 <= microbatch < microbatches):
             return -1
-        number = stage * self.shape[1] + microbatch
+        number = stage * microbatches + microbatch
         row = int(np.searchsorted(self.numbers, number))
         known = row < len(self.numbers) and self.numbers[row] == number
         return int(self.of(kind)[row]) if known else -1
@@ -220,8 +221,7 @@ class Graph:
         held = np.array([stage * schedule.ranks + rank for stage, rank in schedule.holdings])
         wanted = columns.stage * schedule.ranks + columns.rank
         # Where each stage is on one rank, its number is all there is to find.
-        alone = len(held) == schedule.stages
-        holding = columns.stage if alone else np.searchsorted(held, wanted)
+        holding = columns.stage if len(held) == schedule.stages else np.searchsorted(held, wanted)
         wrong = np.flatnonzero(np.append(held, -1)[holding] != wanted)
         if len(wrong):
             rank, action = columns.rank[wrong[0]], columns.action(int(wrong[0]))
@@ -274,9 +274,9 @@ class Graph:
     def peer(self, action: Action) -> int | None:
         """The rank at the other end of a send or receive; None if there is no such rank."""
         other = action.counterpart
-        if other is None or other.stage >= len(self.runs):
+        if other is None:
             return None
-        rank = int(self.runs[other.stage, other.microbatch])
+        rank = int(self._framed[1 + other.stage, other.microbatch])
         return None if rank < 0 else rank
 
     @cached_property

@@ -270,11 +270,13 @@ def waits(
     node = _nodes(graph, ties, meet)
     begins, over, nodes = _points(graph, channel, node)
 
-    listed = _order(graph, channel, ties, ahead, posted, by_ends)
-    # In one expression, after which the parts are gone.
-    later, earlier, reasons = map(
-        np.concatenate, zip(*(_awaiting(*each) for each in listed), strict=True)
+    # No name keeps the parts in memory.
+    listed = (
+        (later[known], earlier[known], np.full(len(known), why, np.int8)[known])
+        for later, earlier, why in _order(graph, channel, ties, ahead, posted, by_ends)
+        for known in [earlier >= 0]
     )
+    later, earlier, reasons = map(np.concatenate, zip(*listed, strict=True))
     waiter, awaited, every = begins[later], over[earlier], by_ends and channel == "async"
     if nodes > len(node) or every:
         whole, single = np.flatnonzero(over != node), np.flatnonzero(begins != node)
@@ -291,11 +293,6 @@ def waits(
         waiter = np.concatenate((waiter, over[whole], node[single], node[behind]))
         awaited = np.concatenate((awaited, node[whole], begins[single], node[first]))
     return Waits(schedule, later, earlier, reasons, waiter, awaited, node, nodes, by_ends)
-
-
-def _awaiting(later: Ints, earlier: Ints, why: int | Ints) -> tuple[Ints, Ints, NDArray[np.int8]]:
-    known = earlier >= 0
-    return later[known], earlier[known], np.full(len(known), why, np.int8)[known]
 
 
 def _points(graph: Graph, channel: str, node: Ints) -> tuple[Ints, Ints, int]:

@@ -313,7 +313,8 @@ def _rows_of(samples: Samples, what: str | int, where: int) -> Ints:
     return groups[max(instead, key=samples.medians.__getitem__)] if instead else none
 
 
-_Draw: TypeAlias = Callable[[Ints, np.random.Generator], tuple[Ints, Bools]]
+# Its generator is named as text, because numpy.random takes a while to import.
+_Draw: TypeAlias = Callable[[Ints, "np.random.Generator"], tuple[Ints, Bools]]
 """Draws a sample for each of several entries, given the steps to take it from, one after the other;
 and says where there is one. Where there is none, it is any, -1 if there are none at all."""
 

@@ -392,11 +392,13 @@ def work_of(columns: Columns, starts: Numbers, ends: Numbers) -> Work:
     # The parts of a pair take the same time.
     known = ~np.isnan(ends - starts)[columns.computes]
     place, unknown = columns.computes[known], columns.computes[~known]
-    place = place[np.lexsort((starts[place], columns.rank[place]))]
     rank, until = columns.rank[place], ends[place]
     first = np.diff(rank, prepend=-1) > 0
-    for own in np.split(until, np.flatnonzero(first)):
-        np.maximum.accumulate(own, out=own)
+    if (np.diff((starts[place], until))[:, ~first[1:]] < 0).any():  # measured, in another order
+        place = place[np.lexsort((starts[place], rank))]
+        until = ends[place]
+        for own in np.split(until, np.flatnonzero(first)):
+            np.maximum.accumulate(own, out=own)
     before = np.where(first, 0, np.roll(until, 1))
     lost = np.bincount(unknown + 1, minlength=len(columns) + 1).cumsum()
     return Work(columns, lost, place, rank, first, starts[place], before, until)
