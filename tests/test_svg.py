@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import schedir
 from schedir import CostModel, Kind, Timeline
 from schedir.ir import COMPUTE
-from schedir.render import Page, outputs_of
+from schedir.render import outputs
 from schedir.render.memory import thinned
 from schedir.render.palette import WORDS, picture_fill
 from schedir.render.text import plain
@@ -55,8 +55,7 @@ class Lane(NamedTuple):
 
 
 def svg(line: Timeline, against: Timeline | None = None, memory: bool = False) -> str:
-    written = outputs_of("export")["svg"].write(line, Page(against=against, memory=memory))
-    return plain(written.blocks)
+    return line.svg(against=against, memory=memory)
 
 
 def boxes(path: ElementTree.Element) -> Iterator[Box]:
@@ -326,7 +325,7 @@ def test_what_is_not_known_when_is_left_out_with_a_warning() -> None:
     ends = line.ends.astype(float)
     ends[[0, 2]] = np.nan
     unknown = attrs.evolve(line, ends=ends)
-    written = outputs_of("export")["svg"].write(unknown, Page())
+    written = outputs.svg(unknown)
     assert list(written.left_out) == [
         "2 of 14 actions are left out because their times are unknown: rank 0 #0 0F0 is the first"
     ]

@@ -13,9 +13,8 @@ import pytest
 import schedir
 from schedir import CostModel, Timeline
 from schedir.cli import main
-from schedir.render import Page, outputs_of
 from schedir.render.text import plain
-from schedir.render.why import CriticalPath
+from schedir.render.why import CriticalPath, why_blocks
 from schedir.simulator import Measured
 from tests.literals import SHORT, listed
 from tests.test_golden import GOLDEN, compare
@@ -23,8 +22,7 @@ from tests.timelines import simulated
 
 
 def why(line: Timeline, width: int | None = None, against: Timeline | None = None) -> str:
-    written = outputs_of("show")["why"].write(line, Page(width=width, against=against))
-    return plain(written.blocks)
+    return plain(why_blocks(line, width, against))
 
 
 TWICE = CostModel(forward=(1, 1, 2, 1, 1, 1, 1, 1), backward=(2, 2, 4, 2, 2, 2, 2, 2))
@@ -122,7 +120,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["show", "1f1b", "--why", "--cost", "latency=0.5"]
     assert main(arguments) == 0
     assert capsys.readouterr().out == why(LINES["transfers"]())
-    for option in ("--full", "--json", "--actions", "--compute-only"):
+    for option in ("--full", "--actions", "--compute-only"):
         with pytest.raises(SystemExit):
             main(["show", "1f1b", "--why", option])
-        assert "--why draws nothing: leave out" in capsys.readouterr().err
+        assert f"--why draws nothing: leave out {option}" in capsys.readouterr().err

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from schedir.checker import Report
 from schedir.errors import ParseError, SchedirError
 from schedir.ir import printable
-from schedir.render import outputs_of
-from schedir.render.terminal import has_colour, is_terminal, page_for, write
+from schedir.render.diagnostics import full
+from schedir.render.text import has_colour, is_terminal, write
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -67,8 +67,7 @@ class RefusedError(Exception):
 
 def refuse(refused: RefusedError) -> int:
     """Print on stderr why a schedule can't be used, and return the exit code."""
-    page = page_for(sys.stderr, refused.subject)
-    write(outputs_of("check")["full"].write(refused.report, page).blocks, sys.stderr)
+    write(full(refused.report, refused.subject), sys.stderr)
     see(refused.report.errors[0].code)
     return 1
 

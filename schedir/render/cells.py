@@ -42,9 +42,8 @@ _MOSTLY_IDLE = 8  # times as long as its busiest lane's work
 
 
 class Cell(NamedTuple):
-    """A piece of a row. It belongs to the page that holds its first `whole` columns.
-
-    If it reaches into the next page, `rest` is drawn there.
+    """A piece of a row. Its first `whole` columns are not cut apart; where a window or a cut begins
+    inside it, `rest` is drawn.
     """
 
     left: int

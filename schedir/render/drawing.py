@@ -1,4 +1,4 @@
-"""Rows of cells under a ruler, in more or less detail, on as many pages as a terminal needs."""
+"""Rows of cells under a ruler, in more or less detail."""
 
 from __future__ import annotations
 
@@ -48,27 +48,7 @@ class Drawing:
     axis: Axis
     legend: str
 
-    def pages(
-        self, width: int | None, left: int = 0, last: int | None = None
-    ) -> Iterator[tuple[int, int]]:
-        """The columns at which pages start and end; one page if there is no `width`."""
-        columns = self.axis.columns if last is None else last
-        room = columns if width is None else width - len(self.corner)
-        if columns - left <= room:
-            yield left, columns
-            return
-        # The least that a page holds, however narrow the terminal is.
-        least = max((cell.whole for cells in self.rows for cell in cells), default=1)
-        while left < columns:
-            end = min(self._page_end(left, least, max(room, least)), columns)
-            yield left, end
-            left = end
-
-    def lines(self, width: int) -> int:
-        """The number of lines of the pages, with a blank one between two pages."""
-        return len(list(self.pages(width))) * (len(self.rows) + 2) - 1
-
-    def page(self, left: int, end: int) -> Iterator[Piece]:
+    def between(self, left: int, end: int) -> Iterator[Piece]:
         """The ruler and all rows, from one column to another."""
         yield Piece(f"{(self.corner + self._ruler(left, end)).rstrip()}\n")
         for head, cells in zip(self.heads, self.rows, strict=True):
@@ -76,27 +56,6 @@ class Drawing:
             yield Piece(head if drawn else head.rstrip())
             yield from drawn
             yield Piece("\n")
-
-    def _page_end(self, left: int, least: int, room: int) -> int:
-        """Where the next page takes over from the one that starts at `left`.
-
-        It ends at a tick of the ruler, if there is one. A cell that this would cut inside its
-        label goes to the next page as a whole, which then starts with the first such cell.
-        """
-        end = min(left + room, self.axis.columns)
-        if end < self.axis.columns:
-            ticks = [tick for tick, _ in self.axis.ticks(left + least, end + 1)]
-            end = ticks[-1] if ticks else end
-        following = end
-        for cells in self.rows:
-            # By index, as in the row below: a slice would copy everything after the page.
-            for index in range(bisect_left(cells, left, key=_LEFT), len(cells)):
-                cell = cells[index]
-                if cell.left >= end:
-                    break
-                if cell.left + cell.whole > end:
-                    following = min(following, cell.left)
-        return following
 
     def _ruler(self, left: int, end: int) -> str:
         marks: list[tuple[int, str]] = []
@@ -119,13 +78,13 @@ class Drawing:
     def _row(self, cells: Sequence[Cell], left: int, end: int) -> Iterator[Piece]:
         """The columns of a row from `left` up to `end`; labels that begin there are not cut."""
         drawn: list[tuple[int, str, str]] = []  # first column, text and style of each piece
-        # The cell before may reach into this page.
+        # The cell before may reach into the window.
         for index in range(max(0, bisect_left(cells, left, key=_LEFT) - 1), len(cells)):
             cell = cells[index]
             if cell.left >= end:
                 break
             last = min(cell.left + len(cell.text), max(end, cell.left + cell.whole))
-            # A cell of an earlier page shows only its rest.
+            # A cell that begins before the window shows only its rest.
             first, text = cell.left, cell.text[: last - cell.left]
             if first < left:
                 first, text = left, cell.rest * (last - left)

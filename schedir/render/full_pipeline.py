@@ -37,7 +37,7 @@ def steady_blocks(
     if steady.period:
         drawing, left, end = _window(line, steady, width)
         yield Piece(f"{clock.title} {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
-        yield from drawing.page(left, end)
+        yield from drawing.between(left, end)
         yield Piece("\n")
         yield from painted_legend(fill(drawing.legend, width))
         yield Piece("\n")

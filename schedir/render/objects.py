@@ -1,9 +1,11 @@
-"""How schedir's objects show themselves: a row for each class of `schedir.display`.
+"""How schedir's objects show themselves: a view of each class of `schedir.display`.
 
 repr        <Schedule 1f1b: 4 ranks, 4 stages, 8 microbatches, 68 actions>
 str         what the command prints into a pipe
 notebook    the picture where there is one, else that text and its tables as HTML
 rich        the text as it is on a terminal
+
+A view imports what it needs only when it is drawn, so that a `repr` is quick.
 """
 
 from __future__ import annotations
@@ -11,134 +13,121 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial, singledispatch
 from html import escape
-from importlib import import_module
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-from rich.console import Console, ConsoleOptions, RenderableType
 
 from schedir.checker import CHANNELS, Report, prove
-from schedir.display import rounded
-from schedir.errors import ExecutionError, SchedirError
-from schedir.finder import Comparison
+from schedir.display import DisplayedComparison, DisplayedSearch, DisplayedTimeline
+from schedir.errors import SchedirError
 from schedir.ir import Schedule, dumps, printable
 from schedir.render.captions import caption, makespan, title, with_unit
 from schedir.render.diagnostics import full, summary
-from schedir.render.outputs import outputs_of
-from schedir.render.pages import Page
-from schedir.render.tables import comparison_blocks, found_text, records
-from schedir.render.terminal import page_for, write
-from schedir.render.text import Block, Piece, Table, count, plain, rich_of
-from schedir.simulator import Band, Timeline, simulate
+from schedir.render.outputs import drawn
+from schedir.render.text import Block, Piece, Screen, Table, count, plain, rich_of, screen_of, write
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+    from schedir.simulator import Timeline
 
 
 @attrs.frozen
 class View:
-    """How a class is shown: the `line` between the brackets of its `repr`, and its `blocks` on a
-    page. `drawn` is the timeline whose picture a notebook shows, or None."""
+    """How an object is shown: the `line` between the brackets of its `repr`, and its `blocks` on a
+    screen, of a window of time if it has times. `timeline` is what a notebook draws, or None."""
 
-    line: Callable[[Any], str]
-    blocks: Callable[[Any, Page], Iterable[Block]]
-    drawn: Callable[[Any], Timeline | None] = lambda value: None
-
-
-def _simulated(schedule: Schedule) -> Timeline:
-    """The schedule's timeline at the default costs, as in `schedir show`. Raises SchedirError."""
-    return simulate(prove(schedule, CHANNELS[-1]).proved())
+    line: str
+    blocks: Callable[..., Iterable[Block]]
+    timeline: Callable[[], Timeline] | None = None
 
 
-def _schedule(schedule: Schedule, page: Page) -> Iterable[Block]:
-    try:
-        return _timeline(_simulated(schedule), page)
-    except SchedirError:
-        return [Piece(dumps(schedule))]
+@singledispatch
+def view_of(value: Any) -> View:
+    """The view of an object; one of a class that is not registered here has its `str`."""
+    return View(str(value), lambda screen, **window: [Piece(str(value))])
 
 
-def _timeline(timeline: Timeline, page: Page) -> Iterable[Block]:
-    whole = page.fit or not page.screen or page.start or page.end is not None
-    return outputs_of("show")["full" if whole else "overview"].write(timeline, page).blocks
+@view_of.register
+def _(schedule: Schedule) -> View:
+    def timeline() -> Timeline:
+        """At the default costs, as in `schedir show`. Raises SchedirError."""
+        from schedir.simulator import simulate
+
+        return simulate(prove(schedule, CHANNELS[-1]).proved())
+
+    def blocks(screen: Screen, **window: Any) -> Iterable[Block]:
+        try:
+            simulated = timeline()
+        except SchedirError:
+            return [Piece(dumps(schedule))]
+        return drawn(simulated, screen, **window)
+
+    actions = count(len(schedule.columns), "action")
+    return View(f"{title(schedule)}, {actions}", blocks, timeline)
 
 
-def _report(report: Report, page: Page) -> Iterable[Block]:
-    return full(report, "the schedule" if report.schedule is None else report.schedule.name)
+@view_of.register(DisplayedTimeline)
+def _(timeline: Any) -> View:
+    line = f"{title(timeline.schedule)}; {caption(timeline)}, makespan {makespan(timeline)}"
+    return View(line, partial(drawn, timeline), lambda: timeline)
 
 
-def _comparison(comparison: Comparison) -> str:
+@view_of.register
+def _(report: Report) -> View:
+    subject = "the schedule" if report.schedule is None else report.schedule.name
+    return View(summary(report), lambda screen, **window: full(report, subject))
+
+
+@view_of.register(DisplayedComparison)
+def _(comparison: Any) -> View:
+    def blocks(screen: Screen, **window: Any) -> Iterable[Block]:
+        from schedir.render.tables import comparison_blocks
+
+        return comparison_blocks(comparison, screen.width)
+
     best = comparison.best
     chosen = "none can be chosen" if best is None else f"{printable(best.target)} is the best"
-    return f"{count(len(comparison.rows), 'schedule')}, {chosen}"
+    return View(f"{count(len(comparison.rows), 'schedule')}, {chosen}", blocks)
 
 
-def _band(band: Band) -> str:
-    low, median, high = map(band.quantile, (0.05, 0.5, 0.95))
-    runs = count(len(band.makespans), "run")
-    least, usual, most = (rounded(value, 5) for value in (low, median, high))
-    return f"makespan {usual} (the median of {runs}), {least} to {most} in nine of ten"
+@view_of.register(DisplayedSearch)
+def _(found: Any) -> View:
+    def blocks(screen: Screen, **window: Any) -> Iterable[Block]:
+        from schedir.render.tables import found_text
 
+        return [Piece(found_text(found))]
 
-def _result(result: Any, page: Page) -> Iterable[Block]:
-    """The result of a step with its loss, for which it waits."""
-    try:
-        loss = f"loss {result.loss:.6g} over {count(result.samples, 'sample')}"
-    except ExecutionError as error:
-        loss = str(error)
-    return [Piece(f"{loss}, {result.elapsed:.4g} s, of them {result.busy:.4g} s in compute")]
-
-
-VIEWS = {
-    "Schedule": View(
-        lambda it: f"{title(it)}, {count(len(it.columns), 'action')}", _schedule, _simulated
-    ),
-    "Timeline": View(
-        lambda it: f"{title(it.schedule)}; {caption(it)}, makespan {makespan(it)}",
-        _timeline,
-        lambda it: it,
-    ),
-    "Report": View(summary, _report),
-    "Comparison": View(_comparison, lambda it, page: comparison_blocks(it, page.width)),
-    "Found": View(
-        lambda it: (
-            f"{it.schedule.name}: {it.objective} {with_unit(it.value, it.timeline.unit)}, "
-            f"{it.distance:.2%} above the lower bound"
-        ),
-        lambda it, page: [Piece(found_text(it))],
-    ),
-    "Band": View(_band, lambda it, page: [Piece(_band(it))]),
-    "StepResult": View(str, _result),
-}
-"""By the name of the class, because this package must not import the runtime."""
-
-
-def _view(value: object) -> View:
-    return next(VIEWS[each.__name__] for each in type(value).__mro__ if each.__name__ in VIEWS)
+    value = with_unit(found.value, found.timeline.unit)
+    above = f"{found.distance:.2%} above the lower bound"
+    return View(f"{found.schedule.name}: {found.objective} {value}, {above}", blocks)
 
 
 def line(value: object) -> str:
     """The object in one line."""
-    return f"<{type(value).__name__} {_view(value).line(value)}>"
+    return f"<{type(value).__name__} {view_of(value).line}>"
 
 
 def text(value: object) -> str:
     """The text that the command prints into a pipe."""
-    return plain(_blocks(value, Page())).rstrip("\n")
+    return plain(_blocks(value, Screen())).rstrip("\n")
 
 
-def _blocks(value: object, page: Page) -> list[Block]:
+def _blocks(value: object, screen: Screen) -> list[Block]:
     """The blocks of an object, or the reason why there are none."""
     try:
-        return list(_view(value).blocks(value, page))
+        return list(view_of(value).blocks(screen))
     except SchedirError as error:
         return [Piece(f"{line(value)}: {error}")]
 
 
 def show(value: object, width: int | None, start: float = 0, end: float | None = None) -> None:
     """Print the object as its command does."""
-    page = attrs.evolve(page_for(sys.stdout), start=start, end=end)
-    if width is not None:
-        page = attrs.evolve(page, width=width, fit=True)
-    write(_view(value).blocks(value, page), sys.stdout)
+    screen = screen_of(sys.stdout) if width is None else Screen(width)
+    write(view_of(value).blocks(screen, start=start, end=end), sys.stdout)
 
 
 @attrs.frozen
@@ -150,46 +139,20 @@ class Renderable:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        page = Page(width=options.max_width, height=console.height, screen=True)
-        return rich_of(_blocks(self.value, page))
+        return rich_of(_blocks(self.value, Screen(options.max_width, console.height)))
 
 
 def html(value: object) -> str:
     """The object for a notebook."""
     with suppress(SchedirError):  # the text says why there is no picture
-        if (drawn := _view(value).drawn(value)) is not None:
-            return drawn.svg()
+        if (timeline := view_of(value).timeline) is not None:
+            return timeline().svg()
     return "".join(
         "".join(map(_table, group)) if kind is Table else f"<pre>{escape(plain(group))}</pre>"
-        for kind, group in groupby(_blocks(value, Page()), type)
+        for kind, group in groupby(_blocks(value, Screen()), type)
     )
 
 
 def _table(table: Any) -> str:
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows)
     return f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
-
-
-def exported(
-    timeline: Timeline, form: str, width: str | float | None = None, **looks: Any
-) -> str | bytes:
-    """A timeline as `schedir export --format` writes it."""
-    written = outputs_of("export")[form].write(timeline, Page(breadth=width, **looks))
-    return plain(written.blocks) if written.data is None else written.data
-
-
-def compared(comparison: Comparison, form: str) -> str:
-    """A comparison as `schedir compare --format` writes it."""
-    forms = outputs_of("compare")
-    if form not in forms:
-        raise ValueError(f"form must be {', '.join(forms)}, not {form!r}")
-    return plain(forms[form].write(comparison, Page()).blocks)
-
-
-def frame(comparison: Comparison) -> Any:
-    """A comparison as a DataFrame."""
-    try:
-        pandas = import_module("pandas")
-    except ImportError:
-        raise SchedirError("to_pandas needs pandas: pip install pandas") from None
-    return pandas.DataFrame(records(comparison))

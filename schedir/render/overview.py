@@ -53,9 +53,7 @@ def overview_blocks(
     panel = sum(len(fill(text, inside).splitlines()) for text in texts) + 2
     room = height - panel - _PROMPT_LINES
     drawing = _drawing(several, width, room)
-    for turn, (left, end) in enumerate(drawing.pages(width)):
-        yield Piece("\n" if turn else "")
-        yield from drawing.page(left, end)
+    yield from drawing.between(0, drawing.axis.columns)
     yield Piece("\n")
     yield from painted_legend(fill(drawing.legend, width))
     table = statistics(timeline)
@@ -88,7 +86,7 @@ def _costs(timeline: Timeline, several: Sequence[Timeline], name: str) -> Iterat
 
 def _lines(drawing: Drawing, width: int) -> int:
     """The lines of a drawing and its legend, with a blank one between them."""
-    return drawing.lines(width) + 1 + len(fill(drawing.legend, width).splitlines())
+    return _RULER_LINES + len(drawing.rows) + 1 + len(fill(drawing.legend, width).splitlines())
 
 
 def _drawing(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
@@ -114,7 +112,7 @@ def _drawing(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
         draws = [sketch.labelled, sketch.coarse, *draws]
     for draw in draws:
         drawing = draw(repeated)
-        if _lines(drawing, width) <= room:
+        if drawing.axis.columns <= columns and _lines(drawing, width) <= room:
             return drawing
     # At that scale a repeated part may be too short to be cut out.
     return sketch.squeezed(columns)

@@ -22,11 +22,19 @@ from xml.sax.saxutils import escape
 import attrs
 import numpy as np
 
+from schedir.errors import SchedirError
 from schedir.ir import COPIES, printable
 from schedir.render.axis import finite, round_step
-from schedir.render.captions import bubble, captions, clock_of, makespan, readable, title
+from schedir.render.captions import (
+    bubble,
+    captions,
+    clock_of,
+    makespan,
+    readable,
+    title,
+    window_of,
+)
 from schedir.render.memory import AXIS, Curve, Kept, between, kept_by
-from schedir.render.pages import Page, pixels, window_of
 from schedir.render.palette import (
     FAINT_INK,
     GRID,
@@ -36,7 +44,6 @@ from schedir.render.palette import (
     PAPER,
     STEP_FILL,
     WORDS,
-    grey,
     swatches,
 )
 from schedir.render.rows import has_copies, lanes_per_rank, most_stages
@@ -65,6 +72,10 @@ _SHORTEST = 16
 """A cell that is this many times shorter than the longest one gets no room for a label."""
 _BETWEEN_TICKS = 56.0
 _TITLE_LETTER = 7.8
+_LETTER = 7.2
+"""The width of a letter in the width that a user asks for."""
+_LEAST = 300
+"""The least width of a picture that a user may ask for."""
 
 
 @attrs.frozen
@@ -107,63 +118,69 @@ class _Panel:
         return self.top + rank * self.pitch
 
 
-def svg_blocks(timeline: Timeline, page: Page) -> Iterator[Piece]:
+def svg_blocks(
+    timeline: Timeline,
+    against: Timeline | None = None,
+    *,
+    memory: bool = False,
+    heading: str | None = None,
+    breadth: str | float | None = None,
+    start: float = 0,
+    end: float | None = None,
+) -> Iterator[Piece]:
     """The picture, piece by piece. A timeline `against` is drawn below, on the same time axis.
 
     Cells too thin to be seen are merged, and the description counts them. With `memory` there is a
     curve under each lane: the bytes that the rank holds, or its live activations if sizes are
-    unknown. Raises ValueError if the sizes do not fit the stages.
+    unknown. `heading` and `breadth` are the title and the width of `display.Looks`. Raises
+    SchedirError for a bad width and an empty window, and ValueError if the sizes do not fit the
+    stages.
     """
-    pieces = _pieces(timeline, page)
-    return map(grey, pieces) if page.greyscale else pieces
-
-
-def _pieces(timeline: Timeline, page: Page) -> Iterator[Piece]:
-    against, breadth = page.against, pixels(page.breadth)
+    is_whole, pixels = start == 0 and end is None, _pixels(breadth)
     both = [timeline] if against is None else [timeline, against]
     schedules = [line.schedule for line in both]
-    kept = kept_by(both) if page.memory else None
+    kept = kept_by(both) if memory else None
     clock = clock_of(both)
-    start, end = window_of(page, *readable(both))
+    start, end = window_of(readable(both), start, end)
     left = _MARGIN + 22 + 7 * len(str(max(each.ranks for each in schedules) - 1))
     left += max(map(stages_room, schedules))
     room = kept.room if kept else _MARGIN
-    if breadth is None:
+    if pixels is None:
         width = _width(both, clock.factors, end - start)
     else:
-        width = breadth - left - max(room, _tick_width(number(end)) / 2)
+        width = pixels - left - max(room, _tick_width(number(end)) / 2)
     per_unit = finite(width / (end - start or 1))
     shapes = list(dict.fromkeys(map(title, schedules)))
-    named = shapes if page.title is None else [printable(page.title)]
+    named = shapes if heading is None else [printable(heading)]
     headings = [line for each in named for line in wrap(each, int(width / _TITLE_LETTER))]
     top = _MARGIN + _LINE * len(headings) + 4
     legend, rows = _legend(both, width, kept, left, top + 12)
     top += _LINE * rows
-    heights = _heights(both, page.memory)
+    heights = _heights(both, memory)
     panels = []
     for line, name, factor in zip(both, captions(both), clock.factors, strict=True):
         caption = f"makespan {makespan(line, clock.duration, factor)}, bubble {bubble(line)}"
         if against is not None or line.measured is not None:
             caption = f"{name}: {caption}"
         since, until = start / factor, end / factor
-        drawn = line if page.start == 0 and page.end is None else _within(line, since, until)
+        drawn = line if is_whole else _within(line, since, until)
         times = per_unit * factor, since, until
         panels.append(_Panel(drawn, caption, *times, top + _LINE + 6, *heights))
         top = panels[-1].bottom
     ticks = _ticks(start, end, per_unit)
     reach = max((x + _tick_width(text) / 2 for text, x in ticks), default=0)
-    wide = px(breadth or left + width + max(room, reach - width))
+    wide = px(pixels or left + width + max(room, reach - width))
     high = px(top + 44)
     yield Piece(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
         f'viewBox="0 0 {wide} {high}" role="img" font-family="{_FONT}" font-size="12">\n'
-        f"<title>{escape(printable(page.title or '; '.join(shapes)))}</title>\n"
+        f"<title>{escape(printable(heading or '; '.join(shapes)))}</title>\n"
     )
     lanes = [[cells_of(p.timeline, rank, p.scale) for rank in p.ranks] for p in panels]
     yield Piece(f"<desc>{escape(_description(panels, lanes))}</desc>\n")
     yield Piece(f'<rect width="100%" height="100%" rx="4" fill="{PAPER}"/>\n')
-    for turn, heading in enumerate(headings):
-        yield text_at(left, _MARGIN + 12 + turn * _LINE, heading, size=14, weight="bold")
+    for turn, text in enumerate(headings):
+        yield text_at(left, _MARGIN + 12 + turn * _LINE, text, size=14, weight="bold")
     yield from legend
     for turn, panel in enumerate(panels):
         yield from _panel(panel, left, lanes[turn], [x for _, x in ticks])
@@ -292,6 +309,20 @@ def _every(least: float, start: float, end: float, per_unit: float) -> list[tupl
         (number(turn * step), max(turn * step - start, 0) * per_unit)
         for turn in range(first, last + 1)
     ]
+
+
+def _pixels(breadth: str | float | None) -> float | None:
+    """The width of a picture in pixels, from the user's words. Raises SchedirError."""
+    if breadth is None:
+        return None
+    text = str(breadth)
+    try:
+        found = float(text.removesuffix("cm")) * (96 / 2.54 if text.endswith("cm") else _LETTER)
+    except ValueError:
+        found = 0
+    if not _LEAST <= found < math.inf:
+        raise SchedirError(f"a picture is at least 8cm wide, or 42 letters, not {text}")
+    return found
 
 
 def _tick_width(text: str) -> float:

@@ -40,12 +40,12 @@ def timeline_json(timeline: Timeline, steady: SteadyState | None = None) -> str:
 
 
 def timeline_text(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
-    """The timeline drawn in text, with its legend and its figures.
+    """The timeline drawn in text, with its legend and its figures; each rank is one line.
 
-    With a `width` in columns it is split into pages by time, each with all ranks. Without one,
-    each rank is one line, however long. If a step or a link takes so long that nearly everything
-    would be blank, it is drawn in letters, in `width` or 10,000 columns. `colour` adds ANSI escapes
-    and changes no character.
+    With a `width` in columns it is drawn in letters if labels need more. Without one, each line is
+    as long as its labels need, but for a step or a link that takes so long that nearly everything
+    would be blank: then it is in letters, in 10,000 columns. `colour` adds ANSI escapes and changes
+    no character.
     """
     write = coloured if colour else plain
     return write(timeline_blocks(timeline, width))
@@ -55,25 +55,24 @@ def timeline_blocks(
     timeline: Timeline,
     width: int | None = None,
     against: Timeline | None = None,
-    fit: bool = False,
     window: tuple[float, float] | None = None,
 ) -> Iterator[Block]:
     """The timeline as blocks; a second timeline is drawn below the first.
 
-    With `fit` the whole drawing fits into `width`, with letters if labels would need more. With a
-    `window` only the part between its two times is drawn.
+    The drawing fits into `width`, with letters if labels would need more. With a `window` only the
+    part between its two times is drawn.
     """
     lines = [timeline] if against is None else [timeline, against]
-    drawing = drawing_of(*lines, width=width, fit=fit, window=window)
-    last = None if window is None else drawing.axis.column(window[1])
-    axis_title = clock_of(lines).title
+    drawing = drawing_of(*lines, width=width, window=window)
+    left, end = map(drawing.axis.column, window or (0, 0))
+    if window is None:
+        end = drawing.axis.columns
     for shape in dict.fromkeys(title(line.schedule) for line in lines):
         yield Piece(f"{fill(shape, width)}\n")
+    times = f"{drawing.axis.time(left)}..{drawing.axis.time(end)}"
+    yield Piece(f"\n{clock_of(lines).title} {times}\n")
+    yield from drawing.between(left, end)
     yield Piece("\n")
-    for left, end in drawing.pages(width, drawing.axis.column(window[0] if window else 0), last):
-        yield Piece(f"{axis_title} {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
-        yield from drawing.page(left, end)
-        yield Piece("\n")
     yield from painted_legend(fill(drawing.legend, width))
     for line, name in zip(lines, names(lines), strict=True):
         yield Piece(f"\n{f'{name}: {costs(line)}' if name else verdict(line)}\n\n")
@@ -83,20 +82,18 @@ def timeline_blocks(
 def drawing_of(
     *timelines: Timeline,
     width: int | None = None,
-    fit: bool = False,
     window: tuple[float, float] | None = None,
 ) -> Drawing:
     """All ranks with all their actions, one timeline below the other on one axis.
 
-    The drawing is in letters, in at most `width` columns, if it has to `fit` and labels need more,
-    or if labels need more columns than anybody reads.
+    The drawing is in letters if labels need more than `width` columns, or more than anybody reads.
     """
     sketch = sketch_of(*timelines)
     room = MOST_COLUMNS if width is None else max(width - len(sketch.corner), 1)
     since, until = (0.0, sketch.makespan) if window is None else window
     if until - since < sketch.makespan:
         sketch = sketch.between(since, until)
-    if sketch.too_wide(since, until) or (fit and sketch.scale * (until - since) > room):
+    if sketch.too_wide(since, until) or (width and sketch.scale * (until - since) > room):
         return sketch.squeezed(round(room / (until - since) * sketch.makespan))
     return sketch.labelled()
 
