@@ -65,7 +65,6 @@ def test_a_pair_is_named_as_one() -> None:
     costs = CostModel(forward=(2, 1), latency=1)
     text = why(schedir.simulate(schedir.Schedule.of("x", [0, 1], lists), costs))
     assert "communication: (1F1;1B0) waits for 0SEND_ACT1 on rank 0\n" in text
-    assert "  rank 1: (1F1;1B0)\n" in text
 
 
 def test_on_a_narrow_screen_shares_alone() -> None:
@@ -74,12 +73,8 @@ def test_on_a_narrow_screen_shares_alone() -> None:
     assert max(map(len, narrow.splitlines())) <= 82  # a terminal folds the header
 
 
-def test_long_paths_and_many_stages_are_shown_in_short() -> None:
-    text = why(simulated("1f1b", 16, 256, CostModel(latency=1)))
-    assert "\n4 others  " in text
-    assert " more stretches\n" in text
-    path = text[text.index("critical path\n") :]
-    assert len(path.splitlines()) == 1 + 20 + 1
+def test_many_stages_are_shown_in_short() -> None:
+    assert "\n4 others  " in why(simulated("1f1b", 16, 256, CostModel(latency=1)))
 
 
 @pytest.mark.parametrize("latency", [0, 0.3])
@@ -91,9 +86,6 @@ def test_the_parts_of_the_path_are_the_makespan(latency: float) -> None:
     stages = path.by_stage()
     assert sum(row[2] for row in stages) == pytest.approx(path.by_kind()["compute"])
     assert sum(row[3] for row in stages) == pytest.approx(path.by_kind()["transfers"])
-    stretches = path.stretches()
-    assert sum(one.end - one.start for one in stretches) == pytest.approx(line.makespan)
-    assert stretches[0].start == 0
 
 
 def test_nothing_to_say() -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from schedir.checker import Report
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _MOST_OF_A_LINE = 76
-_PIECE = 1 << 16
 _PATIENCE = 1.0  # seconds before a progress line appears, if stderr is a terminal
 
 
@@ -92,24 +92,10 @@ def tell(error: SchedirError) -> int:
 
 
 def _excerpt(path: str, number: int, start: int) -> str | None:
-    """A line of a file from column `start` on, cut to fit; None if the line is shorter.
-
-    It reads piece by piece, because one line may fill a huge file.
-    """
+    """A line of a file from column `start` on, cut to fit; None if the line is shorter."""
     with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        text = file.read(_PIECE)
-        above = number - 1
-        while text and (ends := text.count("\n")) < above:
-            above -= ends
-            text = file.read(_PIECE)
-        text = text.split("\n", above)[-1]
-        while start >= len(text):
-            start -= len(text)
-            text = file.read(_PIECE)
-            if not text:
-                return None
-        text = text[start:] + file.read(_MOST_OF_A_LINE)
-    return text.partition("\n")[0][:_MOST_OF_A_LINE]
+        line = next(islice(file, number - 1, None), "")[start:]
+    return line.rstrip("\n")[:_MOST_OF_A_LINE] if line else None
 
 
 @contextmanager
