@@ -32,16 +32,16 @@ class Displayed:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return str(_render("objects").line(self))
+        return str(_render("outputs").line(self))
 
     def __str__(self) -> str:
-        return str(_render("objects").text(self))
+        return str(_render("outputs").text(self))
 
     def _repr_html_(self) -> str:
-        return str(_render("objects").html(self))
+        return str(_render("outputs").shown_html(self))
 
     def __rich__(self) -> Any:
-        return _render("objects").Renderable(self)
+        return _render("outputs").Renderable(self)
 
     def show(self, width: int | None = None, start: float = 0, end: float | None = None) -> None:
         """Print the object as the command does, in at most `width` columns.
@@ -50,7 +50,7 @@ class Displayed:
         and `end` select a part of a drawing, in the unit of its time axis. Raises SchedirError if
         that part is empty.
         """
-        _render("objects").show(self, width, start, end)
+        _render("outputs").show(self, width, start, end)
 
 
 def _written(timeline: Any, form: str, **options: Any) -> Any:

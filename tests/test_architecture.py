@@ -169,7 +169,7 @@ def test_commands_start_with_what_they_need_alone() -> None:
 def test_a_repr_of_a_schedule_is_quick() -> None:
     before = imported_by("import schedir; it = schedir.build('1f1b')")
     later = imported_by("import schedir; it = schedir.build('1f1b'); repr(it)") - before
-    assert "schedir.render.objects" in later
+    assert "schedir.render.outputs" in later
     assert not {name for name in later if name.startswith(("rich", "schedir.simulator"))}
 
 
