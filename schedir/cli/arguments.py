@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _OWN_OPTIONS = ("ranks", "microbatches", "chunks")
 _BY_STAGE = ("stage", "start", "boundary")
+_SPELLED = {"start": "from", "end": "to"}
 _OLD_FORMATS = {"full": "text", "table": "text"}
 _BYTES = re.compile(r"(?i)([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgtp])(i?))?b?")
 
@@ -93,6 +94,16 @@ def add_shape(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 def add_channel(parser: argparse._ActionsContainer, text: str, default: str | None = None) -> None:
     """Add `--channel`, with `text` as help."""
     parser.add_argument("--channel", choices=(*CHANNELS, *TRANSPORTS), default=default, help=text)
+
+
+def given_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that the user gave, by the names that argparse has for them."""
+    return {k: value for k, value in vars(args).items() if value != args.parser.get_default(k)}
+
+
+def spelled(name: str) -> str:
+    """An option as the user writes it: `compute_only` is --compute-only, `start` is --from."""
+    return f"--{_SPELLED.get(name, name).replace('_', '-')}"
 
 
 def add_format(

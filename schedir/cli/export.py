@@ -17,8 +17,10 @@ from schedir.cli.arguments import (
     add_target,
     costs_given,
     costs_of,
+    given_of,
     proved,
     sees_costs,
+    spelled,
     subject_of,
 )
 from schedir.cli.terminal import progress
@@ -66,18 +68,14 @@ LISTS: Mapping[str, Callable[[Schedule], Written]] = {
 _EXTENSIONS = {
     ".sched": ("sched",),
     ".csv": ("torch-csv-comms", "torch-csv"),  # the second one with --compute-only
-    ".svg": ("svg",),
-    ".png": ("png",),
-    ".pdf": ("pdf",),
+    **{f".{name}": (name,) for name in ("svg", "png", "pdf", "html")},
     ".json": ("perfetto",),
-    ".html": ("html",),
 }
 _OPTIONS = {
-    **{"compute_only": "--compute-only", "channel": "--channel", "against": "--against"},
-    **{"memory": "--memory", "title": "--title", "width": "--width", "greyscale": "--greyscale"},
-    **{"start": "--from", "end": "--to"},
+    *("compute_only", "channel", "against", "memory", "title", "width", "greyscale"),
+    *("start", "end"),
 }
-"""The options that not every format takes, as the user writes them."""
+"""The options that not every format takes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,24 +123,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the schedule or its timeline, or report why it can't be completed."""
     name = _format(args)
-    given = {
-        option: value
-        for option in _OPTIONS
-        if (value := getattr(args, option)) != args.parser.get_default(option)
-    }
-    for option in given:
-        if option not in _taken(name):
-            fitting = [each for each in (*LISTS, *TIMELINES) if option in _taken(each)]
-            args.parser.error(
-                f"{_OPTIONS[option]} is for {', '.join(fitting)}; {name} does not take it"
-            )
+    given = {option: value for option, value in given_of(args).items() if option in _OPTIONS}
+    for option in given.keys() - _taken(name):
+        fitting = [each for each in (*LISTS, *TIMELINES) if option in _taken(each)]
+        args.parser.error(f"{spelled(option)} is for {', '.join(fitting)}; {name} does not take it")
     if name in TIMELINES:
         with progress("simulating"):
             timeline, against, _ = drawn(args)
-        options = {option: given[option] for option in given if option != "channel"}
+        given.pop("channel", None)
         if against is not None:
-            options["against"] = against
-        write_out(TIMELINES[name](timeline, **options), args.output, name)
+            given["against"] = against
+        write_out(TIMELINES[name](timeline, **given), args.output, name)
         return 0
     if costs_given(args) and not sees_costs(args.target):
         args.parser.error(

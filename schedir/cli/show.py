@@ -6,7 +6,15 @@ import argparse
 import sys
 from collections.abc import Iterable
 
-from schedir.cli.arguments import TARGET_OR_RUN, add_costs, add_format, add_target, at_least
+from schedir.cli.arguments import (
+    TARGET_OR_RUN,
+    add_costs,
+    add_format,
+    add_target,
+    at_least,
+    given_of,
+    spelled,
+)
 from schedir.cli.terminal import progress
 from schedir.cli.timelines import add_drawn, drawn, drawn_full
 from schedir.passes import strip_communication
@@ -30,7 +38,6 @@ _ALONE = (
     ("steady", "--steady draws two periods", (*_LISTS, *_WINDOW, "why", "against")),
 )
 """An option, what it does alone, and the options that do not go with it."""
-_SPELLED = {"start": "from", "end": "to"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,9 +142,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _expect_no_contradiction(args: argparse.Namespace) -> None:
     """Refuse options that do not go together."""
-    given = {name for name, value in vars(args).items() if value != args.parser.get_default(name)}
+    given = given_of(args)
     for option, why, others in _ALONE:
-        wrong = [_SPELLED.get(name, name) for name in others if name in given]
+        wrong = [spelled(name) for name in others if name in given]
         if option in given and wrong:
-            named = " and ".join(f"--{name}" for name in wrong).replace("_", "-")
-            args.parser.error(f"{why}: leave out {named}")
+            args.parser.error(f"{why}: leave out {' and '.join(wrong)}")

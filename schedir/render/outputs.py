@@ -45,8 +45,8 @@ def drawn(
     start: float = 0,
     end: float | None = None,
 ) -> Iterable[Block]:
-    """The timeline in text: on one screen, if that has a height, or else every action of it. So is
-    a part, if a `start` or an `end` is given."""
+    """The timeline in text: its overview on a screen that has a height, or else every action. Of a
+    part, from `start` to `end`, every action is drawn on any screen."""
     first, *others = readable([timeline] if against is None else [timeline, against])
     second = others[0] if others else None
     if screen.width is None or screen.height is None or start or end is not None:
