@@ -55,7 +55,7 @@ class Displayed:
 
 def _written(timeline: Any, form: str, **options: Any) -> Any:
     """A timeline as `schedir export --format` writes it."""
-    return _render("outputs").FORMATS[form](timeline, **options).content
+    return _render("outputs").TIMELINES[form](timeline, **options).content
 
 
 class Looks(TypedDict, total=False):

@@ -88,7 +88,7 @@ def test_imports_make_no_circle() -> None:
 def test_one_door_leads_upwards() -> None:
     # `display` reaches `render` by its name, so that nothing here counts it as an import.
     names = {"schedir", "schedir.lazy", "schedir.display", "schedir.library.targets"}
-    names |= {"schedir.cli", "schedir.render.outputs"}
+    names |= {"schedir.cli", "schedir.render.outputs", "schedir.render.tables"}
     for name, path in MODULES.items():
         if name not in names:
             assert not re.search(r"\bimport_module\b|__import__", path.read_text()), name

@@ -24,8 +24,9 @@ from schedir import Generator, Pipeline
 from schedir.checker import CHANNELS, RULES
 from schedir.checker.diagnostics import Severity
 from schedir.cli import main
-from schedir.cli.export import LISTS, TIMELINES
+from schedir.cli.export import LISTS
 from schedir.ir import COMMUNICATION, TRANSPORTS, Kind, loads_torch_csv
+from schedir.render.outputs import TIMELINES
 from schedir.simulator import load_timelines
 from tests.built_in import EVERY, NAMES
 from tests.command_line import DEADLOCK, Run, without_page

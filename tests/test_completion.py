@@ -13,8 +13,9 @@ import pytest
 
 from schedir.checker import RULES
 from schedir.cli import TASKS
-from schedir.cli.export import LISTS, TIMELINES
+from schedir.cli.export import LISTS
 from schedir.ir import CHANNELS, TRANSPORTS
+from schedir.render.outputs import TIMELINES
 from tests.built_in import EVERY
 from tests.command_line import Run
 

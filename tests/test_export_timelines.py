@@ -8,7 +8,7 @@ import pytest
 
 import schedir
 from schedir.cli import export
-from schedir.render.outputs import Written
+from schedir.render.outputs import TIMELINES, Written
 from schedir.render.text import Piece
 from schedir.simulator import Timeline
 from tests.command_line import Run
@@ -22,7 +22,7 @@ def times(timeline: Timeline, *, memory: bool = False) -> Written:
 
 @pytest.fixture
 def run(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(export, "TIMELINES", {**export.TIMELINES, "times": times})
+    monkeypatch.setattr(export, "TIMELINES", {**TIMELINES, "times": times})
     monkeypatch.setitem(export._EXTENSIONS, ".times", ("times",))
     return run
 

@@ -29,8 +29,7 @@ from schedir.errors import SchedirError
 from schedir.files import replacing
 from schedir.ir import Schedule, dumps, dumps_torch_csv
 from schedir.passes import insert_reductions, strip_communication
-from schedir.render.outputs import FORMATS as TIMELINES
-from schedir.render.outputs import Written
+from schedir.render.outputs import TIMELINES, Written
 from schedir.render.text import Piece, is_terminal, plain
 
 EXAMPLES = (
@@ -129,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error(f"{spelled(option)} is for {', '.join(fitting)}; {name} does not take it")
     if name in TIMELINES:
         with progress("simulating"):
-            timeline, against, _ = drawn(args)
+            timeline, against = drawn(args)
         given.pop("channel", None)
         if against is not None:
             given["against"] = against

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         if args.steady:
             timeline, full, steady = drawn_full(args)
         else:
-            timeline, against, _ = drawn(args)
+            timeline, against = drawn(args)
     lists = args.actions or args.compute_only
     screen = screen_of(sys.stdout)
     if args.width is not None:

@@ -62,8 +62,8 @@ def is_measured(target: str) -> bool:
     return target.endswith(".json")
 
 
-def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None, str]:
-    """The timeline that the arguments name, one to compare it with, and the name of the first.
+def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None]:
+    """The timeline that the arguments name, and one to compare it with.
 
     A simulated timeline comes before a measured one. Raises LoadError or ParseError for a target
     that can't be loaded, RefusedError for a schedule with errors, SchedirError for costs that do
@@ -75,11 +75,9 @@ def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None, str]:
         args.parser.error(f"{options} for schedules: a measured timeline has times already")
     _expect_steps(args, targets)
     costs = costs_of(args)
-    found = _timelines(args, targets, costs)
-    named = list(zip(_same_unit(found, costs), targets, strict=True))
-    (first, target), *others = sorted(named, key=lambda each: each[0].measured is not None)
-    against = others[0][0] if others else None
-    return first, against, subject_of(target, first.schedule)
+    lines = _same_unit(_timelines(args, targets, costs), costs)
+    first, *others = sorted(lines, key=lambda line: line.measured is not None)
+    return first, others[0] if others else None
 
 
 def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyState]:
@@ -95,8 +93,7 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
     costs = costs_of(args)
     schedule = load_target(args, args.target, costs=costs)
     subject = subject_of(args.target, schedule)
-    line = _simulated(args, schedule, subject, costs)
-    note_unmeasured(schedule, costs)
+    line = _simulated(args, args.target, schedule, costs)
     many = count(schedule.microbatches, "microbatch", "es")
     if not schedule.is_asynchronous:
         raise SchedirError(
@@ -132,20 +129,20 @@ def _timelines(
     for number in sorted(range(len(targets)), key=lambda number: not shaped[number]):
         target = targets[number]
         if is_measured(target):
-            found[number] = _read(args, target)
+            line = _read(args, target)
         else:
-            schedule = load_target(args, target, shape, costs)
-            found[number] = _simulated(args, schedule, subject_of(target, schedule), costs)
-            note_unmeasured(schedule, costs)
-        shape = found[number].schedule
+            line = _simulated(args, target, load_target(args, target, shape, costs), costs)
+        found[number], shape = line, line.schedule
     return [found[number] for number in range(len(targets))]
 
 
 def _simulated(
-    args: argparse.Namespace, schedule: Schedule, subject: str, costs: CostModel
+    args: argparse.Namespace, target: str, schedule: Schedule, costs: CostModel
 ) -> Timeline:
-    complete = proved(schedule, subject, args.channel)
-    return simulate(complete, costs, channel=args.channel)
+    complete = proved(schedule, subject_of(target, schedule), args.channel)
+    line = simulate(complete, costs, channel=args.channel)
+    note_unmeasured(schedule, costs)
+    return line
 
 
 def _expect_steps(args: argparse.Namespace, targets: Sequence[str]) -> None:

@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING
 
 from schedir.lazy import on_demand
 from schedir.render.diagnostics import explanation, report_data
+from schedir.render.text import legible
 
 if TYPE_CHECKING:
     from schedir.render.tables import found_text
     from schedir.render.terminal_timeline import timeline_json, timeline_text
 
-__all__ = ["explanation", "found_text", "report_data", "timeline_json", "timeline_text"]
+__all__ = [
+    "explanation",
+    "found_text",
+    "legible",
+    "report_data",
+    "timeline_json",
+    "timeline_text",
+]
 
 _ON_DEMAND = {
     "schedir.render.tables": ("found_text",),

@@ -254,7 +254,7 @@ def html(timeline: Timeline, *, against: Timeline | None = None, memory: bool = 
     return Written([Piece(html_page(timeline, against, memory=memory))])
 
 
-FORMATS: Mapping[str, Callable[..., Written]] = {
+TIMELINES: Mapping[str, Callable[..., Written]] = {
     "svg": svg,
     "png": _converted("png", 2),
     "pdf": _converted("pdf", 0.75),

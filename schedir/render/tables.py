@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,7 +183,7 @@ def records(comparison: Comparison) -> list[dict[str, Any]]:
 def frame(comparison: Comparison) -> Any:
     """A comparison as a DataFrame."""
     try:
-        import pandas
+        pandas = import_module("pandas")
     except ImportError:
         raise SchedirError("to_pandas needs pandas: pip install pandas") from None
     return pandas.DataFrame(records(comparison))

@@ -186,13 +186,13 @@ def _why(timeline: Timeline, idle: Idle) -> str:
 
 @attrs.frozen(eq=False)
 class CriticalPath:
-    """The critical path with its times. The action at `places[n]` begins at `begins[n]` and ends at
-    `ends[n]`. The last of `begins` is the makespan."""
+    """What the actions at `places`, the critical path, take of the makespan, and the time `between`
+    them, which no action explains; only measured runs have it."""
 
     columns: Columns
     places: Ints
-    begins: Numbers
-    ends: Numbers
+    takes: Numbers
+    between: float
 
     @classmethod
     def of(cls, timeline: Timeline) -> CriticalPath:
@@ -207,18 +207,16 @@ class CriticalPath:
         begins = np.append(np.where(np.isnan(starts), before, starts), timeline.makespan)
         begins = np.fmax.accumulate(begins)  # the clocks of two ranks may differ a little
         over = np.clip(np.where(np.isnan(ends), begins[1:], ends), begins[:-1], begins[1:])
-        return cls(columns, places, begins, over)
+        takes = over - begins[:-1]
+        return cls(columns, places, takes, float(timeline.makespan - takes.sum()))
 
     def by_kind(self) -> dict[str, float]:
         """The time of each kind of action on the path."""
-        takes = self.ends - self.begins[:-1]
         found = {
-            what: float(takes[self.columns.is_kind(*kinds)[self.places]].sum())
+            what: float(self.takes[self.columns.is_kind(*kinds)[self.places]].sum())
             for what, kinds in _PARTS.items()
         }
-        # Time that no entry explains; only measured runs have it.
-        between = float((self.begins[1:] - self.ends).sum() + self.begins[0])
-        return {**found, "between entries": between}
+        return {**found, "between entries": self.between}
 
     def by_stage(self) -> list[tuple[int, int, float, float]]:
         """For each stage and rank on the path: the time of its compute and of its transfers."""
@@ -226,8 +224,7 @@ class CriticalPath:
         travel: dict[tuple[int, int], float] = defaultdict(float)
         last = None
         computes, receives = self.columns.is_kind(*COMPUTE), self.columns.is_kind(*RECEIVES)
-        takes = (self.ends - self.begins[:-1]).tolist()
-        for place, time in zip(self.places.tolist(), takes, strict=True):
+        for place, time in zip(self.places.tolist(), self.takes.tolist(), strict=True):
             if computes[place]:
                 last = int(self.columns.stage[place]), int(self.columns.rank[place])
                 compute[last] += time
