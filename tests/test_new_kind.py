@@ -160,7 +160,7 @@ SCRIPTS = {
         assert schedir.simulator.recut(schedir.CostModel(check=(1, 2)), 1, of=2).check == (3,)
     """,
     "every output draws them": """
-        from schedir.cli.export import torch_csv
+        from schedir.cli.export import listed as listed_in
         from schedir.render import timeline_text
         from schedir.simulator import CostModel
 
@@ -177,7 +177,7 @@ SCRIPTS = {
         # On a page, the CHECK of a microbatch is shown after its F, its LOG after that.
         before = data_before(listed).tolist()
         assert before == [-1, 0, 1, 0, -1, 4, 5, 4, -1, -1], before
-        written = torch_csv(listed)
+        written = listed_in(listed, "torch-csv")
         left_out = [*written.left_out]
         assert written.content.splitlines()[0] == "0F0,0B0,0F1,0B1", written.content
         assert any("torch has no CHECK" in each for each in left_out), left_out

@@ -7,7 +7,8 @@ import inspect
 import io
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -40,41 +41,20 @@ EXAMPLES = (
 logger = logging.getLogger("schedir")
 
 
-def sched(schedule: Schedule) -> Written:
-    """schedir's own text."""
-    return Written([Piece(dumps(schedule))])
-
-
-def torch_csv(schedule: Schedule) -> Written:
-    """torch's CSV without communication."""
-    text, left_out = dumps_torch_csv(schedule, compute_only=True)
-    return Written([Piece(text)], left_out)
-
-
-def torch_csv_comms(schedule: Schedule) -> Written:
-    """torch's CSV with communication."""
+LISTS: Mapping[str, Callable[[Schedule], tuple[str, Iterable[str]]]] = {
+    "sched": lambda schedule: (dumps(schedule), ()),
+    "torch-csv": partial(dumps_torch_csv, compute_only=True),
     # Torch divides a stage's gradients by the number of microbatches where it sums them.
-    text, left_out = dumps_torch_csv(insert_reductions(schedule))
-    return Written([Piece(text)], left_out)
-
-
-LISTS: Mapping[str, Callable[[Schedule], Written]] = {
-    "sched": sched,
-    "torch-csv": torch_csv,
-    "torch-csv-comms": torch_csv_comms,
+    "torch-csv-comms": lambda schedule: dumps_torch_csv(insert_reductions(schedule)),
 }
-"""The formats of a list of actions by name; `TIMELINES` are those of a timeline."""
+"""The formats of a list of actions by name: its text, and what that leaves out. `TIMELINES` are the
+formats of a timeline."""
 _EXTENSIONS = {
     ".sched": ("sched",),
     ".csv": ("torch-csv-comms", "torch-csv"),  # the second one with --compute-only
     **{f".{name}": (name,) for name in ("svg", "png", "pdf", "html")},
     ".json": ("perfetto",),
 }
-_OPTIONS = {
-    *("compute_only", "channel", "against", "memory", "title", "width", "greyscale"),
-    *("start", "end"),
-}
-"""The options that not every format takes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,17 +102,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the schedule or its timeline, or report why it can't be completed."""
     name = _format(args)
-    given = {option: value for option, value in given_of(args).items() if option in _OPTIONS}
-    for option in given.keys() - _taken(name):
+    given = given_of(args)
+    for option in given:
         fitting = [each for each in (*LISTS, *TIMELINES) if option in _taken(each)]
-        args.parser.error(f"{spelled(option)} is for {', '.join(fitting)}; {name} does not take it")
+        if fitting and name not in fitting:
+            args.parser.error(
+                f"{spelled(option)} is for {', '.join(fitting)}; {name} does not take it"
+            )
     if name in TIMELINES:
         with progress("simulating"):
             timeline, against = drawn(args)
-        given.pop("channel", None)
+        options = {option: given[option] for option in given if option in _taken(name)}
+        options.pop("channel", None)
         if against is not None:
-            given["against"] = against
-        write_out(TIMELINES[name](timeline, **given), args.output, name)
+            options["against"] = against
+        write_out(TIMELINES[name](timeline, **options), args.output, name)
         return 0
     if costs_given(args) and not sees_costs(args.target):
         args.parser.error(
@@ -145,12 +129,18 @@ def run(args: argparse.Namespace) -> int:
             schedule = strip_communication(schedule)
         elif not schedule.is_complete:
             schedule = proved(schedule, subject_of(args.target, schedule))
-    write_out(LISTS[name](schedule), args.output, name)
+    write_out(listed(schedule, name), args.output, name)
     return 0
 
 
+def listed(schedule: Schedule, name: str = "sched") -> Written:
+    """A list of actions in a format."""
+    text, left_out = LISTS[name](schedule)
+    return Written([Piece(text)], left_out)
+
+
 def _taken(name: str) -> set[str]:
-    """The options that a format takes."""
+    """The options that a format takes, of those that not every format does."""
     if name in TIMELINES:
         return {*inspect.signature(TIMELINES[name]).parameters, "channel"}
     return set() if name == "torch-csv-comms" else {"compute_only"}

@@ -24,7 +24,7 @@ from schedir.cli.arguments import (
     quantity,
     size,
 )
-from schedir.cli.export import sched, write_out
+from schedir.cli.export import listed, write_out
 from schedir.cli.terminal import progress
 from schedir.errors import SchedirError
 from schedir.files import check_writable
@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
                 )
     except ValueError as error:
         raise SchedirError(str(error)) from None
-    write_out(sched(found.schedule), args.output)
+    write_out(listed(found.schedule), args.output)
     print(found, file=sys.stderr)
     note_unmeasured(found.schedule, costs)
     return 0

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import schedir
 from schedir import Kind, Schedule
-from schedir.cli.export import LISTS
+from schedir.cli.export import listed
 from schedir.errors import LoadError
 from schedir.passes import strip_communication
 from schedir.runtime import Executor
@@ -63,7 +63,7 @@ def run_on_torch(schedule: Schedule, rank: int, form: str) -> None:
     """The exported list on torch's own runtime."""
     if form == "torch-csv":
         schedule = strip_communication(schedule)
-    written = LISTS[form](schedule)
+    written = listed(schedule, form)
     whole = stages(schedule.stages)
     local = {stage: whole[stage] for stage in schedule.stages_of(rank)}
     cpu = torch.device("cpu")
