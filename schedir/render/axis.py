@@ -84,11 +84,9 @@ class Axis:
         """The ticks on the drawn columns `left` to `right` (exclusive), with their times."""
         for first, end, moved in self.parts():
             first, end = max(first, left + moved), min(end, right + moved)
-            turn = math.ceil(first / self.scale / self.tick)
-            while (column := self.column(turn * self.tick)) < end:
-                if column >= first:
-                    yield column - moved, number(turn * self.tick)
-                turn += 1
+            for time in ticks(first / self.scale, end / self.scale, self.tick):
+                if first <= self.column(time) < end:
+                    yield self.column(time) - moved, number(time)
 
     def notes(self) -> Iterator[tuple[int, str]]:
         """The drawn column of each cut, and the note that stands there."""
@@ -99,6 +97,12 @@ class Axis:
 def nearest(value: float) -> int:
     """The nearest whole number, halves up (`round` rounds every second half down)."""
     return math.floor(value + 0.5)
+
+
+def ticks(start: float, end: float, step: float) -> list[float]:
+    """The multiples of a step between two times."""
+    first, last = math.ceil(start / step * (1 - 1e-9)), math.floor(end / step * (1 + 1e-9))
+    return [turn * step for turn in range(first, last + 1)]
 
 
 def round_step(least: float) -> float:

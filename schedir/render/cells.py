@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
+
+import attrs
 
 from schedir.ir import Action, Kind
 from schedir.render.axis import CUT_WIDTH, Axis, finite, nearest
+from schedir.render.lanes import SHADES, has_replicas, lanes_of
 from schedir.render.palette import (
     FAINT,
     LEFT_OUT,
@@ -28,8 +31,8 @@ from schedir.render.palette import (
     blended,
     shade,
 )
-from schedir.render.rows import ComputeSpan, Lane
 from schedir.render.text import Piece, number
+from schedir.simulator import Timeline
 
 # A cell shorter than this part of the longest cell is a mark; a label would stretch all others.
 _SHORTEST = 1 / 16
@@ -39,6 +42,54 @@ MOST_COLUMNS = 10_000
 NEARLY_ALL = 0.75
 """The part of a column's work that one kind needs for its letter to stand in the column."""
 _MOSTLY_IDLE = 8  # times as long as its busiest lane's work
+
+
+class Span(NamedTuple):
+    """An action, its time and its colour as in `Lanes`. `beside` is the other part of an overlapped
+    pair that is one cell."""
+
+    action: Action
+    start: float
+    end: float
+    colour: int
+    beside: Action | None = None
+
+
+@attrs.frozen
+class Row:
+    """A row of a drawing by time: the compute of a rank, or of its replica of a `stage`, or its
+    `copies` to the host and back."""
+
+    rank: int
+    spans: Sequence[Span]
+    stage: int | None = None
+    copies: bool = False
+
+
+def rows_of(timeline: Timeline, ranks: Iterable[int]) -> list[Row]:
+    """The rows of the `ranks`, from the top."""
+    schedule, lanes = timeline.schedule, lanes_of(timeline)
+    # The second part of a pair is in the cell of the first.
+    lanes = lanes.where(~(lanes.paired & schedule.columns.joined[lanes.place]))
+    replicas = has_replicas(schedule)
+    rows = []
+    for rank in ranks:
+        computes, copies = ([], [])
+        for spans, track in ((computes, 0), (copies, 1)):
+            own = lanes.of(2 * rank + track)
+            action = schedule.columns.action
+            for place, *rest, paired in zip(
+                *(c.tolist() for c in (own.place, own.start, own.end, own.colour, own.paired)),
+                strict=True,
+            ):
+                spans.append(Span(action(place), *rest, action(place + 1) if paired else None))
+        for stage in schedule.stages_of(rank) if replicas else ():
+            rows.append(Row(rank, [s for s in computes if s.action.stage == stage], stage))
+        if not replicas or not schedule.stages_of(rank):
+            rows.append(Row(rank, computes))
+        if copies:
+            rows.append(Row(rank, copies, copies=True))
+    return rows
 
 
 class Cell(NamedTuple):
@@ -54,7 +105,7 @@ class Cell(NamedTuple):
     rest: str = "-"
 
 
-def label_of(span: ComputeSpan, several: bool) -> str:
+def label_of(span: Span, several: bool) -> str:
     """The label of a span's cell; with the stage, if some rank holds `several`."""
     label = _name(span.action, several)
     return label if span.beside is None else f"{label};{_name(span.beside, several)}"
@@ -67,7 +118,7 @@ def _name(action: Action, several: bool) -> str:
     return f"{action.stage if several else ''}{action.kind.letter}{microbatch}"
 
 
-def label_scale(lanes: Sequence[Lane], several: bool) -> float:
+def label_scale(lanes: Sequence[Row], several: bool) -> float:
     """The fewest columns per unit of time that leave room for each label and a blank."""
     named = _long_enough(lanes)
     if not named:
@@ -84,12 +135,12 @@ def label_scale(lanes: Sequence[Lane], several: bool) -> float:
     return scale if fits else finite(max((need + 1) / duration for need, duration in needs))
 
 
-def coarse_scale(lanes: Sequence[Lane]) -> float:
+def coarse_scale(lanes: Sequence[Row]) -> float:
     """One column for the shortest action that has a cell."""
     return finite(1 / min((span.end - span.start for span in _long_enough(lanes)), default=1))
 
 
-def too_wide(scale: float, lanes: Sequence[Lane], makespan: float) -> bool:
+def too_wide(scale: float, lanes: Sequence[Row], makespan: float) -> bool:
     """Whether almost all columns are blank, because a step or a link takes very long."""
     if scale * makespan <= MOST_COLUMNS:
         return False
@@ -97,12 +148,12 @@ def too_wide(scale: float, lanes: Sequence[Lane], makespan: float) -> bool:
     return makespan > _MOSTLY_IDLE * max(work)
 
 
-def labelled_cells(lane: Lane, axis: Axis, several: bool) -> list[Cell]:
+def labelled_cells(lane: Row, axis: Axis, several: bool) -> list[Cell]:
     """The cells of a lane with their labels, ascending, on an axis without cuts."""
     cells = []
     for span in lane.spans:
         left, right = axis.column(span.start), axis.column(span.end)
-        label, style = label_of(span, several), _style(lane, span)
+        label, style = label_of(span, several), _style(span)
         if right - left > len(label):
             cells.append(Cell(left, len(label) + 1, label.ljust(right - left - 1, "-"), style))
         else:
@@ -112,7 +163,7 @@ def labelled_cells(lane: Lane, axis: Axis, several: bool) -> list[Cell]:
     return sorted(cells)
 
 
-def coarse_cells(lane: Lane, axis: Axis, alike: float = 0) -> list[Cell]:
+def coarse_cells(lane: Row, axis: Axis, alike: float = 0) -> list[Cell]:
     """The cells of a lane as letters, ascending. A column has the letter of the kind that takes
     most of its work. If that is less than a part `alike` of the work, it has a mark in the mix of
     the colours.
@@ -122,7 +173,7 @@ def coarse_cells(lane: Lane, axis: Axis, alike: float = 0) -> list[Cell]:
     """
     takes: list[dict[tuple[str, str], float]] = [defaultdict(float) for _ in range(axis.end)]
     for span in lane.spans:
-        kind = _style(lane, span), _mark(span)
+        kind = _style(span), _mark(span)
         start, end = span.start * axis.scale, span.end * axis.scale
         for column in range(int(start), min(math.ceil(end), axis.end)):
             takes[column][kind] += min(end, column + 1) - max(start, column)
@@ -157,34 +208,33 @@ def cut_out(cells: Sequence[Cell], axis: Axis) -> list[Cell]:
     return kept
 
 
-def _named(lanes: Sequence[Lane]) -> list[ComputeSpan]:
+def _named(lanes: Sequence[Row]) -> list[Span]:
     """The spans that have a cell."""
     return [span for lane in lanes for span in lane.spans if span.action.kind in WORDS]
 
 
-def _long_enough(lanes: Sequence[Lane]) -> list[ComputeSpan]:
+def _long_enough(lanes: Sequence[Row]) -> list[Span]:
     """The spans that have a cell and are not far shorter than the longest one."""
     spans = _named(lanes)
     least = max((span.end - span.start for span in spans), default=0) * _SHORTEST
     return [span for span in spans if span.end - span.start >= least] if least else []
 
 
-def _mark(span: ComputeSpan) -> str:
+def _mark(span: Span) -> str:
     if span.beside is not None:
         return PAIR
     return span.action.kind.letter
 
 
-def _style(lane: Lane, span: ComputeSpan) -> str:
-    action = span.action
+def _style(span: Span) -> str:
     if span.beside is not None:
         return PAIR_STYLE
-    if action.kind in WORDS:
-        return shade(action.kind, lane.turns.get(action.stage, 0))
+    if span.action.kind in WORDS:
+        return shade(span.action.kind, span.colour % SHADES)
     return STEP_STYLE
 
 
-def labels_legend(lanes: Sequence[Lane], cells: Sequence[Sequence[Cell]], several: bool) -> str:
+def labels_legend(lanes: Sequence[Row], cells: Sequence[Sequence[Cell]], several: bool) -> str:
     """The letters and marks that occur, and an example of a label."""
     words = _kinds_in_words(lanes)
     if any(span.beside is not None for lane in lanes for span in lane.spans):
@@ -202,7 +252,7 @@ def labels_legend(lanes: Sequence[Lane], cells: Sequence[Sequence[Cell]], severa
     )
 
 
-def letters_legend(lanes: Sequence[Lane], cells: Sequence[Sequence[Cell]]) -> str:
+def letters_legend(lanes: Sequence[Row], cells: Sequence[Sequence[Cell]]) -> str:
     """The meanings of the letters that coarse cells show."""
     drawn = {cell.text[0] for row in cells for cell in row}
     words = [*_kinds_in_words(lanes), f"{PAIR} a forward and a backward as one"]
@@ -217,7 +267,7 @@ def per_column(scale: float) -> str:
     return f"; a column is {number(float(f'{1 / scale:.2g}'))} of time"
 
 
-def _kinds_in_words(lanes: Sequence[Lane]) -> list[str]:
+def _kinds_in_words(lanes: Sequence[Row]) -> list[str]:
     """The letter and the meaning of each kind that occurs."""
     spans = [span for lane in lanes for span in lane.spans]
     kinds = {action.kind for span in spans for action in (span.action, span.beside) if action}

@@ -14,6 +14,7 @@ from schedir.render.axis import CUT_WIDTH, Axis, Cut
 from schedir.render.cells import (
     NEARLY_ALL,
     Cell,
+    Row,
     coarse_cells,
     coarse_scale,
     cut_out,
@@ -24,9 +25,9 @@ from schedir.render.cells import (
     per_column,
     too_wide,
 )
+from schedir.render.lanes import labels_say_stages
 from schedir.render.palette import FAINT, LEFT_OUT
 from schedir.render.repeats import Repeat
-from schedir.render.rows import Lane, labels_say_stages
 from schedir.render.text import Piece, count, number
 from schedir.simulator import Timeline
 
@@ -150,7 +151,7 @@ class Part:
 
     timeline: Timeline
     name: str
-    lanes: Sequence[Lane]
+    lanes: Sequence[Row]
     heads: Sequence[str]
     hidden: int = 0
 
@@ -169,7 +170,7 @@ class Sketch:
     note: str = ""
 
     @cached_property
-    def lanes(self) -> Sequence[Lane]:
+    def lanes(self) -> Sequence[Row]:
         """The lanes of all timelines."""
         return [lane for part in self.parts for lane in part.lanes]
 
@@ -195,7 +196,7 @@ class Sketch:
     def between(self, since: float, until: float) -> Sketch:
         """The sketch, cut to a window of time."""
 
-        def cut(lane: Lane) -> Lane:
+        def cut(lane: Row) -> Row:
             spans = [span for span in lane.spans if span.end > since and span.start < until]
             return attrs.evolve(lane, spans=spans)
 

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from schedir.render.captions import clock_of, costs, with_unit
-from schedir.render.cells import MOST_COLUMNS, painted_legend
+from schedir.render.cells import MOST_COLUMNS, Row, painted_legend
 from schedir.render.drawing import Drawing
-from schedir.render.rows import Lane
 from schedir.render.terminal_timeline import sketch_of
 from schedir.render.text import Block, Piece, count, fill
 from schedir.simulator import Timeline, in_unit
@@ -86,7 +85,7 @@ def _window(line: Timeline, steady: SteadyState, width: int | None) -> tuple[Dra
     return drawing, drawing.axis.column(since), drawing.axis.column(until)
 
 
-def _bounds(lanes: Sequence[Lane], steady: SteadyState, times: int) -> tuple[float, float]:
+def _bounds(lanes: Sequence[Row], steady: SteadyState, times: int) -> tuple[float, float]:
     """The start and end of a window of some periods in the middle, which cuts as few actions as
     possible."""
     period = steady.period

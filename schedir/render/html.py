@@ -20,10 +20,10 @@ import numpy as np
 from schedir.ir import COMPUTE, COPIES, KINDS, Kind, Schedule
 from schedir.render import palette
 from schedir.render.captions import captions, costs, readable, title
+from schedir.render.lanes import has_copies, has_replicas, labels_say_stages
 from schedir.render.memory import Curve, kept_by, most_of
 from schedir.render.packed import Stream, Ticks, put_curve, put_idle, put_timeline, ticks_for
 from schedir.render.palette import CAUSE_WORDS, picture_fill, swatches
-from schedir.render.rows import has_copies, has_replicas, labels_say_stages
 from schedir.simulator import CAUSES, Timeline
 
 SCRIPTS = ("data", "words", "view", "layout", "raster", "draw", "hover", "start")

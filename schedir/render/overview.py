@@ -15,10 +15,10 @@ from functools import partial
 
 from schedir.render.axis import Axis
 from schedir.render.captions import bubble, makespan, names, title
-from schedir.render.cells import painted_legend
+from schedir.render.cells import Row, painted_legend, rows_of
 from schedir.render.drawing import Drawing, Part, Sketch
+from schedir.render.lanes import has_copies, lanes_per_rank
 from schedir.render.repeats import Repeat, repeats
-from schedir.render.rows import Lane, has_copies, lanes_of, lanes_per_rank
 from schedir.render.terminal_timeline import statistics
 from schedir.render.text import Block, Panel, Piece, fill
 from schedir.simulator import Timeline
@@ -130,11 +130,11 @@ def _part(timeline: Timeline, name: str, room: int) -> Part:
         last = many // 2
         shown = [*range(many - last), *range(ranks - last, ranks)]
         hidden = ranks - many
-    lanes = lanes_of(timeline, shown)
+    lanes = rows_of(timeline, shown)
     return Part(timeline, name, lanes, list(map(_head, lanes)), hidden)
 
 
-def _head(lane: Lane) -> str:
+def _head(lane: Row) -> str:
     if lane.copies:
         return _COPIES
     return f"{lane.rank:4}" + ("" if lane.stage is None else f"  {lane.stage:5}")

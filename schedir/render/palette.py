@@ -14,7 +14,7 @@ import numpy as np
 
 from schedir.ir import KINDS, Kind, Schedule
 from schedir.ir.kinds import DRAWN
-from schedir.render.rows import most_stages
+from schedir.render.lanes import SHADES, most_stages
 from schedir.render.text import Piece
 from schedir.simulator import Cause
 
@@ -135,10 +135,15 @@ def picture_fill(kind: Kind, chunk: int = 0) -> Fill:
     return Fill(fills[chunk % len(fills)], "#ffffff" if kind in _WHITE_LABELS else "#000000")
 
 
+def fill_of(colour: int) -> Fill:
+    """The colours of a cell whose `colour` is as in `Lanes`."""
+    return picture_fill(KINDS[colour // SHADES], colour % SHADES)
+
+
 def swatches(schedules: Sequence[Schedule]) -> Iterator[tuple[list[str], str]]:
     """The fills and words of the kinds that occur, in each shade that occurs."""
     kinds = {KINDS[kind] for each in schedules for kind in np.unique(each.columns.kind)}
-    shades = min(4, max(map(most_stages, schedules)))
+    shades = min(SHADES, max(map(most_stages, schedules)))
     for kind, word in WORDS.items():
         if kind in kinds:
             yield (

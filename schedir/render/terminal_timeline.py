@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from schedir.render.captions import clock_of, costs, names, steady_figures, title, verdict
-from schedir.render.cells import MOST_COLUMNS, painted_legend
+from schedir.render.cells import MOST_COLUMNS, painted_legend, rows_of
 from schedir.render.drawing import Drawing, Part, Sketch
-from schedir.render.rows import lanes_of
 from schedir.render.text import Block, Piece, Table, as_json, coloured, fill, number, plain
 from schedir.simulator import Timeline
 
@@ -103,7 +102,7 @@ def drawing_of(
 
 def sketch_of(*timelines: Timeline) -> Sketch:
     """A sketch of all ranks of all timelines, which draws as much detail as there is room for."""
-    several = [lanes_of(line, range(line.schedule.ranks)) for line in timelines]
+    several = [rows_of(line, range(line.schedule.ranks)) for line in timelines]
     lanes = [lane for own in several for lane in own]
     ranks = len(str(max(lane.rank for lane in lanes)))
     stages = max((len(str(lane.stage)) for lane in lanes if lane.stage is not None), default=0)
