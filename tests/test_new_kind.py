@@ -181,7 +181,7 @@ SCRIPTS = {
         for form in ("html", "perfetto"):
             text = written["export", form][0]
             assert "CHECK" in text and "LOG" in text and "SYNC" in text, form
-        from schedir.render.packed import data_before
+        from schedir.render.html import data_before
 
         # On a page, the CHECK of a microbatch is shown after its F, its LOG after that.
         before = data_before(listed).tolist()

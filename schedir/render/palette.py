@@ -112,8 +112,6 @@ CAUSE_FILLS: dict[Cause, str] = {
     Cause.DONE: "#f4f4f4",
 }
 """The fill of a lane while its rank is idle, by cause."""
-PAIR_FILL = Fill("#e6a8cc", "#000000")
-"""The fill of an overlapped pair that is one cell."""
 CRITICAL_LINE = "#b30000"
 """The colour of the critical path: a dark red that no fill has."""
 MEMORY_LINE, MEMORY_FILL = "#4d5a66", "#d3dae1"
