@@ -18,9 +18,8 @@ from schedir.checker import RULES, Location
 from schedir.checker.diagnostics import fill
 from schedir.ir import COMPUTE
 from schedir.render import Page, explanation, outputs_of, timeline_json, timeline_text
-from schedir.render.overview import overview_blocks
 from schedir.render.repeats import Repeat, repeats
-from schedir.render.terminal_timeline import drawing_of
+from schedir.render.terminal_timeline import overview_blocks, sketch_of
 from schedir.render.text import coloured, number, plain, size, write_to_terminal
 from tests.findings import odd
 from tests.literals import listed
@@ -94,7 +93,7 @@ class Counted(list[Any]):
 
 def test_a_page_looks_at_its_own_cells_only() -> None:
     def looks(microbatches: int) -> float:
-        drawing = drawing_of(simulated("fill-drain", 2, microbatches))
+        drawing = sketch_of([simulated("fill-drain", 2, microbatches)]).labelled()
         rows = [Counted(cells) for cells in drawing.rows]
         drawing = attrs.evolve(drawing, rows=rows)
         pages = [list(drawing.page(left, end)) for left, end in drawing.pages(80)]

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir.ir import COMPUTE
-from schedir.render.cells import rows_of
+from schedir.render.drawing import rows_of
 from schedir.render.lanes import has_replicas, lanes_of
-from schedir.render.overview import overview_blocks
-from schedir.render.terminal_timeline import timeline_text
+from schedir.render.terminal_timeline import overview_blocks, timeline_text
 from schedir.render.text import plain
 from tests.joined import joined
 from tests.literals import listed

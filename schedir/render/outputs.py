@@ -73,7 +73,7 @@ def _readable(timeline: Timeline, page: Page) -> tuple[Timeline, Timeline | None
 
 
 def _overview(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.overview import overview_blocks
+    from schedir.render.terminal_timeline import overview_blocks
 
     first, second = _readable(timeline, page)
     return Written(overview_blocks(first, page.width or 80, page.height, second))
@@ -96,7 +96,7 @@ def _why(timeline: Timeline, page: Page) -> Written:
 
 
 def _steady(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.full_pipeline import steady_blocks
+    from schedir.render.terminal_timeline import steady_blocks
 
     if page.steady is None or page.full is None:
         raise ValueError("a page has no steady state to draw")
