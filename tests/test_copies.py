@@ -14,8 +14,7 @@ import pytest
 import schedir
 from schedir import CostModel, Timeline
 from schedir.passes import offload
-from schedir.render.overview import overview_blocks
-from schedir.render.terminal_timeline import timeline_text
+from schedir.render.terminal_timeline import overview_blocks, timeline_text
 from schedir.render.text import plain
 from schedir.render.why import why_blocks
 from schedir.simulator import Cause, how_derived, unmeasured

@@ -172,7 +172,7 @@ SCRIPTS = {
         assert "#bcbcbc" in line.svg()  # neutral: the palette has no other
         for text in (line.html(), line.perfetto()):
             assert "CHECK" in text and "LOG" in text and "SYNC" in text
-        from schedir.render.packed import data_before
+        from schedir.render.html import data_before
 
         # On a page, the CHECK of a microbatch is shown after its F, its LOG after that.
         before = data_before(listed).tolist()

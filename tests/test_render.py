@@ -18,8 +18,8 @@ from schedir.checker.diagnostics import fill
 from schedir.ir import COMPUTE
 from schedir.render import explanation, timeline_json, timeline_text
 from schedir.render.diagnostics import FORMATS
-from schedir.render.overview import overview_blocks
 from schedir.render.repeats import Repeat, repeats
+from schedir.render.terminal_timeline import overview_blocks
 from schedir.render.text import coloured, number, plain, size, write_to_terminal
 from tests.findings import odd
 from tests.literals import listed

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from schedir import CostModel, Kind, Timeline
 from schedir.render import timeline_text
-from schedir.render.overview import overview_blocks
 from schedir.render.palette import shade
-from schedir.render.terminal_timeline import timeline_blocks
+from schedir.render.terminal_timeline import overview_blocks, timeline_blocks
 from schedir.render.text import Piece, plain, write_to_terminal
 from tests.command_line import runner
 from tests.sweeps import examples, sweep

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
         blocks: Iterable[Block] = [Piece(timeline_json(timeline, steady))]
     elif full is not None and steady is not None:
-        from schedir.render.full_pipeline import steady_blocks
+        from schedir.render.terminal_timeline import steady_blocks
 
         blocks = steady_blocks(timeline, full, steady, screen.width)
     elif args.why:

@@ -54,7 +54,7 @@ def drawn(
 
         window = window_of([first, *others], start, end)
         return timeline_blocks(first, screen.width, second, window)
-    from schedir.render.overview import overview_blocks
+    from schedir.render.terminal_timeline import overview_blocks
 
     return overview_blocks(first, screen.width, screen.height, second)
 
