@@ -1,7 +1,7 @@
 """How schedules, timelines and results show themselves in Python: a line, a text, a picture.
 
 `schedir.render` draws these objects, and it imports the packages that define them. So this module
-imports `schedir.render.objects` only when somebody looks at an object.
+imports a module of `schedir.render` only when somebody looks at an object.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def rounded(value: float, digits: int = 6) -> str:
     return f"{value:.0f}" if "e+" in text and abs(value) < 1e15 else text
 
 
-def _shown() -> Any:
-    """The module of `render` that has a row for each class here."""
-    return import_module("schedir.render.objects")
+def _render(module: str) -> Any:
+    """A module of `render`."""
+    return import_module(f"schedir.render.{module}")
 
 
 class Displayed:
@@ -32,16 +32,16 @@ class Displayed:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return str(_shown().line(self))
+        return str(_render("outputs").line(self))
 
     def __str__(self) -> str:
-        return str(_shown().text(self))
+        return str(_render("outputs").text(self))
 
     def _repr_html_(self) -> str:
-        return str(_shown().html(self))
+        return str(_render("outputs").shown_html(self))
 
     def __rich__(self) -> Any:
-        return _shown().Renderable(self)
+        return _render("outputs").Renderable(self)
 
     def show(self, width: int | None = None, start: float = 0, end: float | None = None) -> None:
         """Print the object as the command does, in at most `width` columns.
@@ -50,7 +50,12 @@ class Displayed:
         and `end` select a part of a drawing, in the unit of its time axis. Raises SchedirError if
         that part is empty.
         """
-        _shown().show(self, width, start, end)
+        _render("outputs").show(self, width, start, end)
+
+
+def _written(timeline: Any, form: str, **options: Any) -> Any:
+    """A timeline as `schedir export --format` writes it."""
+    return _render("outputs").TIMELINES[form](timeline, **options).content
 
 
 class Looks(TypedDict, total=False):
@@ -85,29 +90,29 @@ class DisplayedTimeline(Displayed):
 
         Raises SchedirError for a bad width, and if nothing lies between `start` and `end`.
         """
-        return str(_shown().exported(self, "svg", **looks))
+        return str(_written(self, "svg", **looks))
 
     def png(self, **looks: Unpack[Looks]) -> bytes:
         """The picture of `svg` as a PNG, at 192 pixels an inch. It takes the same arguments.
 
         Raises SchedirError if the extra is missing: pip install 'schedir[pictures]'.
         """
-        return bytes(_shown().exported(self, "png", **looks))
+        return bytes(_written(self, "png", **looks))
 
     def pdf(self, **looks: Unpack[Looks]) -> bytes:
         """The picture of `svg` as a PDF page of its size. It takes the same arguments, and raises
         as `png` does."""
-        return bytes(_shown().exported(self, "pdf", **looks))
+        return bytes(_written(self, "pdf", **looks))
 
     def html(self, against: Any = None, memory: bool = False) -> str:
         """An HTML page to explore the timeline in a browser; `against` is a second timeline
         below."""
-        return str(_shown().exported(self, "html", against=against, memory=memory))
+        return str(_written(self, "html", against=against, memory=memory))
 
     def perfetto(self, against: Any = None) -> str:
         """A trace for ui.perfetto.dev, as JSON; `against` is a second timeline in the same
         trace."""
-        return str(_shown().exported(self, "perfetto", against=against))
+        return str(_written(self, "perfetto", against=against))
 
 
 class DisplayedComparison(Displayed):
@@ -115,16 +120,22 @@ class DisplayedComparison(Displayed):
 
     __slots__ = ()
 
-    def table(self, form: Literal["table", "markdown", "latex", "csv", "json"] = "table") -> str:
+    def table(self, form: Literal["text", "json", "markdown", "latex", "csv"] = "text") -> str:
         """The table as `schedir compare --format` writes it; "csv" and "json" hold raw numbers.
 
         Raises ValueError for any other form.
         """
-        return str(_shown().compared(self, form))
+        return str(_render("tables").comparison_text(self, form))
 
     def to_pandas(self) -> Any:
         """A DataFrame with a row for each schedule and the columns of "csv".
 
         Raises SchedirError if pandas is not installed.
         """
-        return _shown().frame(self)
+        return _render("tables").frame(self)
+
+
+class DisplayedSearch(Displayed):
+    """What a search found, which shows its figures."""
+
+    __slots__ = ()

@@ -47,6 +47,8 @@ def test_examples_come_first_and_work_in_an_empty_folder(
     text = run.prints(name, "--help")
     shown = examples(text)
     assert len(shown) == 2
+    assert "--json" not in text  # older names of --format work, and are not told
+    assert "--output-format" not in text
     monkeypatch.setenv("PATH", f"{commands()}:/usr/bin:/bin")
     for number, example in enumerate(shown):
         assert f"schedir {name}" in example

@@ -16,7 +16,7 @@ import schedir
 from schedir import CostModel, Kind, LoadError, SchedirError, Schedule
 from schedir.checker import CHANNELS
 from schedir.finder import Comparison, Row
-from schedir.render import Page, outputs_of
+from schedir.render.tables import FORMATS, comparison_blocks, comparison_text
 from schedir.render.text import plain
 from schedir.simulator import Measured, save_timelines, simulate
 from tests.command_line import DEADLOCK, Run
@@ -35,7 +35,7 @@ def run(run: Run) -> Run:
 
 
 def table(comparison: Comparison, width: int | None = None) -> str:
-    return plain(outputs_of("compare")["table"].write(comparison, Page(width=width)).blocks)
+    return plain(comparison_blocks(comparison, width))
 
 
 def by_target(comparison: Comparison) -> dict[str, Row]:
@@ -498,9 +498,11 @@ def test_csv_holds_the_numbers_and_the_texts_as_they_are() -> None:
 def test_the_command_writes_each_form(run: Run) -> None:
     targets = ("1f1b", "zb-h1")
     comparison = schedir.compare(targets)
-    for form in ("table", "json", "markdown", "latex", "csv"):
-        assert run("compare", *targets, "--format", form) == (0, comparison.table(form), "")
+    for form in FORMATS:
+        text = run.prints("compare", *targets, "--format", form)
+        assert text == comparison_text(comparison, form)
     assert run("compare", *targets, "--json")[1] == comparison.table("json")
+    assert run("compare", *targets, "--format", "table")[1] == comparison.table()  # its old name
     assert run("compare", *targets, "--json", "--format", "csv")[0] == 2
-    with pytest.raises(ValueError, match="form must be table, json, markdown, latex, csv, not 'x'"):
+    with pytest.raises(ValueError, match="form must be text, json, markdown, latex, csv, not 'x'"):
         comparison.table("x")  # type: ignore[arg-type]

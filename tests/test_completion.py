@@ -13,8 +13,9 @@ import pytest
 
 from schedir.checker import RULES
 from schedir.cli import TASKS
+from schedir.cli.export import LISTS
 from schedir.ir import CHANNELS, TRANSPORTS
-from schedir.render import outputs_of
+from schedir.render.outputs import TIMELINES
 from tests.built_in import EVERY
 from tests.command_line import Run
 
@@ -101,7 +102,7 @@ def test_a_script_is_whole(run: Run, monkeypatch: pytest.MonkeyPatch, shell: str
     monkeypatch.setenv("COLUMNS", "1000")  # no help breaks an option in two
     script = run.prints("completion", shell)
     words = set(re.findall(r"\w[\w-]*", script))
-    assert {*NAMES, *RULES, *CHANNELS, *TRANSPORTS, *outputs_of("export")} <= words
+    assert {*NAMES, *RULES, *CHANNELS, *TRANSPORTS, *LISTS, *TIMELINES} <= words
     for command in [name for task in TASKS.values() for name in task]:
         named = set(re.findall(r"(?:^| )--([a-z][a-z-]+)", run(command, "--help")[1]))
         assert named <= words, command

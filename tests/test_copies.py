@@ -14,9 +14,7 @@ import pytest
 import schedir
 from schedir import CostModel, Timeline
 from schedir.passes import offload
-from schedir.render import Page, outputs_of
-from schedir.render.overview import overview_blocks
-from schedir.render.terminal_timeline import timeline_text
+from schedir.render.terminal_timeline import overview_blocks, timeline_text
 from schedir.render.text import plain
 from schedir.render.why import why_blocks
 from schedir.simulator import Cause, how_derived, unmeasured
@@ -148,12 +146,12 @@ def test_a_drawing_has_a_lane_of_the_copy_engine() -> None:
 
 def test_other_pictures_have_one_too() -> None:
     line = schedir.simulate(AWAY, COSTS)
-    picture = plain(outputs_of("export")["svg"].write(line, Page()).blocks)
+    picture = line.svg()
     groups = re.findall(r'<g class="copies".*?</g>\n</g>|<g class="copies".*?</g>', picture, re.S)
     assert [group.count("<text") for group in groups] == [2, 0]
     assert "> copy" not in picture
     assert "&gt; copy of the activation to the host" in picture
-    trace = json.loads(plain(outputs_of("export")["perfetto"].write(line, Page()).blocks))
+    trace = json.loads(line.perfetto())
     events = trace["traceEvents"]
     (track,) = (e for e in events if e.get("args") == {"name": "copies to the host and back"})
     shown = [e for e in events if e["ph"] == "X" and e["tid"] == track["tid"]]

@@ -13,9 +13,10 @@ import pytest
 
 import schedir
 from schedir import CostModel, Timeline
-from schedir.cli.costs import size
-from schedir.render import Page, outputs_of, timeline_text
-from schedir.render.text import plain
+from schedir.cli.arguments import size
+from schedir.render import timeline_text
+from schedir.render.outputs import drawn
+from schedir.render.text import Screen, plain
 from schedir.simulator import Measured, in_unit, median_step, save_timelines
 from tests.command_line import Run
 
@@ -161,8 +162,8 @@ def test_a_measured_file_is_drawn_at_its_median_step(run: Run) -> None:
         (["run.json", "--cost", "forward=2"], "--costs and --cost are for schedules"),
         (["1f1b", "--against", "run.json"], "the default costs have none"),
         (["1f1b", "--against", "nope"], "no schedule is named 'nope'"),
-        (["1f1b", "--against", "gpipe", "--json"], "--against draws"),
-        (["1f1b", "--against", "gpipe", "--actions"], "--against draws"),
+        (["1f1b", "--against", "gpipe", "--json"], "--format json prints numbers only"),
+        (["1f1b", "--against", "gpipe", "--actions"], "--against draws two"),
         (["empty.json"], "empty.json holds no timeline"),
         (["none.json"], "none.json: "),
     ],
@@ -236,11 +237,12 @@ def test_units_are_made_one() -> None:
     assert median_step(steps) is steps[3]
 
 
-@pytest.mark.parametrize("width", [40, 80, 200])
-@pytest.mark.parametrize("name", ["full", "overview"])
+@pytest.mark.parametrize(
+    ("width", "name"), [(40, "overview"), (80, "overview"), (200, "overview"), (200, "full")]
+)
 def test_the_drawing_of_two_fits_and_shows_every_cell(width: int, name: str) -> None:
-    page = Page(width=width, against=measured(1, 1.5))
-    text = plain(outputs_of("show")[name].write(measured(0, 1), page).blocks)
+    screen = Screen(width, 24 if name == "overview" else None)
+    text = plain(drawn(measured(0, 1), screen, against=measured(1, 1.5)))
     drawing = text.partition("\nF forward")[0].split("\n\n", 1 if name == "full" else 0)[-1]
     drawing = drawing[drawing.index("\nrank ") if name == "overview" else 0 :]
     assert max(map(len, drawing.splitlines()[1:])) <= width

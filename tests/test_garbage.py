@@ -12,7 +12,6 @@ from contextlib import redirect_stderr
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -237,20 +236,19 @@ def test_more_than_memory_holds_is_said(run: Run, monkeypatch: pytest.MonkeyPatc
 
 @given(
     st.lists(st.sampled_from(["a", "é", "\n", "\r", "a" * 60]), max_size=12).map("".join),
-    st.integers(1, 9),
     st.data(),
 )
 def test_the_line_that_is_shown(
-    tmp_path_factory: pytest.TempPathFactory, text: str, piece: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, text: str, data: st.DataObject
 ) -> None:
-    """However a line falls into the pieces that are read, its caret stands under the place."""
+    """Whatever the line holds, its caret stands under the place."""
     path = tmp_path_factory.getbasetemp() / "shown.sched"
     path.write_bytes(text.encode())
     lines = text.split("\n")
     number = data.draw(st.integers(1, len(lines)))
     line = lines[number - 1].replace("\r", " ") + " "
     column = data.draw(st.integers(1, len(line)))
-    with patch("schedir.cli.terminal._PIECE", piece), redirect_stderr(io.StringIO()) as stderr:
+    with redirect_stderr(io.StringIO()) as stderr:
         assert tell(ParseError("wrong", str(path), number, column)) == 2
     _, *shown = stderr.getvalue().split("\n")[:-1]
     if shown:

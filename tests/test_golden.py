@@ -18,8 +18,7 @@ import pytest
 import schedir
 from schedir.checker import RULES, Rule
 from schedir.cli import main
-from schedir.render import outputs_of
-from schedir.render.diagnostics import command_options
+from schedir.render.diagnostics import FORMATS, command_options
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden"
@@ -45,8 +44,8 @@ def command(path: Path) -> list[str]:
 
 def transcript(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     text = ""
-    for output in outputs_of("check"):
-        arguments = [*command, "--output-format", output]
+    for form in FORMATS:
+        arguments = [*command, "--format", form]
         code = main(arguments)
         out, err = capsys.readouterr()
         text += f"$ schedir {shlex.join(arguments)}\n{out}{err}[exit code {code}]\n\n"

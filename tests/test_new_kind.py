@@ -160,34 +160,26 @@ SCRIPTS = {
         assert schedir.simulator.recut(schedir.CostModel(check=(1, 2)), 1, of=2).check == (3,)
     """,
     "every output draws them": """
-        from schedir.render import Page, outputs_of, plain
+        from schedir.cli.export import listed as listed_in
+        from schedir.render import timeline_text
         from schedir.simulator import CostModel
 
         line = schedir.simulate(listed, CostModel(sync=2, input_bytes=4, host_bandwidth=2))
-        written = {}
-        for command in ("show", "export"):
-            for name, output in outputs_of(command).items():
-                if output.extension in ("png", "pdf", ".png", ".pdf") or name == "steady":
-                    continue
-                thing = {"timeline": line, "schedule": listed}.get(output.of)
-                if thing is not None:
-                    made = output.write(thing, Page())
-                    written[command, name] = plain(made.blocks), [*made.left_out]
-        drawn = written["show", "full"][0]
+        drawn = timeline_text(line)
         assert "C check of the activation" in drawn and "C0" in drawn, drawn
         assert "^ copy of the digest to the host" in drawn and "^0" in drawn, drawn
-        assert "C check of the activation" in written["export", "svg"][0]
-        assert "#bcbcbc" in written["export", "svg"][0]  # neutral: the palette has no other
-        for form in ("html", "perfetto"):
-            text = written["export", form][0]
-            assert "CHECK" in text and "LOG" in text and "SYNC" in text, form
-        from schedir.render.packed import data_before
+        assert "C check of the activation" in line.svg()
+        assert "#bcbcbc" in line.svg()  # neutral: the palette has no other
+        for text in (line.html(), line.perfetto()):
+            assert "CHECK" in text and "LOG" in text and "SYNC" in text
+        from schedir.render.html import data_before
 
         # On a page, the CHECK of a microbatch is shown after its F, its LOG after that.
         before = data_before(listed).tolist()
         assert before == [-1, 0, 1, 0, -1, 4, 5, 4, -1, -1], before
-        text, left_out = written["export", "torch-csv"]
-        assert text.splitlines()[0] == "0F0,0B0,0F1,0B1", text
+        written = listed_in(listed, "torch-csv")
+        left_out = [*written.left_out]
+        assert written.content.splitlines()[0] == "0F0,0B0,0F1,0B1", written.content
         assert any("torch has no CHECK" in each for each in left_out), left_out
         assert any("torch has no SYNC" in each for each in left_out), left_out
     """,

@@ -18,7 +18,7 @@ import schedir
 from schedir import CostModel, SchedirError, Timeline
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION
-from schedir.render import Page, outputs_of
+from schedir.render import outputs
 from schedir.render.text import plain
 from schedir.simulator import Measured
 from tests.built_in import NAMES
@@ -38,8 +38,7 @@ def delayed(line: Timeline, latency: float) -> Timeline:
 
 
 def trace(line: Timeline, against: Timeline | None = None) -> list[Event]:
-    written = outputs_of("export")["perfetto"].write(line, Page(against=against))
-    events: list[Event] = json.loads(plain(written.blocks))["traceEvents"]
+    events: list[Event] = json.loads(line.perfetto(against))["traceEvents"]
     return events
 
 
@@ -239,7 +238,7 @@ def test_what_is_not_known_when_is_left_out_with_a_warning() -> None:
     sends = line.schedule.columns.is_kind(*COMMUNICATION)
     starts = np.where(sends, np.nan, line.starts)
     unknown = attrs.evolve(line, starts=starts)
-    written = outputs_of("export")["perfetto"].write(unknown, Page())
+    written = outputs.perfetto(unknown)
     assert list(written.left_out) == [
         f"{sends.sum()} of {len(sends)} actions are left out because their times are unknown: "
         "rank 0 #1 0SEND_ACT0 is the first"

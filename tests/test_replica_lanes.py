@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 import schedir
 from schedir.ir import COMPUTE
-from schedir.render.overview import overview_blocks
-from schedir.render.rows import has_replicas, lanes_of
-from schedir.render.svg_lanes import cells_of
-from schedir.render.terminal_timeline import timeline_text
+from schedir.render.drawing import rows_of
+from schedir.render.lanes import has_replicas, lanes_of
+from schedir.render.terminal_timeline import overview_blocks, timeline_text
 from schedir.render.text import plain
 from tests.joined import joined
 from tests.literals import listed
@@ -41,7 +40,7 @@ def test_both_parts_of_a_pair_are_in_their_lanes() -> None:
 
 def test_schedules_without_replicas_keep_a_lane_for_each_rank() -> None:
     line = simulated("dualpipev", 2, 4)
-    assert [(lane.rank, lane.stage) for lane in lanes_of(line, range(2))] == [(0, None), (1, None)]
+    assert [(row.rank, row.stage) for row in rows_of(line, range(2))] == [(0, None), (1, None)]
     assert "0F3;3B1" in timeline_text(line)
 
 
@@ -70,17 +69,17 @@ def test_lanes_hold_what_their_ranks_compute(seed: int) -> None:
     line = schedir.simulate(schedir.insert_communication(drawn(random.Random(seed))))
     schedule = line.schedule
     for rank, actions in enumerate(schedule.flat):
-        lanes = lanes_of(line, [rank])
-        assert lanes  # one that has no stage is idle
-        found = [span.action for lane in lanes for span in lane.spans]
+        rows = rows_of(line, [rank])
+        assert rows  # one that has no stage is idle
+        found = [span.action for row in rows for span in row.spans]
         assert Counter(found) == Counter(a for a in actions if a.kind in COMPUTE)
-        for lane in lanes:
-            if lane.stage is not None:
-                assert {span.action.stage for span in lane.spans} <= {lane.stage}
+        for row in rows:
+            if row.stage is not None:
+                assert {span.action.stage for span in row.spans} <= {row.stage}
 
 
 @given(st.integers(0, 1 << 32), st.booleans())
-def test_cells_of_a_picture_stay_in_their_lanes(seed: int, paired: bool) -> None:
+def test_cells_stay_in_their_lanes(seed: int, paired: bool) -> None:
     schedule = drawn(random.Random(seed))
     if paired:
         schedule = joined(schedule, random.Random(seed))
@@ -89,7 +88,7 @@ def test_cells_of_a_picture_stay_in_their_lanes(seed: int, paired: bool) -> None
         return
     line, schedule = schedir.simulate(complete), complete
     for rank in range(schedule.ranks):
-        cells = cells_of(line, rank, 1.0)
+        cells = lanes_of(line).of(2 * rank)
         stages = schedule.stages_of(rank)
         within = max(1, len(stages)) if has_replicas(schedule) else 1
         turns = [stages.index(s) for s in schedule.columns.stage[cells.place].tolist()]
@@ -104,7 +103,7 @@ def test_cells_of_a_picture_stay_in_their_lanes(seed: int, paired: bool) -> None
             if isinstance(entry, schedir.Together) and entry.actions[0].kind in COMPUTE
         ]
         halves = 2 * sum(within == 1 or len(stages) == 1 for stages in pairs)
-        assert (cells.height < 0.9 / within).sum() == halves
+        assert (cells.height < 0.9 / within).sum() == cells.paired.sum() == halves
 
 
 def test_a_picture_names_the_stages_where_there_is_room() -> None:

@@ -423,4 +423,4 @@ def test_show_says_why_there_is_none(run: Run) -> None:
     for option in ("--full", "--why", "--actions", "--compute-only"):
         code, _, err = run("show", "pipedream", "--steady", option)
         assert code == 2
-        assert "--steady goes with --json and --width" in err
+        assert f"--steady draws two periods: leave out {option}" in err

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 import schedir
 from schedir import CostModel, Kind, Timeline
 from schedir.ir import COMPUTE
-from schedir.render import Page, outputs_of
+from schedir.render import outputs
 from schedir.render.memory import thinned
 from schedir.render.palette import WORDS, picture_fill
 from schedir.render.text import plain
-from schedir.simulator import Measured, Sizes, Span, Unit
+from schedir.simulator import Measured, Sizes, Unit
 from tests.literals import listed
 from tests.sweeps import examples
 from tests.test_golden import GOLDEN, compare
@@ -51,12 +51,10 @@ class Lane(NamedTuple):
     merged: list[Box]
     steps: list[Box]
     labels: list[tuple[float, str]]
-    blocks: list[tuple[float, str]]
 
 
 def svg(line: Timeline, against: Timeline | None = None, memory: bool = False) -> str:
-    written = outputs_of("export")["svg"].write(line, Page(against=against, memory=memory))
-    return plain(written.blocks)
+    return line.svg(against=against, memory=memory)
 
 
 def boxes(path: ElementTree.Element) -> Iterator[Box]:
@@ -73,14 +71,13 @@ def boxes(path: ElementTree.Element) -> Iterator[Box]:
 def lanes(picture: str) -> list[Lane]:
     found = []
     for group in ElementTree.fromstring(picture).findall(f"{NAMESPACE}g[@class='lane']"):
-        lane = Lane([], [], [], [], [])
+        lane = Lane([], [], [], [])
         for element in group.iter():
             if element.tag == f"{NAMESPACE}path":
                 kind = element.get("class", "cells")
                 getattr(lane, kind).extend(boxes(element))
-            elif element.get("class") in ("labels", "blocks"):
-                texts = [(float(text.attrib["x"]), text.text or "") for text in element]
-                getattr(lane, element.attrib["class"]).extend(texts)
+            elif element.get("class") == "labels":
+                lane.labels.extend((float(t.attrib["x"]), t.text or "") for t in element)
         found.append(lane)
     return found
 
@@ -170,37 +167,6 @@ def test_merged_cells_have_the_area_of_what_they_stand_for(
             busy = sum(span.end - span.start for span in spans if span.action.kind is kind)
             # Either edge of a bar is at one of 50 heights.
             assert areas[kind] == pytest.approx(busy * width / line.makespan, abs=0.021 * width)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "fill-drain"])
-def test_cells_without_room_are_labelled_by_block(name: str) -> None:
-    line = simulated(name, 16, 64)
-    picture = svg(line)
-    (width,) = scale_of(picture)
-    scale = width / line.makespan
-    for lane, spans in zip(lanes(picture), line.spans, strict=True):
-        drawn = [s for s in spans if s.action.kind in WORDS]
-        said = {label(span) for span in drawn}
-        assert lane.blocks
-        until = -1.0
-        for x, text in lane.blocks:
-            first, last = text.split("–")
-            assert {first, last} <= said
-            # Those of several stages have the same label: the block is that around the label.
-            assert any(
-                abs((start.start + end.end) / 2 * scale - x) < 0.05
-                and until <= start.start * scale + 0.05
-                and start.end <= end.start
-                for start in drawn
-                if label(start) == first
-                for end in drawn
-                if label(end) == last
-            )
-            until = x
-
-
-def label(span: Span) -> str:
-    return f"{span.action.kind.value}{span.action.microbatch}"
 
 
 def test_a_picture_does_not_grow_with_what_is_merged() -> None:
@@ -326,7 +292,7 @@ def test_what_is_not_known_when_is_left_out_with_a_warning() -> None:
     ends = line.ends.astype(float)
     ends[[0, 2]] = np.nan
     unknown = attrs.evolve(line, ends=ends)
-    written = outputs_of("export")["svg"].write(unknown, Page())
+    written = outputs.svg(unknown)
     assert list(written.left_out) == [
         "2 of 14 actions are left out because their times are unknown: rank 0 #0 0F0 is the first"
     ]

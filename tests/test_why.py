@@ -13,9 +13,8 @@ import pytest
 import schedir
 from schedir import CostModel, Timeline
 from schedir.cli import main
-from schedir.render import Page, outputs_of
 from schedir.render.text import plain
-from schedir.render.why import CriticalPath
+from schedir.render.why import CriticalPath, why_blocks
 from schedir.simulator import Measured
 from tests.literals import SHORT, listed
 from tests.test_golden import GOLDEN, compare
@@ -23,8 +22,7 @@ from tests.timelines import simulated
 
 
 def why(line: Timeline, width: int | None = None, against: Timeline | None = None) -> str:
-    written = outputs_of("show")["why"].write(line, Page(width=width, against=against))
-    return plain(written.blocks)
+    return plain(why_blocks(line, width, against))
 
 
 TWICE = CostModel(forward=(1, 1, 2, 1, 1, 1, 1, 1), backward=(2, 2, 4, 2, 2, 2, 2, 2))
@@ -67,7 +65,6 @@ def test_a_pair_is_named_as_one() -> None:
     costs = CostModel(forward=(2, 1), latency=1)
     text = why(schedir.simulate(schedir.Schedule.of("x", [0, 1], lists), costs))
     assert "communication: (1F1;1B0) waits for 0SEND_ACT1 on rank 0\n" in text
-    assert "  rank 1: (1F1;1B0)\n" in text
 
 
 def test_on_a_narrow_screen_shares_alone() -> None:
@@ -76,12 +73,8 @@ def test_on_a_narrow_screen_shares_alone() -> None:
     assert max(map(len, narrow.splitlines())) <= 82  # a terminal folds the header
 
 
-def test_long_paths_and_many_stages_are_shown_in_short() -> None:
-    text = why(simulated("1f1b", 16, 256, CostModel(latency=1)))
-    assert "\n4 others  " in text
-    assert " more stretches\n" in text
-    path = text[text.index("critical path\n") :]
-    assert len(path.splitlines()) == 1 + 20 + 1
+def test_many_stages_are_shown_in_short() -> None:
+    assert "\n4 others  " in why(simulated("1f1b", 16, 256, CostModel(latency=1)))
 
 
 @pytest.mark.parametrize("latency", [0, 0.3])
@@ -93,9 +86,6 @@ def test_the_parts_of_the_path_are_the_makespan(latency: float) -> None:
     stages = path.by_stage()
     assert sum(row[2] for row in stages) == pytest.approx(path.by_kind()["compute"])
     assert sum(row[3] for row in stages) == pytest.approx(path.by_kind()["transfers"])
-    stretches = path.stretches()
-    assert sum(one.end - one.start for one in stretches) == pytest.approx(line.makespan)
-    assert stretches[0].start == 0
 
 
 def test_nothing_to_say() -> None:
@@ -122,7 +112,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["show", "1f1b", "--why", "--cost", "latency=0.5"]
     assert main(arguments) == 0
     assert capsys.readouterr().out == why(LINES["transfers"]())
-    for option in ("--full", "--json", "--actions", "--compute-only"):
+    for option in ("--full", "--actions", "--compute-only"):
         with pytest.raises(SystemExit):
             main(["show", "1f1b", "--why", option])
-        assert "--why draws nothing: leave out" in capsys.readouterr().err
+        assert f"--why draws nothing: leave out {option}" in capsys.readouterr().err

@@ -13,10 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from schedir import CostModel, Kind, Timeline
-from schedir.render import Page, outputs_of, timeline_text
-from schedir.render.overview import overview_blocks
+from schedir.render import timeline_text
 from schedir.render.palette import shade
-from schedir.render.terminal_timeline import timeline_blocks
+from schedir.render.terminal_timeline import overview_blocks, timeline_blocks
 from schedir.render.text import Piece, plain, write_to_terminal
 from tests.command_line import runner
 from tests.sweeps import examples, sweep
@@ -32,15 +31,13 @@ def widest(text: str) -> int:
 def expect_all_drawn(line: Timeline, against: Timeline | None = None) -> None:
     """Every output of a timeline comes to its end, within its width, and holds numbers alone."""
     assert widest(plain(timeline_blocks(line, against=against))) <= MOST
-    rows = re.findall(r"(?m)^rank \d.*", plain(timeline_blocks(line, 40, against, fit=True)))
+    rows = re.findall(r"(?m)^rank \d.*", plain(timeline_blocks(line, 40, against)))
     assert rows
     assert all(len(row) <= 40 for row in rows)
     screen = io.StringIO()
     write_to_terminal(overview_blocks(line, 80, 24, against), screen, 80, colour=False)
     assert widest(screen.getvalue()) <= 80
-    page = Page(against=against)
-    export = outputs_of("export")
-    picture = ElementTree.fromstring(plain(export["svg"].write(line, page).blocks))
+    picture = ElementTree.fromstring(line.svg(against=against))
     numbers = re.findall(r"[-\d.]*(?:nan|inf|e[+-]?\d)[-\d.]*", str(picture.attrib))
     assert not numbers
     width = float(picture.attrib["width"])
@@ -49,7 +46,7 @@ def expect_all_drawn(line: Timeline, against: Timeline | None = None) -> None:
         for name in ("x", "x1", "x2", "width"):
             if re.fullmatch(r"[-\d.einfa]+", box.get(name, "")):
                 assert 0 <= float(box.get(name, "")) <= width + 1
-    whole = plain(export["html"].write(line, page).blocks)
+    whole = line.html(against)
     assert not re.search(r"\b(?:NaN|Infinity)\b", re.sub(r"(?s)<script>.*?</script>", "", whole))
 
 
@@ -78,8 +75,8 @@ def test_what_labels_have_room_for_is_drawn_as_ever() -> None:
     whole = timeline_text(line)
     needed = max(len(row) for row in whole.splitlines() if row.startswith("rank 0"))
     assert "F0" in whole
-    assert plain(timeline_blocks(line, needed + 9, fit=True)) == whole
-    narrow = plain(timeline_blocks(line, needed - 9, fit=True))
+    assert plain(timeline_blocks(line, needed + 9)) == whole
+    narrow = plain(timeline_blocks(line, needed - 9))
     assert "F0" not in narrow
     assert re.search(r"a column is [\d.]+ of time", narrow)
 
@@ -102,8 +99,7 @@ def test_width_is_refused_where_nothing_is_drawn(capsys: pytest.CaptureFixture[s
 
 def test_a_trace_of_it_has_its_times() -> None:
     line = simulated("1f1b", 2, 3, CostModel(optim_step=1e12, unit="us"))
-    text = plain(outputs_of("export")["perfetto"].write(line, Page()).blocks)
-    events = json.loads(text)["traceEvents"]
+    events = json.loads(line.perfetto())["traceEvents"]
     ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
     assert math.isclose(max(ends) - min(e["ts"] for e in events if e["ph"] == "X"), line.makespan)
 
@@ -112,7 +108,6 @@ def test_a_trace_of_it_has_its_times() -> None:
     "command",
     [
         "show 1f1b --ranks 16 --microbatches 64",
-        "show 1f1b --microbatches 40 --full",
         "show zb-h1 --why",
         "compare 1f1b interleaved-1f1b zbv pipedream --cost activation_bytes=1e9",
         "list",
@@ -149,7 +144,7 @@ def test_json_in_a_pipe_is_as_ever(
 @sweep("name", ["1f1b", "interleaved-1f1b", "zb-h1", "fill-drain"], quick=["1f1b", "fill-drain"])
 def test_a_column_of_several_kinds_is_marked_as_such(name: str) -> None:
     line = simulated(name, 16, 64)
-    text = plain(timeline_blocks(line, 80, fit=True))
+    text = plain(timeline_blocks(line, 80))
     rows = re.findall(r"(?m)^rank +\d+  (.*)$", text)
     unit = float(re.findall(r"a column is\s([\d.]+)\sof\stime", text)[0])
     columns = round(line.makespan / unit)
@@ -178,7 +173,7 @@ def test_a_column_of_several_kinds_is_marked_as_such(name: str) -> None:
 
 def test_the_mark_of_several_kinds_is_shaded_by_their_share() -> None:
     line = simulated("1f1b", 16, 64)
-    pieces = [piece for piece in timeline_blocks(line, 80, fit=True) if isinstance(piece, Piece)]
+    pieces = [piece for piece in timeline_blocks(line, 80) if isinstance(piece, Piece)]
     mixed = {piece.style for piece in pieces if piece.text == "+" and piece.style}
     ends = [bytes.fromhex(shade(kind)[-6:]) for kind in (Kind.FORWARD, Kind.BACKWARD)]
     for style in mixed:

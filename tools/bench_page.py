@@ -35,13 +35,13 @@ SHAPES = {"100,000": (32, 264), "a million": (64, 1312)}
 
 PAN = """async (steps) => {
     const script = [], whole = [];
-    const span = schedir.view.to - schedir.view.from;
+    const span = view.to - view.from;
     let last = await new Promise(requestAnimationFrame);
     for (let step = 0; step < steps; step++) {
-        const from = schedir.view.from + (step % 2 ? -1 : 1) * span * 0.01;
-        Object.assign(schedir.view, { from, to: from + span });
+        const from = view.from + (step % 2 ? -1 : 1) * span * 0.01;
+        Object.assign(view, { from, to: from + span });
         const before = performance.now();
-        schedir.paint();
+        draw(canvas, schedir.lines, {});
         script.push(performance.now() - before);
         const now = await new Promise(requestAnimationFrame);
         whole.push(now - last);
@@ -51,7 +51,7 @@ PAN = """async (steps) => {
 }"""
 HOVER = """(spots) => spots.map(([x, y]) => {
     const before = performance.now();
-    schedir.point(x, y);
+    draw(canvas, schedir.lines, schedir.point(x, y));
     return performance.now() - before;
 })"""
 

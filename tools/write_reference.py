@@ -20,7 +20,6 @@ from schedir.cli import TASKS, Command, parser
 from schedir.files import write_text
 from schedir.ir.kinds import STAGE_WIDE, VALUES, Use, Value, uses_of
 from schedir.library import built_in
-from schedir.render import outputs_of
 from schedir.render.diagnostics import command_options, finding
 from schedir.runtime.processes.nccl import shares
 from schedir.runtime.transports.communicators import communicators_of, ranks_of
@@ -114,15 +113,14 @@ def _filled() -> dict[str, Command]:
 def _groups(command: Command) -> Iterator[Group]:
     """The groups of arguments of a command."""
     formatter = argparse.HelpFormatter(command.prog, width=10**6)
-    name = command.prog.split()[-1]
     for group in command._action_groups:
         rows = tuple(
             (
                 f"`{formatter._format_action_invocation(each)}`",
-                _listed(formatter._expand_help(each), name, "<br>").replace("|", "\\|"),
+                _listed(formatter._expand_help(each), command, "<br>").replace("|", "\\|"),
             )
             for each in group._group_actions
-            if "-h" not in each.option_strings
+            if "-h" not in each.option_strings and each.help != argparse.SUPPRESS
         )
         if rows:
             yield Group((group.title or "").removesuffix(" arguments"), rows)
@@ -152,7 +150,7 @@ def _command(command: Command, name: str, groups: list[Group], shared: list[Grou
             "```sh",
             *command.examples,
             "```\n",
-            _paragraphs(_listed(command.description or "", name, "\n- ")),
+            _paragraphs(_listed(command.description or "", command, "\n- ")),
             f"Usage: `{usage}`\n",
             *tables,
             *([_paragraphs(command.epilog)] if command.epilog else []),
@@ -170,9 +168,10 @@ def _paragraphs(text: str) -> str:
     return re.sub(r"(?:^| )(Exit code|JSON|Marks): ", r"\n\n**\1:** ", text).strip() + "\n"
 
 
-def _listed(text: str, command: str, before: str) -> str:
-    """A text with the forms that a command writes on lines of their own."""
-    names = "|".join(outputs_of(command)) or "(?!)"
+def _listed(text: str, command: Command, before: str) -> str:
+    """A text with the formats of a command on lines of their own."""
+    option = command._option_string_actions.get("--format")
+    names = "|".join(option.choices or ()) if option else "(?!)"
     return re.sub(rf"(?:(?<=\.)|;) ({names}): ", rf"{before}`\1`: ", text)
 
 

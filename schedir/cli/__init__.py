@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import schedir
 from schedir.cli.terminal import RefusedError, fail, refuse, say, see, tell
 from schedir.errors import SchedirError
-from schedir.render import legible
+from schedir.render.text import legible
 
 _ABOUT = "schedir: write, prove and run pipeline-parallel training schedules."
 

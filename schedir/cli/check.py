@@ -8,8 +8,18 @@ import sys
 from typing import TYPE_CHECKING
 
 from schedir.checker import Report, check
-from schedir.cli.costs import add_costs, costs_given, costs_of
-from schedir.cli.target import TARGET, add_channel, add_targets, at_least, load_target, subject_of
+from schedir.cli.arguments import (
+    TARGET,
+    add_channel,
+    add_costs,
+    add_format,
+    add_targets,
+    at_least,
+    costs_given,
+    costs_of,
+    load_target,
+    subject_of,
+)
 from schedir.cli.terminal import progress, see, tell
 from schedir.errors import SchedirError
 from schedir.graph.alive import HELD_UNTIL
@@ -22,10 +32,8 @@ from schedir.ir import (
     ties_of,
 )
 from schedir.library import name_of
-from schedir.render import described, outputs_of
-from schedir.render.diagnostics import report_data
-from schedir.render.terminal import page_for, write
-from schedir.render.text import Piece, as_json
+from schedir.render.diagnostics import FORMATS, report_data
+from schedir.render.text import Piece, as_json, write
 
 if TYPE_CHECKING:
     from schedir.simulator import CostModel
@@ -89,11 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STAGE,STAGE",
         help="stages that share parameters, and so must step together; repeat for more ties",
     )
-    parser.add_argument(
+    add_format(
+        parser,
+        FORMATS,
+        "the form of the report. text: each finding with its places and how to fix it; "
+        "concise: a line for each finding; json: all findings, for a program; github: "
+        "annotations for a pull request",
         "--output-format",
-        choices=outputs_of("check"),
-        default="full",
-        help=f"the form of the report (default: %(default)s). {described('check')}",
     )
     parser.add_argument(
         "--strict",
@@ -105,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report of each target; the worst one decides the exit code."""
-    several, form = len(args.targets) > 1, args.output_format
+    several, form = len(args.targets) > 1, args.format
     codes, content, pages = [], [], []
     for target in args.targets:
         named = {"target": name_of(target)}
@@ -122,14 +132,13 @@ def run(args: argparse.Namespace) -> int:
             if each.severity == "error" or (args.strict and each.rule.strict)
         ]
         codes.append(int(bool(wrong)))
-        if form == "full":
+        if form == "text":
             pages += [each.code for each in wrong[:1]]
         content.append({**named, **report_data(report)})
-        if several and form == "full":
+        if several and form == "text":
             write([Piece(f"{printable(named['target'])}:\n", "bold")], sys.stdout)
         if not several or form != "json":
-            page = page_for(sys.stdout, subject)
-            write(outputs_of("check")[form].write(report, page).blocks, sys.stdout)
+            write(FORMATS[form](report, subject), sys.stdout)
     if several and form == "json":
         write([Piece(as_json({"targets": content}))], sys.stdout)
     if pages:

@@ -7,20 +7,23 @@ import sys
 from contextlib import redirect_stdout
 from typing import Any
 
-from schedir.cli.costs import add_costs, costs_of, size
-from schedir.cli.target import (
+from schedir.cli.arguments import (
     TARGET_OR_RUN,
     TIMED,
     add_channel,
+    add_costs,
+    add_format,
     add_targets,
     at_least,
+    costs_of,
     parameters_of,
+    size,
 )
 from schedir.cli.terminal import progress
 from schedir.errors import SchedirError
 from schedir.finder import SWEPT, compare
-from schedir.render import described, outputs_of
-from schedir.render.terminal import page_for, write
+from schedir.render.tables import FORMATS, comparison_blocks
+from schedir.render.text import Piece, screen_of, write
 
 EXAMPLES = (
     "schedir compare 1f1b interleaved-1f1b zb-h1",
@@ -73,19 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "activation_bytes",
     )
     add_channel(parser, f"{TIMED}, and what does not run under rank is not chosen")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument(
-        "--format",
-        choices=outputs_of("compare"),
-        default="table",
-        help=f"the form of the table (default: %(default)s). {described('compare')}",
-    )
-    form.add_argument(
-        "--json",
-        action="store_const",
-        dest="format",
-        const="json",
-        help="the same as --format json; the keys are below",
+    add_format(
+        parser,
+        FORMATS,
+        "the form of the table. text: a row for each schedule, the quickest first; json: the same "
+        "for a program, with the keys below; markdown: the table for a README or an issue; latex: "
+        "a tabular for a paper; csv: the numbers for a spreadsheet",
     )
     add_costs(parser)
 
@@ -105,8 +101,10 @@ def run(args: argparse.Namespace) -> int:
             comparison = compare(args.targets, **options, progress=advance)
     except ValueError as error:
         raise SchedirError(str(error)) from None
-    output = outputs_of("compare")[args.format]
-    write(output.write(comparison, page_for(sys.stdout)).blocks, sys.stdout)
+    if args.format == "text":
+        write(comparison_blocks(comparison, screen_of(sys.stdout).width), sys.stdout)
+    else:
+        write([Piece(FORMATS[args.format](comparison))], sys.stdout)
     return 0 if comparison.best else 1
 
 

@@ -13,7 +13,7 @@ import schedir
 from schedir.checker import RETIRED, RULES
 from schedir.cli.terminal import say
 from schedir.errors import SchedirError
-from schedir.render.terminal import is_terminal
+from schedir.render.text import is_terminal
 
 EXAMPLES = ("schedir docs", "schedir docs S301")
 

@@ -8,8 +8,7 @@ import sys
 from schedir.checker import RETIRED, RULES
 from schedir.errors import SchedirError
 from schedir.render import explanation
-from schedir.render.terminal import write
-from schedir.render.text import Table
+from schedir.render.text import Table, write
 
 EXAMPLES = ("schedir explain S301", "schedir explain")
 

@@ -7,12 +7,12 @@ import inspect
 import sys
 from typing import Any
 
+from schedir.cli.arguments import add_format
 from schedir.ir import printable
 from schedir.library import Generator, installed
-from schedir.render.terminal import write
-from schedir.render.text import Piece, Table, as_json
+from schedir.render.text import Piece, Table, as_json, write
 
-EXAMPLES = ("schedir list", "schedir list --json")
+EXAMPLES = ("schedir list", "schedir list --format json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "JSON: [{name, aliases, file, chunks, parameters: [{name, default}], description}]. A "
         "parameter without default must be set. file is null if the code is in no file."
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead; the keys are below"
-    )
+    add_format(parser, ("text", "json"), "a table, or JSON; the keys are below")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table, or the same as data."""
-    if args.json:
+    if args.format == "json":
         write([Piece(as_json([_data(generator) for generator in installed()]))], sys.stdout)
         return 0
     rows: list[tuple[str, ...]] = [("name", "aliases", "parameters", "description")]

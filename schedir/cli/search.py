@@ -13,9 +13,18 @@ from typing import Any
 
 import attrs
 
-from schedir.cli.costs import add_costs, costs_of, note_unmeasured, quantity, size
-from schedir.cli.export import write_out
-from schedir.cli.target import TIMED, add_channel, add_sizes, at_least
+from schedir.cli.arguments import (
+    TIMED,
+    add_channel,
+    add_costs,
+    add_sizes,
+    at_least,
+    costs_of,
+    note_unmeasured,
+    quantity,
+    size,
+)
+from schedir.cli.export import listed, write_out
 from schedir.cli.terminal import progress
 from schedir.errors import SchedirError
 from schedir.files import check_writable
@@ -30,7 +39,6 @@ from schedir.finder import (
 from schedir.finder.terms import Terms
 from schedir.graph.alive import HELD_UNTIL
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
-from schedir.render import Page, outputs_of
 
 EXAMPLES = (
     "schedir search --ranks 2 --microbatches 4 -o found.sched",
@@ -155,11 +163,10 @@ def run(args: argparse.Namespace) -> int:
                 )
     except ValueError as error:
         raise SchedirError(str(error)) from None
-    code = write_out(outputs_of("export")["sched"], found.schedule, Page(), args.output)
-    if code == 0:
-        print(found, file=sys.stderr)
-        note_unmeasured(found.schedule, costs)
-    return code
+    write_out(listed(found.schedule), args.output)
+    print(found, file=sys.stderr)
+    note_unmeasured(found.schedule, costs)
+    return 0
 
 
 @contextmanager

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 
-import attrs
-
-from schedir.cli.costs import add_costs
-from schedir.cli.target import TARGET_OR_RUN, add_target, at_least
+from schedir.cli.arguments import (
+    TARGET_OR_RUN,
+    add_costs,
+    add_format,
+    add_target,
+    at_least,
+    given_of,
+    spelled,
+)
 from schedir.cli.terminal import progress
 from schedir.cli.timelines import add_drawn, drawn, drawn_full
 from schedir.passes import strip_communication
-from schedir.render import outputs_of
-from schedir.render.terminal import page_for, write
+from schedir.render import outputs
+from schedir.render.text import Block, Piece, Screen, screen_of, write
 
 EXAMPLES = (
     "schedir show 1f1b",
     "schedir show zb-h1 --ranks 2 --microbatches 4 --why",
 )
+
+_LISTS, _WINDOW = ("full", "actions", "compute_only"), ("start", "end")
+_ALONE = (
+    (
+        "format",
+        "--format json prints numbers only",
+        (*_LISTS, *_WINDOW, "why", "against", "width"),
+    ),
+    ("why", "--why draws nothing", (*_LISTS, *_WINDOW)),
+    ("against", "--against draws two timelines", ("actions", "compute_only")),
+    ("steady", "--steady draws two periods", (*_LISTS, *_WINDOW, "why", "against")),
+)
+"""An option, what it does alone, and the options that do not go with it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_target(parser, TARGET_OR_RUN)
     parser.add_argument(
-        "--full", action="store_true", help="draw every action, even if that takes several screens"
-    )
-    parser.add_argument(
-        "--json",
+        "--full",
         action="store_true",
-        help="print makespan, bubble and peaks as JSON instead; the keys are below",
+        help="draw every action with its label, in one line for each rank; a terminal wraps these, "
+        "`schedir show TARGET | less -S` does not",
+    )
+    add_format(
+        parser,
+        ("text", "json"),
+        "a drawing, or makespan, bubble and peaks as JSON, with the keys below",
     )
     parser.add_argument(
         "--why",
@@ -80,39 +102,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the timeline of a schedule, or report what is wrong with it."""
-    lists = args.actions or args.compute_only
-    if args.json and (lists or args.full or args.width):
-        args.parser.error(
-            "--json prints numbers only: leave out --full, --width, --actions and --compute-only"
-        )
-    if args.why and (lists or args.full or args.json):
-        args.parser.error(
-            "--why draws nothing: leave out --full, --json, --actions and --compute-only"
-        )
-    if args.against is not None and (lists or args.json):
-        args.parser.error("--against draws: leave out --json, --actions and --compute-only")
-    windowed = bool(args.start) or args.end is not None
-    if windowed and (args.json or args.why or args.steady):
-        args.parser.error("--from and --to draw: leave out --json, --why and --steady")
-    if args.steady and (lists or args.full or args.why or args.against is not None):
-        args.parser.error(
-            "--steady goes with --json and --width: leave out --full, --why, --actions and "
-            "--against"
-        )
+    _expect_no_contradiction(args)
     with progress("simulating"):
+        full = steady = against = None
         if args.steady:
             timeline, full, steady = drawn_full(args)
-            page = attrs.evolve(page_for(sys.stdout), full=full, steady=steady)
         else:
-            timeline, against, subject = drawn(args)
-            page = page_for(sys.stdout, subject)
-            page = attrs.evolve(page, against=against, start=args.start, end=args.end)
-    output = outputs_of("show")[_form(args, page.screen, args.full or lists or windowed)]
+            timeline, against = drawn(args)
+    lists = args.actions or args.compute_only
+    screen = screen_of(sys.stdout)
     if args.width is not None:
-        page = attrs.evolve(page, width=args.width, fit=True)
+        screen = Screen(args.width)
     elif args.full or lists:
-        page = attrs.evolve(page, fit=False)
-    write(output.write(timeline, page).blocks, sys.stdout)
+        screen = Screen()
+    if args.format == "json":
+        from schedir.render.terminal_timeline import timeline_json
+
+        blocks: Iterable[Block] = [Piece(timeline_json(timeline, steady))]
+    elif full is not None and steady is not None:
+        from schedir.render.terminal_timeline import steady_blocks
+
+        blocks = steady_blocks(timeline, full, steady, screen.width)
+    elif args.why:
+        from schedir.render.why import why_blocks
+
+        blocks = why_blocks(timeline, screen.width, against)
+    else:
+        window = {"start": args.start, "end": args.end}
+        blocks = outputs.drawn(timeline, screen, against=against, **window)
+    write(blocks, sys.stdout)
     if lists:
         schedule = timeline.schedule
         print()
@@ -122,9 +140,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _form(args: argparse.Namespace, screen: bool, full: bool) -> str:
-    """The name of the output to write."""
-    for name in ("json", "why", "steady"):
-        if getattr(args, name):
-            return name
-    return "overview" if screen and not full else "full"
+def _expect_no_contradiction(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together."""
+    given = given_of(args)
+    for option, why, others in _ALONE:
+        wrong = [spelled(name) for name in others if name in given]
+        if option in given and wrong:
+            args.parser.error(f"{why}: leave out {' and '.join(wrong)}")

@@ -6,22 +6,20 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from itertools import islice
 
 from schedir.checker import Report
 from schedir.errors import ParseError, SchedirError
 from schedir.ir import printable
-from schedir.render import outputs_of
-from schedir.render.terminal import has_colour, is_terminal, page_for, write
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from schedir.render.diagnostics import full
+from schedir.render.text import is_terminal, write
 
 _MOST_OF_A_LINE = 76
-_PIECE = 1 << 16
-_PATIENCE = 1.0  # seconds before a progress line appears, if stderr is a terminal
+_SECONDS = 1.0  # before a line of progress appears, and between two
+_ERASE = "\r\x1b[2K"
 
 
 def fail(message: str) -> int:
@@ -67,8 +65,7 @@ class RefusedError(Exception):
 
 def refuse(refused: RefusedError) -> int:
     """Print on stderr why a schedule can't be used, and return the exit code."""
-    page = page_for(sys.stderr, refused.subject)
-    write(outputs_of("check")["full"].write(refused.report, page).blocks, sys.stderr)
+    write(full(refused.report, refused.subject), sys.stderr)
     see(refused.report.errors[0].code)
     return 1
 
@@ -93,87 +90,38 @@ def tell(error: SchedirError) -> int:
 
 
 def _excerpt(path: str, number: int, start: int) -> str | None:
-    """A line of a file from column `start` on, cut to fit; None if the line is shorter.
-
-    It reads piece by piece, because one line may fill a huge file.
-    """
+    """A line of a file from column `start` on, cut to fit; None if the line is shorter."""
     with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        text = file.read(_PIECE)
-        above = number - 1
-        while text and (ends := text.count("\n")) < above:
-            above -= ends
-            text = file.read(_PIECE)
-        text = text.split("\n", above)[-1]
-        while start >= len(text):
-            start -= len(text)
-            text = file.read(_PIECE)
-            if not text:
-                return None
-        text = text[start:] + file.read(_MOST_OF_A_LINE)
-    return text.partition("\n")[0][:_MOST_OF_A_LINE]
+        line = next(islice(file, number - 1, None), "")[start:]
+    return line.rstrip("\n")[:_MOST_OF_A_LINE] if line else None
 
 
 @contextmanager
 def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress line on stderr while the work runs. It yields a function of (done, total).
+    """Show on a terminal how far the work is, each second. It yields a function of (done, total).
 
     The line is erased at the end, after Ctrl-C too.
     """
-    shown = _Shown(doing)
+    far, ended = "", threading.Event()
+
+    def advance(done: int, total: int) -> None:
+        nonlocal far
+        far = f"{done}/{total} "
+
+    def show() -> None:
+        began, line = time.monotonic(), ""
+        while not ended.wait(_SECONDS):
+            line = f"{doing} {far}{time.monotonic() - began:.0f} s"
+            print(f"{_ERASE}{line}", end="", file=sys.stderr, flush=True)
+        print(_ERASE if line else "", end="", file=sys.stderr, flush=True)
+
     if not is_terminal(sys.stderr) or os.environ.get("TERM") == "dumb":
-        yield shown.advance
+        yield advance
         return
-    timer = threading.Timer(_PATIENCE, shown.start)
-    timer.daemon = True
-    timer.start()
+    shown = threading.Thread(target=show, daemon=True)
+    shown.start()
     try:
-        yield shown.advance
+        yield advance
     finally:
-        timer.cancel()
-        timer.join()
-        shown.stop()
-
-
-class _Shown:
-    """A progress line, drawn by a thread."""
-
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
-        self._far: tuple[int, int] | None = None
-        self._bar: Progress | None = None
-
-    def advance(self, done: int, total: int) -> None:
-        """Report that `done` of `total` are done."""
-        self._far = done, total
-        if self._bar is not None:
-            task = self._bar.task_ids[0]
-            self._bar.update(task, completed=done, total=total, far=f"{done}/{total}")
-
-    def start(self) -> None:
-        """Draw the line from now on."""
-        # Imported here because most commands finish before they need rich.
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        console = Console(file=sys.stderr, no_color=not has_colour(sys.stderr), force_terminal=True)
-        bar = Progress(
-            SpinnerColumn("line"),  # plain ASCII
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[far]}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        bar.add_task(self._doing, total=None, far="")
-        bar.start()
-        self._bar = bar
-        if self._far is not None:
-            self.advance(*self._far)
-
-    def stop(self) -> None:
-        """Erase the line."""
-        if self._bar is not None:
-            self._bar.stop()
+        ended.set()
+        shown.join()

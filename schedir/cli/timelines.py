@@ -8,8 +8,18 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from schedir.cli.costs import costs_given, costs_of, note_unmeasured, quantity
-from schedir.cli.target import TIMED, add_channel, at_least, load_target, proved, subject_of
+from schedir.cli.arguments import (
+    TIMED,
+    add_channel,
+    at_least,
+    costs_given,
+    costs_of,
+    load_target,
+    note_unmeasured,
+    proved,
+    quantity,
+    subject_of,
+)
 from schedir.cli.terminal import about
 from schedir.errors import LoadError, SchedirError
 from schedir.ir import Schedule
@@ -52,8 +62,8 @@ def is_measured(target: str) -> bool:
     return target.endswith(".json")
 
 
-def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None, str]:
-    """The timeline that the arguments name, one to compare it with, and the name of the first.
+def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None]:
+    """The timeline that the arguments name, and one to compare it with.
 
     A simulated timeline comes before a measured one. Raises LoadError or ParseError for a target
     that can't be loaded, RefusedError for a schedule with errors, SchedirError for costs that do
@@ -63,14 +73,11 @@ def drawn(args: argparse.Namespace) -> tuple[Timeline, Timeline | None, str]:
     if all(map(is_measured, targets)) and (costs_given(args) or args.channel is not None):
         options = "--costs and --cost are" if costs_given(args) else "--channel is"
         args.parser.error(f"{options} for schedules: a measured timeline has times already")
-    if not any(map(is_measured, targets)) and args.step is not None:
-        args.parser.error("--step is for files of measured timelines")
+    _expect_steps(args, targets)
     costs = costs_of(args)
-    found = _timelines(args, targets, costs)
-    named = list(zip(_same_unit(found, costs), targets, strict=True))
-    (first, target), *others = sorted(named, key=lambda each: each[0].measured is not None)
-    against = others[0][0] if others else None
-    return first, against, subject_of(target, first.schedule)
+    lines = _same_unit(_timelines(args, targets, costs), costs)
+    first, *others = sorted(lines, key=lambda line: line.measured is not None)
+    return first, others[0] if others else None
 
 
 def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyState]:
@@ -82,13 +89,11 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
 
     if is_measured(args.target):
         args.parser.error("--steady is for schedules: measured calls fill and drain the pipeline")
-    if args.step is not None:
-        args.parser.error("--step is for files of measured timelines")
+    _expect_steps(args, [args.target])
     costs = costs_of(args)
     schedule = load_target(args, args.target, costs=costs)
     subject = subject_of(args.target, schedule)
-    line = _simulated(args, schedule, subject, costs)
-    note_unmeasured(schedule, costs)
+    line = _simulated(args, args.target, schedule, costs)
     many = count(schedule.microbatches, "microbatch", "es")
     if not schedule.is_asynchronous:
         raise SchedirError(
@@ -108,12 +113,9 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
 
 def load_schedule(args: argparse.Namespace, costs: CostModel) -> Schedule:
     """The schedule of TARGET, built or from a measured run. Raises LoadError or ParseError."""
+    _expect_steps(args, [args.target])
     if is_measured(args.target):
-        schedule = read_timeline(args.target, args.step).schedule
-        _expect_shape(args, args.target, schedule)
-        return schedule
-    if args.step is not None:
-        args.parser.error("--step is for files of measured timelines")
+        return _read(args, args.target).schedule
     return load_target(args, args.target, costs=costs)
 
 
@@ -127,28 +129,45 @@ def _timelines(
     for number in sorted(range(len(targets)), key=lambda number: not shaped[number]):
         target = targets[number]
         if is_measured(target):
-            found[number] = read_timeline(target, args.step)
-            _expect_shape(args, target, found[number].schedule)
+            line = _read(args, target)
         else:
-            schedule = load_target(args, target, shape, costs)
-            found[number] = _simulated(args, schedule, subject_of(target, schedule), costs)
-            note_unmeasured(schedule, costs)
-        shape = found[number].schedule
+            line = _simulated(args, target, load_target(args, target, shape, costs), costs)
+        found[number], shape = line, line.schedule
     return [found[number] for number in range(len(targets))]
 
 
 def _simulated(
-    args: argparse.Namespace, schedule: Schedule, subject: str, costs: CostModel
+    args: argparse.Namespace, target: str, schedule: Schedule, costs: CostModel
 ) -> Timeline:
-    complete = proved(schedule, subject, args.channel)
-    return simulate(complete, costs, channel=args.channel)
+    complete = proved(schedule, subject_of(target, schedule), args.channel)
+    line = simulate(complete, costs, channel=args.channel)
+    note_unmeasured(schedule, costs)
+    return line
 
 
-def read_timeline(file: str, step: int | None) -> Timeline:
-    """The timeline of a step in a file; by default the step with the median makespan.
+def _expect_steps(args: argparse.Namespace, targets: Sequence[str]) -> None:
+    """Refuse `--step` where no target is a file of measured timelines."""
+    if args.step is not None and not any(map(is_measured, targets)):
+        args.parser.error("--step is for files of measured timelines")
 
-    Raises LoadError or ParseError.
+
+def _read(args: argparse.Namespace, file: str) -> Timeline:
+    """The timeline of a file, at the step that is asked for; by default the step with the median
+    makespan.
+
+    Raises LoadError, also if the options contradict the timeline's shape, or ParseError.
     """
+    found = _at_step(file, args.step)
+    for what in ("ranks", "microbatches"):
+        has, asked = getattr(found.schedule, what), getattr(args, what)
+        if asked not in (None, has):
+            raise LoadError(f"{file} has {has} {what}, not {asked}; leave --{what} out")
+    if args.against is None and (args.chunks is not None or args.set or args.add_steps):
+        raise LoadError(f"{file} holds a timeline, and takes no --chunks, --set or --add-steps")
+    return found
+
+
+def _at_step(file: str, step: int | None) -> Timeline:
     with about("measure-and-predict"):
         timelines = load_timelines(file)
         if not timelines:
@@ -161,16 +180,6 @@ def read_timeline(file: str, step: int | None) -> Timeline:
                 return line
         there = f"there are {min(steps)} to {max(steps)}" if steps else "it was simulated"
         raise LoadError(f"{file} holds no step {step}; {there}")
-
-
-def _expect_shape(args: argparse.Namespace, file: str, found: Schedule) -> None:
-    """Raise LoadError if the options contradict the shape of a file's timeline."""
-    for what, has in (("ranks", found.ranks), ("microbatches", found.microbatches)):
-        asked = getattr(args, what)
-        if asked not in (None, has):
-            raise LoadError(f"{file} has {has} {what}, not {asked}; leave --{what} out")
-    if args.against is None and (args.chunks is not None or args.set or args.add_steps):
-        raise LoadError(f"{file} holds a timeline, and takes no --chunks, --set or --add-steps")
 
 
 def _same_unit(timelines: Sequence[Timeline], costs: CostModel) -> list[Timeline]:

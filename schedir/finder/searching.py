@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from schedir.checker import prove
-from schedir.display import Displayed
+from schedir.display import DisplayedSearch
 from schedir.errors import SchedirError
 from schedir.finder.bounds import lower_bound
 from schedir.finder.candidates import Budget, Candidate, Search, within
@@ -258,7 +258,7 @@ def _refusal(terms: Terms, least: list[_Finished]) -> str:
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class Found(Displayed):
+class Found(DisplayedSearch):
     """The best schedule of a search: what `schedir.finder.find` returns.
 
     `schedule` is complete and proved, `timeline` its simulated run. `value` is the `objective` that

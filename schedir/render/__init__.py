@@ -1,35 +1,24 @@
-"""The forms in which commands write schedules, timelines, reports and comparisons: one table.
+"""Schedules, timelines, findings and comparisons in text, data and pictures.
 
-Objects also show themselves: `print(report)`, `timeline.svg()`. This package has every form that a
-command writes, such as a report as JSON:
-
-    written = schedir.render.outputs_of("check")["json"].write(report, schedir.render.Page())
-    text = schedir.render.plain(written.blocks)
+Objects show themselves: `print(report)`, `timeline.svg()`, `comparison.table("csv")`. This package
+has what commands write beside that, such as a report or a timeline as JSON.
 """
 
 from typing import TYPE_CHECKING
 
 from schedir.lazy import on_demand
-from schedir.render.diagnostics import explanation
-from schedir.render.outputs import OUTPUTS, Output, Written, described, outputs_of
-from schedir.render.pages import Page
-from schedir.render.text import legible, plain
+from schedir.render.diagnostics import explanation, report_data
+from schedir.render.text import legible
 
 if TYPE_CHECKING:
     from schedir.render.tables import found_text
     from schedir.render.terminal_timeline import timeline_json, timeline_text
 
 __all__ = [
-    "OUTPUTS",
-    "Output",
-    "Page",
-    "Written",
-    "described",
     "explanation",
     "found_text",
     "legible",
-    "outputs_of",
-    "plain",
+    "report_data",
     "timeline_json",
     "timeline_text",
 ]

@@ -1,5 +1,5 @@
-"""Captions that tell timelines apart, their figures in a few words, and the unit of time in which
-one timeline, or two on one axis, are shown."""
+"""Captions that tell timelines apart, their figures in a few words, and the unit and the window of
+time in which one timeline, or two on one axis, are shown."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from schedir.display import rounded
+from schedir.errors import SchedirError
 from schedir.ir import Schedule
 from schedir.render.text import count, number
-from schedir.simulator import Timeline, Unit, factor, in_unit
-from schedir.simulator.values import UNITS
 
 if TYPE_CHECKING:
+    from schedir.simulator import Timeline, Unit
     from schedir.simulator.steady_state import SteadyState
 
 _STEADY = ("period_microbatches", "time_per_microbatch", "bubble_fraction")
@@ -120,6 +121,8 @@ def clock_of(lines: Sequence[Timeline]) -> Clock:
 
     A timeline without a unit counts as one in the unit of the others.
     """
+    from schedir.simulator import factor  # not for a schedule, which has a title alone
+
     known = next((line.unit for line in lines if line.unit), None)
     if known is None:
         return Clock(None, (1.0,) * len(lines))
@@ -132,10 +135,32 @@ def clock_of(lines: Sequence[Timeline]) -> Clock:
 
 def unit_for(seconds: float) -> Unit:
     """The largest unit that a time is not shorter than."""
+    from schedir.simulator.values import UNITS, factor
+
     return next((unit for unit in UNITS if seconds >= factor(unit, "s")), "us")
 
 
 def readable(lines: Sequence[Timeline]) -> list[Timeline]:
     """The timelines in the unit of their clock; unchanged if they have no unit."""
+    from schedir.simulator import in_unit
+
     shown = clock_of(lines).unit
     return [line if shown is None else in_unit(line, shown) for line in lines]
+
+
+def window_of(
+    lines: Sequence[Timeline], start: float = 0, end: float | None = None
+) -> tuple[float, float]:
+    """The window of time from `start` to `end`, or to the end of the last timeline.
+
+    Raises SchedirError if the window is empty.
+    """
+    last = max(line.makespan for line in lines)
+    until = last if end is None else min(end, last)
+    if not 0 <= start < until and last:
+        said = "the end" if end is None else rounded(end)
+        raise SchedirError(
+            f"there is nothing to draw from {rounded(start)} to {said}: the timeline goes "
+            f"from 0 to {rounded(last)}"
+        )
+    return start, until

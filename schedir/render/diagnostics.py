@@ -1,4 +1,5 @@
-"""A report for a person (`full`, `concise`), for a program (`json`) and for GitHub's annotations.
+"""A report for a person (`full`, `concise`), for a program (`report_data`) and for GitHub's
+annotations.
 
 Each takes the report and its subject, the schedule's name or file as the user gave it.
 `explanation` prints the meaning of a rule.
@@ -8,13 +9,13 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
 from schedir.checker import CHANNELS, Diagnostic, Excerpt, Location, Report, Rule, check
 from schedir.ir import Source, loads, printable
-from schedir.render.text import Piece, plain, table
+from schedir.render.text import Piece, as_json, plain, table
 
 # The most similar findings to show, because one wrong line can make thousands; and the most places
 # of one finding, because a finding on every gradient of a stage has more than help anybody.
@@ -150,12 +151,11 @@ def report_data(report: Report) -> dict[str, Any]:
     return {"ok": report.ok, "channel": report.channel, "diagnostics": diagnostics}
 
 
-def github(report: Report, subject: str) -> str:
+def github(report: Report, subject: str) -> Iterator[Piece]:
     """Workflow commands, which GitHub shows beside the lines of a pull request.
 
     GitHub shows few of them, so there are at most three similar ones.
     """
-    lines = []
     for diagnostic, others in _shown(report):
         properties = {}
         source = _source_of(diagnostic)
@@ -169,8 +169,16 @@ def github(report: Report, subject: str) -> str:
         place = "".join(f"{_place(location)}: " for location in diagnostic.locations[:1])
         message = f"{place}{diagnostic.headline}" + (f"; {others}" if others else "")
         level = _GITHUB_LEVELS[diagnostic.severity]
-        lines.append(f"::{level} {written}::{_escaped(message)}\n")
-    return "".join(lines)
+        yield Piece(f"::{level} {written}::{_escaped(message)}\n")
+
+
+FORMATS: Mapping[str, Callable[[Report, str], Iterable[Piece]]] = {
+    "text": full,
+    "concise": concise,
+    "json": lambda report, subject: [Piece(as_json(report_data(report)))],
+    "github": github,
+}
+"""The formats of `schedir check` by name."""
 
 
 def _escaped(text: str, more: str = "") -> str:

@@ -1,37 +1,226 @@
-"""Rows of cells under a ruler, in more or less detail, on as many pages as a terminal needs."""
+"""Timelines as rows of cells under a ruler, with labels, or in letters where there is less room.
+
+        0              5              10       … 3 × the same … 25             30
+rank 0  F0 F1 F2 F3                   B0--- F4 … B4---    B5---    B6---    B7---*
+rank 1     F0 F1 F2             B0--- F3 B1--- … -- F7 B5---    B6---    B7---*
+
+A cell is a label, dashes up to its end, and one blank column before the next cell. An overlapped
+pair is one cell, `F1;B0--`. In letters, a cell repeats the letter of its kind: `FBBFBB`. The legend
+explains letters and marks.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from operator import attrgetter
+from typing import NamedTuple
 
 import attrs
 
-from schedir.render.axis import CUT_WIDTH, Axis, Cut
-from schedir.render.cells import (
-    NEARLY_ALL,
-    Cell,
-    coarse_cells,
-    coarse_scale,
-    cut_out,
-    label_scale,
-    labelled_cells,
-    labels_legend,
-    letters_legend,
-    per_column,
-    too_wide,
+from schedir.ir import Action, Kind
+from schedir.render.axis import finite, nearest, round_step, ticks
+from schedir.render.lanes import SHADES, has_replicas, labels_say_stages, lanes_of
+from schedir.render.palette import (
+    FAINT,
+    LEFT_OUT,
+    MIX,
+    PAIR,
+    PAIR_STYLE,
+    SHORT,
+    STEP,
+    STEP_STYLE,
+    WORDS,
+    blended,
+    shade,
 )
-from schedir.render.palette import FAINT, LEFT_OUT
 from schedir.render.repeats import Repeat
-from schedir.render.rows import Lane, labels_say_stages
-from schedir.render.text import Piece, count, number
+from schedir.render.text import Piece, count, fill, number
 from schedir.simulator import Timeline
 
-_FEWEST_COLUMNS = 6  # the least that a cut has to save
+MOST_COLUMNS = 10_000
+"""The columns of a drawing at most, where no width is given."""
+# A cell shorter than this part of the longest cell is a mark; a label would stretch all others.
+_SHORTEST = 1 / 16
+_BEYOND = 1e9  # more columns than anybody draws
+_NEARLY_ALL = 0.75  # the part of a column's work that a kind needs for its letter to stand there
+_MOSTLY_IDLE = 8  # times as long as its busiest lane's work
+_BETWEEN_TICKS = 8
 _LEFT = attrgetter("left")
+_CUT_WIDTH, _FEWEST_COLUMNS = 2, 6  # the columns that mark a cut, and the least that it has to save
+
+
+class Span(NamedTuple):
+    """An action, its time and its colour as in `Lanes`. `beside` is the other part of an overlapped
+    pair that is one cell."""
+
+    action: Action
+    start: float
+    end: float
+    colour: int
+    beside: Action | None = None
+
+    @property
+    def style(self) -> str:
+        """The style of its cell."""
+        if self.beside is not None:
+            return PAIR_STYLE
+        kind = self.action.kind
+        return shade(kind, self.colour % SHADES) if kind in WORDS else STEP_STYLE
+
+
+@attrs.frozen
+class Row:
+    """A row of a drawing by time: the compute of a rank, or of its replica of a `stage`, or its
+    `copies` to the host and back."""
+
+    rank: int
+    spans: Sequence[Span]
+    stage: int | None = None
+    copies: bool = False
+
+
+def rows_of(timeline: Timeline, ranks: Iterable[int]) -> list[Row]:
+    """The rows of the `ranks`, from the top."""
+    schedule, lanes = timeline.schedule, lanes_of(timeline)
+    # The second part of a pair is in the cell of the first.
+    lanes = lanes.where(~(lanes.paired & schedule.columns.joined[lanes.place]))
+    replicas, action = has_replicas(schedule), schedule.columns.action
+
+    def spans(lane: int) -> list[Span]:
+        own = lanes.of(lane)
+        columns = (own.place, own.start, own.end, own.colour, own.paired)
+        return [
+            Span(action(place), *rest, action(place + 1) if paired else None)
+            for place, *rest, paired in zip(*(each.tolist() for each in columns), strict=True)
+        ]
+
+    rows = []
+    for rank in ranks:
+        computes, copies = spans(2 * rank), spans(2 * rank + 1)
+        stages = schedule.stages_of(rank) if replicas else ()
+        for stage in stages:
+            rows.append(Row(rank, [s for s in computes if s.action.stage == stage], stage))
+        if not stages:
+            rows.append(Row(rank, computes))
+        if copies:
+            rows.append(Row(rank, copies, copies=True))
+    return rows
+
+
+class Cell(NamedTuple):
+    """A piece of a row. Its first `whole` columns are not cut apart; where a window or a cut begins
+    inside it, it goes on in dashes."""
+
+    left: int
+    whole: int
+    text: str
+    style: str
+
+    def between(self, left: int, end: int) -> Cell:
+        """The part of the cell from one column to another, with no text if there is none."""
+        if self.left >= left:
+            return self._replace(text=self.text[: end - self.left])
+        return self._replace(left=left, whole=1, text="-" * (min(self._right, end) - left))
+
+    @property
+    def _right(self) -> int:
+        return self.left + len(self.text)
+
+
+class Cut(NamedTuple):
+    """Columns `left` to `right` (exclusive), counted before any cut, that are not drawn.
+
+    `note` stands on the ruler in their place, and `meaning` in the legend.
+    """
+
+    left: int
+    right: int
+    note: str
+    meaning: str
+
+
+# Not slotted, because cached properties need a __dict__.
+@attrs.frozen(slots=False)
+class Axis:
+    """An axis of `scale` columns per unit of time up to `makespan`; `cuts` ascend."""
+
+    scale: float = attrs.field(converter=finite)
+    makespan: float
+    cuts: Sequence[Cut] = ()
+
+    def column(self, time: float) -> int:
+        """The column of a time, before any cut."""
+        return nearest(time * self.scale)
+
+    @cached_property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """The columns between the cuts: first, end, and how far they move to the left."""
+        found, first, moved = [], 0, 0
+        for cut in self.cuts:
+            found.append((first, cut.left, moved))
+            first, moved = cut.right, moved + cut.right - cut.left - _CUT_WIDTH
+        return [*found, (first, self.column(self.makespan), moved)]
+
+    @property
+    def columns(self) -> int:
+        """The number of drawn columns."""
+        _, end, moved = self.parts[-1]
+        return end - moved
+
+    @cached_property
+    def _tick(self) -> float:
+        """The time between two ticks: 1, 2 or 5 times a power of ten."""
+        return round_step(_BETWEEN_TICKS / self.scale)
+
+    def time(self, column: int) -> str:
+        """The time of a column; ticks and the end of the axis keep their exact time."""
+        if column == self.column(self.makespan):
+            return number(self.makespan)
+        time = column / self.scale
+        tick = round(time / self._tick) * self._tick
+        return number(tick if self.column(tick) == column else time)
+
+    def ticks(self, left: int, right: int) -> Iterator[tuple[int, str]]:
+        """The ticks on the drawn columns `left` to `right` (exclusive), with their times."""
+        for first, end, moved in self.parts:
+            first, end = max(first, left + moved), min(end, right + moved)
+            for time in ticks(first / self.scale, end / self.scale, self._tick):
+                if first <= self.column(time) < end:
+                    yield self.column(time) - moved, number(time)
+
+    def ruler(self, left: int, end: int) -> str:
+        """The notes of the cuts, and the ticks that there is room for."""
+        marks: list[tuple[int, str]] = []
+        for (_, column, moved), cut in zip(self.parts, self.cuts, strict=False):
+            note = f"{LEFT_OUT} {cut.note} {LEFT_OUT}"
+            at = max(left, min(column - moved, end - len(note)))
+            free = all(other + len(text) <= at for other, text in marks)
+            marks += [(at, note)] * (free and left <= column - moved < end)
+        for at, text in self.ticks(left, end):
+            after = at + len(text)
+            if after <= end and all(after < o or at > o + len(other) for o, other in marks):
+                marks.append((at, text))
+        ruler = ""
+        for column, text in sorted(marks):
+            ruler = ruler.ljust(column - left) + text
+        return ruler
+
+    def around_cuts(self, cells: Sequence[Cell]) -> Iterator[Cell]:
+        """The cells of a row around the cuts, with a mark in place of each cut."""
+        for first, end, moved in self.parts:
+            if first:
+                yield Cell(first - moved - _CUT_WIDTH, 1, LEFT_OUT, FAINT)
+            for cell in cells:
+                part = cell.between(first, end)
+                if part.text and cell.left < end:
+                    whole = min(part.whole, len(part.text) + 1)
+                    yield part._replace(left=part.left - moved, whole=whole)
 
 
 @attrs.frozen
@@ -48,109 +237,58 @@ class Drawing:
     axis: Axis
     legend: str
 
-    def pages(
-        self, width: int | None, left: int = 0, last: int | None = None
-    ) -> Iterator[tuple[int, int]]:
-        """The columns at which pages start and end; one page if there is no `width`."""
-        columns = self.axis.columns if last is None else last
-        room = columns if width is None else width - len(self.corner)
-        if columns - left <= room:
-            yield left, columns
-            return
-        # The least that a page holds, however narrow the terminal is.
-        least = max((cell.whole for cells in self.rows for cell in cells), default=1)
-        while left < columns:
-            end = min(self._page_end(left, least, max(room, least)), columns)
-            yield left, end
-            left = end
-
-    def lines(self, width: int) -> int:
-        """The number of lines of the pages, with a blank one between two pages."""
-        return len(list(self.pages(width))) * (len(self.rows) + 2) - 1
-
-    def page(self, left: int, end: int) -> Iterator[Piece]:
+    def between(self, left: int, end: int) -> Iterator[Piece]:
         """The ruler and all rows, from one column to another."""
-        yield Piece(f"{(self.corner + self._ruler(left, end)).rstrip()}\n")
+        yield Piece(f"{(self.corner + self.axis.ruler(left, end)).rstrip()}\n")
         for head, cells in zip(self.heads, self.rows, strict=True):
             drawn = list(self._row(cells, left, end))
             yield Piece(head if drawn else head.rstrip())
             yield from drawn
             yield Piece("\n")
 
-    def _page_end(self, left: int, least: int, room: int) -> int:
-        """Where the next page takes over from the one that starts at `left`.
-
-        It ends at a tick of the ruler, if there is one. A cell that this would cut inside its
-        label goes to the next page as a whole, which then starts with the first such cell.
-        """
-        end = min(left + room, self.axis.columns)
-        if end < self.axis.columns:
-            ticks = [tick for tick, _ in self.axis.ticks(left + least, end + 1)]
-            end = ticks[-1] if ticks else end
-        following = end
-        for cells in self.rows:
-            # By index, as in the row below: a slice would copy everything after the page.
-            for index in range(bisect_left(cells, left, key=_LEFT), len(cells)):
-                cell = cells[index]
-                if cell.left >= end:
-                    break
-                if cell.left + cell.whole > end:
-                    following = min(following, cell.left)
-        return following
-
-    def _ruler(self, left: int, end: int) -> str:
-        marks: list[tuple[int, str]] = []
-        for column, note in self.axis.notes():
-            if left <= column < end:
-                at = max(left, min(column, end - len(note)))
-                if all(other + len(text) <= at for other, text in marks):
-                    marks.append((at, note))
-        for column, label in self.axis.ticks(left, end):
-            after = column + len(label)
-            if after <= end and all(
-                after < other or column > other + len(text) for other, text in marks
-            ):
-                marks.append((column, label))
-        ruler = ""
-        for column, text in sorted(marks):
-            ruler = ruler.ljust(column - left) + text
-        return ruler
+    def painted_legend(self, width: int | None) -> Iterator[Piece]:
+        """The legend, with each letter in the style of the drawing where it first stands alone."""
+        styles = {kind.letter: shade(kind) for kind in WORDS} | {STEP: STEP_STYLE, PAIR: PAIR_STYLE}
+        letters = "|".join(map(re.escape, styles))
+        for part in re.split(rf"((?<!\w)(?:{letters})(?!\w))", fill(self.legend, width)):
+            yield Piece(part, styles.pop(part, ""))
+        yield Piece("\n")
 
     def _row(self, cells: Sequence[Cell], left: int, end: int) -> Iterator[Piece]:
         """The columns of a row from `left` up to `end`; labels that begin there are not cut."""
-        drawn: list[tuple[int, str, str]] = []  # first column, text and style of each piece
-        # The cell before may reach into this page.
-        for index in range(max(0, bisect_left(cells, left, key=_LEFT) - 1), len(cells)):
-            cell = cells[index]
-            if cell.left >= end:
-                break
-            last = min(cell.left + len(cell.text), max(end, cell.left + cell.whole))
-            # A cell of an earlier page shows only its rest.
-            first, text = cell.left, cell.text[: last - cell.left]
-            if first < left:
-                first, text = left, cell.rest * (last - left)
-            while drawn and drawn[-1][0] >= first:  # a mark without room
+        drawn: list[Cell] = []
+        for cell in _from(cells, left, end):
+            part = cell.between(left, max(end, cell.left + cell.whole))
+            while drawn and drawn[-1].left >= part.left:  # a mark without room
                 drawn.pop()
-            if text:
-                drawn.append((first, text, cell.style))
+            drawn += [part] * bool(part.text)
         column = left
-        for first, text, style in drawn:
+        for first, _, text, style in drawn:
             if first > column:
                 yield Piece(" " * (first - column))
             yield Piece(text, style)
             column = first + len(text)
 
 
+def _from(cells: Sequence[Cell], left: int, end: int) -> Iterator[Cell]:
+    """The cells that begin between two columns, and the one before, which may reach into them."""
+    # By index: a slice would copy everything after the window.
+    for index in range(max(0, bisect_left(cells, left, key=_LEFT) - 1), len(cells)):
+        if cells[index].left >= end:
+            return
+        yield cells[index]
+
+
 @attrs.frozen
 class Part:
-    """A timeline in a drawing: its name, its lanes, and the head of each lane.
+    """A timeline in a drawing: its name, its rows, and the head of each row.
 
     `hidden` ranks in the middle are left out.
     """
 
     timeline: Timeline
     name: str
-    lanes: Sequence[Lane]
+    rows: Sequence[Row]
     heads: Sequence[str]
     hidden: int = 0
 
@@ -158,7 +296,8 @@ class Part:
 # Not slotted, because cached properties need a __dict__.
 @attrs.frozen(slots=False)
 class Sketch:
-    """Draws timelines on one axis, one below the other, in more or less detail.
+    """Draws timelines on one axis, one below the other, in more or less detail, from `since` to
+    `until`.
 
     `corner` stands above the heads of the rows. If something is left out, or letters replace
     labels, `note` ends the legend.
@@ -166,17 +305,22 @@ class Sketch:
 
     parts: Sequence[Part]
     corner: str
+    since: float
+    until: float
     note: str = ""
 
     @cached_property
-    def lanes(self) -> Sequence[Lane]:
-        """The lanes of all timelines."""
-        return [lane for part in self.parts for lane in part.lanes]
-
-    @cached_property
-    def several(self) -> bool:
-        """Whether labels name their stage."""
-        return labels_say_stages(part.timeline for part in self.parts)
+    def rows(self) -> Sequence[Row]:
+        """The rows of all timelines, with what runs between the two times."""
+        return [
+            attrs.evolve(
+                row, spans=[s for s in row.spans if self.since < s.end and s.start < self.until]
+            )
+            if self.until - self.since < self.makespan
+            else row
+            for part in self.parts
+            for row in part.rows
+        ]
 
     @cached_property
     def makespan(self) -> float:
@@ -184,70 +328,120 @@ class Sketch:
         return max(part.timeline.makespan for part in self.parts)
 
     @cached_property
+    def _several(self) -> bool:
+        """Whether labels name their stage, because a lane has several."""
+        return labels_say_stages(part.timeline for part in self.parts)
+
+    @cached_property
+    def _named(self) -> Sequence[Span]:
+        """The spans that have a cell."""
+        return [span for row in self.rows for span in row.spans if span.action.kind in WORDS]
+
+    @cached_property
+    def _long_enough(self) -> Sequence[Span]:
+        """The spans that have a cell and are not far shorter than the longest one."""
+        least = max((span.end - span.start for span in self._named), default=0) * _SHORTEST
+        return [span for span in self._named if span.end - span.start >= least] if least else []
+
+    @cached_property
     def scale(self) -> float:
-        """The columns per unit of time that leave room for all labels."""
-        return label_scale(self.lanes, self.several)
+        """The fewest columns per unit of time that leave room for each label and a blank."""
+        needs = {(len(self._label(s)) + 1, s.end - s.start) for s in self._long_enough}
+        if not needs:
+            return 1
+        scale = finite(max(need / duration for need, duration in needs))
+        if scale * max(span.end for span in self._long_enough) > _BEYOND:
+            return scale
+        # If times are not whole numbers of columns, rounding can take a column from a cell.
+        fits = all(
+            nearest(span.end * scale) - nearest(span.start * scale) > len(self._label(span))
+            for span in self._long_enough
+        )
+        return scale if fits else finite(max((need + 1) / duration for need, duration in needs))
 
-    def too_wide(self, since: float, until: float) -> bool:
-        """Whether the labels between two times need too many columns."""
-        return too_wide(self.scale, self.lanes, until - since)
+    @cached_property
+    def _letter_scale(self) -> float:
+        """One column for the shortest action that has a cell."""
+        return finite(1 / min((span.end - span.start for span in self._long_enough), default=1))
 
-    def between(self, since: float, until: float) -> Sketch:
-        """The sketch, cut to a window of time."""
+    @cached_property
+    def columns(self) -> float:
+        """The columns that labels need."""
+        return self.scale * (self.until - self.since)
 
-        def cut(lane: Lane) -> Lane:
-            spans = [span for span in lane.spans if span.end > since and span.start < until]
-            return attrs.evolve(lane, spans=spans)
-
-        parts = [
-            attrs.evolve(part, lanes=[cut(lane) for lane in part.lanes]) for part in self.parts
-        ]
-        return attrs.evolve(self, parts=parts)
+    @cached_property
+    def too_wide(self) -> bool:
+        """Whether almost all columns would be blank, because a step or a link takes very long."""
+        if self.columns <= MOST_COLUMNS:
+            return False
+        work = (
+            sum(s.end - s.start for s in row.spans if s.action.kind in WORDS) for row in self.rows
+        )
+        return self.until - self.since > _MOSTLY_IDLE * max(work)
 
     def labelled(self, repeated: Sequence[Repeat] = ()) -> Drawing:
         """A drawing with labels, in which `repeated` parts are drawn once."""
         axis = self._axis(self.scale, repeated)
-        cells = [labelled_cells(lane, axis, self.several) for lane in self.lanes]
-        words = labels_legend(self.lanes, cells, self.several)
+        cells = [self._labelled_cells(row, axis) for row in self.rows]
+        marks = (
+            {SHORT: "too short to be named"}
+            if any(c.text == SHORT for r in cells for c in r)
+            else {}
+        )
+        if any(span.beside is not None for row in self.rows for span in row.spans):
+            marks = {";": "between two that run as one", **marks}
+        words = self._in_words(self._kinds() | marks)
+        example = next((s.action for s in self._named if s.action.microbatch is not None), None)
+        if example is not None:
+            whose = f"stage {example.stage}'s" if self._several else "the"
+            words += (
+                f"; {self._name(example)} is {whose} {WORDS[example.kind]} "
+                f"of microbatch {example.microbatch}"
+            )
         return self._drawing(axis, cells, words, complete=not axis.cuts)
 
-    def coarse(self, repeated: Sequence[Repeat] = ()) -> Drawing:
-        """A drawing in letters, in which `repeated` parts are drawn once."""
-        return self._letters(self._axis(coarse_scale(self.lanes), repeated))
-
-    def squeezed(self, columns: int, repeated: Sequence[Repeat] = ()) -> Drawing:
-        """A drawing in letters in `columns` columns, each for as many actions as necessary."""
-        drawn = self.makespan - sum(r.end - r.start - r.period for r in repeated)
-        scale = max(columns - (CUT_WIDTH + 1) * len(repeated), 1) / drawn
-        alike = NEARLY_ALL * (scale < coarse_scale(self.lanes))
-        return self._letters(self._axis(scale, repeated), per_column(scale), alike)
-
-    def _letters(self, axis: Axis, about: str = "", alike: float = 0) -> Drawing:
-        cells = [coarse_cells(lane, axis, alike) for lane in self.lanes]
-        words = letters_legend(self.lanes, cells) + about
-        return self._drawing(axis, cells, words, complete=False)
+    def letters(self, columns: int | None = None, repeated: Sequence[Repeat] = ()) -> Drawing:
+        """A drawing in letters, in which `repeated` parts are drawn once. In so many `columns`,
+        each stands for as many actions as necessary; by default the shortest action has one."""
+        scale, about = self._letter_scale, ""
+        if columns is not None:
+            drawn = self.until - self.since - sum(r.end - r.start - r.period for r in repeated)
+            scale = max(columns - (_CUT_WIDTH + 1) * len(repeated), 1) / drawn
+            about = f"; a column is {number(float(f'{1 / scale:.2g}'))} of time"
+        axis = self._axis(scale, repeated)
+        alike = _NEARLY_ALL * (scale < self._letter_scale)
+        cells = [_letter_cells(row, axis, alike) for row in self.rows]
+        drawn_letters = {cell.text[0] for row in cells for cell in row}
+        words = self._kinds() | {
+            PAIR: "a forward and a backward as one",
+            MIX: "several kinds in turn",
+        }
+        if MIX in drawn_letters:
+            drawn_letters |= {kind.letter for kind in WORDS}
+        words = {mark: word for mark, word in words.items() if mark in drawn_letters}
+        return self._drawing(axis, cells, self._in_words(words) + about, complete=False)
 
     def _axis(self, scale: float, repeated: Sequence[Repeat]) -> Axis:
         axis = Axis(scale, self.makespan)
         cuts = []
         for repeat in repeated:
             left, right = axis.column(repeat.start + repeat.period), axis.column(repeat.end)
-            if right - left >= CUT_WIDTH + _FEWEST_COLUMNS:
+            if right - left >= _CUT_WIDTH + _FEWEST_COLUMNS:
                 again = f"{repeat.times - 1:,} × the same"
                 until = number(repeat.start + repeat.period)
                 later = count(repeat.microbatches, "microbatch", "es")
                 meaning = f"time {number(repeat.start)}..{until} again, each time {later} later"
                 cuts.append(Cut(left, right, again, f"{again}: {meaning}"))
-        return attrs.evolve(axis, cuts=tuple(cuts))
+        return attrs.evolve(axis, cuts=cuts)
 
     def _drawing(
         self, axis: Axis, cells: Sequence[Sequence[Cell]], words: str, complete: bool
     ) -> Drawing:
-        if axis.cuts:
-            cells = [cut_out(row, axis) for row in cells]
-            words += "".join(f"; {cut.meaning}" for cut in axis.cuts)
+        words += "".join(f"; {cut.meaning}" for cut in axis.cuts)
         if not complete or any(part.hidden for part in self.parts):
             words += self.note
+        if axis.cuts:
+            cells = [list(axis.around_cuts(row)) for row in cells]
         drawn, wide = iter(cells), len(self.corner)
         heads: list[str] = []
         rows: list[Sequence[Cell]] = []
@@ -256,11 +450,74 @@ class Sketch:
                 heads.append(part.name)
                 rows.append(())
             heads += [head.ljust(wide) for head in part.heads]
-            rows += islice(drawn, len(part.lanes))
+            rows += islice(drawn, len(part.rows))
             if part.hidden:
-                ranks = [lane.rank for lane in part.lanes]
+                ranks = [row.rank for row in part.rows]
                 after = next(n for n in range(1, len(ranks)) if ranks[n] > ranks[n - 1] + 1)
-                note = f"{count(part.hidden, 'rank')} left out"
                 heads.insert(after - len(ranks), f"{LEFT_OUT:>4}".ljust(wide))
-                rows.insert(after - len(ranks), [Cell(0, len(note), note, FAINT, " ")])
+                note = f"{count(part.hidden, 'rank')} left out"
+                rows.insert(after - len(ranks), [Cell(0, len(note), note, FAINT)])
         return Drawing(self.corner, heads, rows, axis, words)
+
+    def _label(self, span: Span) -> str:
+        """The label of a span's cell."""
+        label = self._name(span.action)
+        return label if span.beside is None else f"{label};{self._name(span.beside)}"
+
+    def _name(self, action: Action) -> str:
+        if action.kind is Kind.OPTIM_STEP:
+            return STEP
+        microbatch = "" if action.microbatch is None else action.microbatch
+        return f"{action.stage if self._several else ''}{action.kind.letter}{microbatch}"
+
+    def _kinds(self) -> dict[str, str]:
+        """The letter and the meaning of each kind that occurs."""
+        spans = [span for row in self.rows for span in row.spans]
+        kinds = {action.kind for span in spans for action in (span.action, span.beside) if action}
+        words = {kind.letter: word for kind, word in WORDS.items() if kind in kinds}
+        return words | ({STEP: "step of the optimiser"} if Kind.OPTIM_STEP in kinds else {})
+
+    def _in_words(self, marks: dict[str, str]) -> str:
+        return ", ".join(f"{mark} {word}" for mark, word in marks.items())
+
+    def _labelled_cells(self, row: Row, axis: Axis) -> list[Cell]:
+        """The cells of a row with their labels, ascending."""
+        cells = []
+        for span in row.spans:
+            left, right, label = axis.column(span.start), axis.column(span.end), self._label(span)
+            if right - left > len(label):
+                text = label.ljust(right - left - 1, "-")
+                cells.append(Cell(left, len(label) + 1, text, span.style))
+            else:
+                # A mark without room stands in the blank column after the cell before.
+                mark = STEP if span.action.kind is Kind.OPTIM_STEP else SHORT
+                cells.append(Cell(left if right > left else max(left - 1, 0), 1, mark, span.style))
+        return sorted(cells)
+
+
+def _letter_cells(row: Row, axis: Axis, alike: float) -> list[Cell]:
+    """The cells of a row as letters, ascending. A column has the letter of the kind that takes most
+    of its work. If that is less than a part `alike` of the work, it has a mark in the mix of the
+    colours.
+
+    An action of less than half a column is drawn only if nothing else is drawn there, so every
+    stretch of work leaves a letter.
+    """
+    last = axis.column(axis.makespan)
+    takes: list[dict[tuple[str, str], float]] = [defaultdict(float) for _ in range(last)]
+    for span in row.spans:
+        kind = span.style, PAIR if span.beside is not None else span.action.kind.letter
+        start, end = span.start * axis.scale, span.end * axis.scale
+        for column in range(int(start), min(math.ceil(end), last)):
+            takes[column][kind] += min(end, column + 1) - max(start, column)
+    busy = [0.0, *(sum(part.values()) for part in takes), 0.0]
+    cells = []
+    for column, part in enumerate(takes):
+        before, own, after = busy[column : column + 3]
+        if own >= 0.5 or (before < own >= after and max(before, after) < 0.5):
+            (style, mark) = max(part, key=part.__getitem__)
+            if sum(share for kind, share in part.items() if kind[1] == mark) < alike * own:
+                mark = MIX
+                style = blended({style: share / own for (style, _), share in part.items()})
+            cells.append(Cell(column, 1, mark, style))
+    return cells

@@ -1,35 +1,50 @@
 """A timeline as one HTML page that fetches nothing.
 
-The file holds the timeline's numbers, and the hand-written script and style of `page/`. Data go one
-way, from the timeline to columns (`packed`) to the page, and nothing is computed twice: the script
+The file holds the table of `lanes`, and the hand-written script and style of `page/`. Data go one
+way, from the table to columns of numbers to the page, and nothing is computed twice: the script
 only draws and looks up. The browser fills the pixels, so the size of the file is that of its
 timeline.
+
+A column is an array of integers, each written as its difference from the one before. All columns
+are deflated together. Times are whole ticks. A tick is a unit of time if all times are whole, else
+the finest power of ten of which the longest timeline has at most ten million, or a coarser one that
+loses nothing.
 """
 
 from __future__ import annotations
 
+import base64
 import html
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
-from schedir.ir import COMPUTE, COPIES, KINDS, Kind, Schedule
+from schedir.graph.compile import graph_of
+from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, VALUES, Ints, Kind, Schedule
 from schedir.render import palette
-from schedir.render.captions import captions, costs, readable, title
-from schedir.render.memory import Curve, kept_by, most_of
-from schedir.render.packed import Stream, Ticks, put_curve, put_idle, put_timeline, ticks_for
+from schedir.render.captions import UNIT_NAMES, captions, costs, readable, title
+from schedir.render.lanes import SHADES, has_copies, has_replicas, labels_say_stages, lanes_of
+from schedir.render.memory import Curve, Kept, kept_by, most_of
 from schedir.render.palette import CAUSE_WORDS, picture_fill, swatches
-from schedir.render.rows import has_copies, has_replicas, labels_say_stages
+from schedir.render.text import size
 from schedir.simulator import CAUSES, Timeline
+from schedir.simulator.values import Numbers
 
-SCRIPTS = ("data", "words", "view", "layout", "raster", "draw", "hover", "start")
+SCRIPTS = ("data", "words", "view", "draw", "page")
 """The parts of the script in `page/`, in the order of the page."""
 MOST_SCRIPT = 30_000
 """The most bytes of script that a page may have."""
+MOST_TICKS = 10**7
+"""The most ticks of a timeline whose times are not whole. More would be finer than clocks, and make
+the file larger."""
+_LARGEST = 2**31 - 1  # signed integer of 32 bits
+_NOTHING = 1e-290  # shorter times have no ticks
 
 _TOGGLES = {
     "transfers": "transfers",
@@ -48,9 +63,8 @@ _HELP = (
     ("← → ↑ ↓", "from action to action"),
     ("Esc", "let go"),
 )
-_LANES = (Kind.SEND_ACT, Kind.SEND_GRAD, Kind.RECV_ACT, Kind.RECV_GRAD)
-"""The lanes of a rank below the lane of its compute, which run at the same time. Copies, if there
-are any, have one more lane above them."""
+_TRANSFERS = ({Kind.SEND_ACT} | GROUPS, {Kind.SEND_GRAD}, {Kind.RECV_ACT}, {Kind.RECV_GRAD})
+"""The tracks of a rank below that of its compute, and of its copies if there are any."""
 _PAYLOAD_OF = {
     Kind.SEND_ACT: Kind.FORWARD,
     Kind.RECV_ACT: Kind.FORWARD,
@@ -80,7 +94,7 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
         title=html.escape("; ".join(dict.fromkeys(map(title, schedules)))),
         style=_style(),
         says="".join(f"<p>{html.escape(own)}</p>" for own in says),
-        legend="".join(_legend(schedules)),
+        legend="".join(_swatch(*each) for each in swatches(schedules)),
         causes="".join(_causes(lines)),
         toggles="".join(
             f'<label><input type="checkbox" data-shows="{key}">{words}</label>'
@@ -111,23 +125,6 @@ def script() -> str:
 
 def _file(name: str) -> str:
     return (files("schedir.render") / "page" / name).read_text(encoding="utf-8")
-
-
-def _legend(schedules: Sequence[Schedule]) -> Iterator[str]:
-    """A swatch and a word for each kind that occurs, with a shade for each stage of a rank."""
-    for fills, word in swatches(schedules):
-        yield _swatch(fills, word)
-    if any(map(_draws_pairs, schedules)):
-        yield _swatch([palette.PAIR_FILL.area], "two as one")
-
-
-def _draws_pairs(schedule: Schedule) -> bool:
-    """Whether there are overlapped pairs in one lane."""
-    columns = schedule.columns
-    pairs = columns.joined & columns.is_kind(*COMPUTE)
-    if has_replicas(schedule):
-        pairs &= columns.stage == np.roll(columns.stage, 1)
-    return bool(pairs.any())
 
 
 def _causes(timelines: Sequence[Timeline]) -> Iterator[str]:
@@ -175,78 +172,169 @@ def _page_data(
     lines: Sequence[Timeline], labels: Sequence[str], shown: Mapping[str, bool]
 ) -> dict[str, Any]:
     """The data for the script, to be written as JSON."""
-    ticks, kept, stream = ticks_for(lines), kept_by(lines), Stream()
-    copies, several = any(has_copies(line.schedule) for line in lines), labels_say_stages(lines)
-    timelines = [
-        {"label": label, "says": costs(line), **_put(stream, line, ticks, several, curves)}
-        for line, label, curves in zip(lines, labels, kept.curves, strict=True)
-    ]
+    tick, kept, timelines, deflated = tick_for(lines), kept_by(lines), [], zlib.compressobj(9)
+    tracks, written = tracks_of(lines), b""
+    fills = [_fill(kind, shade) for kind in KINDS for shade in range(SHADES)]
+    for line, label, curves in zip(lines, labels, kept.curves, strict=True):
+        about, columns = _about(line, curves, tracks, tick)
+        several = labels_say_stages(lines)
+        about |= {"label": label, "says": costs(line), "several": several, "columns": []}
+        for name, column in columns.items():
+            wide = name == "keptAmount"  # bytes
+            whole = np.rint(column).astype(np.float64 if wide else np.int32)
+            written += deflated.compress(np.diff(whole, prepend=whole.dtype.type(0)).tobytes())
+            about["columns"].append([name, "Float64Array" if wide else "Int32Array", len(whole)])
+        timelines.append(about)
     return {
-        "tick": ticks.size,
-        "unit": lines[0].unit,
-        "longest": max(1, *(line["ticks"] for line in timelines)),
+        "tick": tick,
+        "unit": UNIT_NAMES[lines[0].unit],
+        "longest": max(tick, *(line.makespan for line in lines)),
         "alike": len({line.schedule.columns for line in lines}) == 1,
-        "lanes": list(range(1 + copies + len(_LANES))),
-        "kinds": [_kind(kind, copies) for kind in KINDS],
-        "pair": tuple(palette.PAIR_FILL),
-        "causes": [
-            {"word": CAUSE_WORDS[cause], "fill": palette.CAUSE_FILLS[cause]} for cause in CAUSES
-        ],
+        "tracks": len(tracks),
+        "kinds": [{"token": k.value, "letter": k.letter, "word": k.meaning.word} for k in KINDS],
+        "shades": SHADES,
+        "inks": [fill.ink for fill in fills],
+        "pixels": {
+            "areas": [_pixel(fill.area) for fill in fills],
+            "pale": [_pixel(fill.area, 0.25) for fill in fills],
+            "causes": [_pixel(palette.CAUSE_FILLS[cause]) for cause in CAUSES],
+            "idle": _pixel(palette.IDLE_FILL),
+        },
+        "causes": [CAUSE_WORDS[cause] for cause in CAUSES],
         "ink": {
-            "paper": palette.PAPER,
             "ink": palette.INK,
             "faint": palette.FAINT_INK,
-            "idle": palette.IDLE_FILL,
             "critical": palette.CRITICAL_LINE,
             "memory": palette.MEMORY_LINE,
             "memoryFill": palette.MEMORY_FILL,
         },
-        "kept": {"bytes": kept.sized, "most": max(1.0, kept.most)},
+        "kept": _amounts(kept),
         "shown": shown,
         "timelines": timelines,
-        "columns": stream.text(),
+        "columns": base64.b64encode(written + deflated.flush()).decode("ascii"),
     }
 
 
-def _kind(kind: Kind, copies: bool) -> dict[str, Any]:
-    fills = [picture_fill(_PAYLOAD_OF.get(kind, kind), chunk) for chunk in range(4)]
-    below = _LANES.index(kind) if kind in _LANES else 0
+def tracks_of(lines: Iterable[Timeline]) -> list[Iterable[Kind]]:
+    """The tracks of every rank in the page's table of lanes."""
+    copies = [COPIES] if any(has_copies(line.schedule) for line in lines) else []
+    return [COMPUTE, *copies, *_TRANSFERS]
+
+
+def _fill(kind: Kind, shade: int) -> palette.Fill:
     if kind is Kind.OPTIM_STEP:
-        fills = [palette.Fill(palette.STEP_FILL, palette.PAPER)] * 4
-    return {
-        "token": kind.value,
-        "word": kind.meaning.word,
-        "lane": 0 if kind in COMPUTE else 1 + (kind not in COPIES and copies + below),
-        "fills": [tuple(fill) for fill in fills],
-    }
+        return palette.Fill(palette.STEP_FILL, palette.PAPER)
+    return picture_fill(_PAYLOAD_OF.get(kind, kind), shade)
 
 
-def _put(
-    stream: Stream, timeline: Timeline, ticks: Ticks, several: bool, curves: Sequence[Curve]
-) -> dict[str, Any]:
-    """Write a timeline's columns to the stream; returns what the script needs to read them."""
-    schedule = timeline.schedule
-    put_timeline(stream, timeline, ticks)
-    put_idle(stream, timeline.idle_columns, ticks)
-    path = np.array(timeline.critical_path, np.int64)
-    stream.put(np.diff(path, prepend=0))
-    for curve in curves:
-        put_curve(stream, *curve, ticks)
-    sources = schedule.sources
+def _pixel(colour: str, strength: float = 1) -> int:
+    """The four bytes of a pixel as they lie in memory: red, green, blue, opaque; paler if it has
+    less than its full `strength` on paper."""
+    mixed = [round(255 + strength * (part - 255)) for part in bytes.fromhex(colour[1:])]
+    return int.from_bytes([*mixed, 255], "little")
+
+
+def _amounts(kept: Kept) -> dict[str, Any]:
+    """The unit in which the page tells what is kept, and the most, in bytes or activations."""
+    most = max(1.0, kept.most)
+    word = size(most).split()[1] if kept.sized else "alive"
+    return {"word": word, "size": 1024 ** "BKMGTP".find(word[0]) if kept.sized else 1, "most": most}
+
+
+def _about(
+    line: Timeline, curves: Sequence[Curve], tracks: Sequence[Iterable[Kind]], tick: float
+) -> tuple[dict[str, Any], dict[str, Numbers]]:
+    """What a page says of a timeline, and its columns: the table of lanes, whose rows the others
+    refer to, the idle times, the critical path, and the memory curves."""
+    schedule, columns, lanes = line.schedule, line.schedule.columns, lanes_of(line, tracks)
+    place, idle, sources = lanes.place, line.idle_columns, line.schedule.sources
+    row_of = np.full(len(columns) + 1, -1)  # and -1 of -1
+    row_of[place] = np.arange(len(place))
+    edges = np.round(np.stack([lanes.top, lanes.top + lanes.height], axis=1), 6)
+    boxes, box = np.unique(edges, axis=0, return_inverse=True)
+    start, idle_start = np.rint(lanes.start / tick), np.rint(idle.start / tick)
+    times, amounts = (np.concatenate(each) for each in zip(*curves, strict=True))
+    path = row_of[np.array(line.critical_path, np.int64)]
     return {
-        "starts": schedule.columns.starts.tolist(),
         "stages": [schedule.stages_of(rank) for rank in range(schedule.ranks)],
-        "several": several,
         "replicas": has_replicas(schedule),
-        "ticks": int(ticks.of(np.array(timeline.makespan))),
-        "sources": [str(line) for line in sources.lines] if sources else [],
-        "idle": timeline.idle_columns.bounds.tolist(),
-        "path": len(path),
-        "memory": {
-            "lengths": [len(times) for times, _ in curves],
-            "most": [most_of(curve) for curve in curves],
-        },
+        "makespan": line.makespan,
+        "boxes": boxes.tolist(),
+        "sources": [str(each) for each in sources.lines] if sources else [],
+        "idleBounds": idle.bounds.tolist(),
+        "keptBounds": [0, *np.cumsum([len(times) for times, _ in curves]).tolist()],
+        "most": [most_of(curve) for curve in curves],
+    }, {
+        "start": start,
+        "length": np.rint(lanes.end / tick) - start,
+        "lane": lanes.lane,
+        "box": box.ravel(),
+        "colour": lanes.colour,
+        "stage": columns.stage[place],
+        "microbatch": columns.microbatch[place],
+        "version": columns.version[place],
+        "index": (columns.entry - columns.entry[columns.starts[columns.rank]])[place],
+        "before": row_of[data_before(schedule)[place]],
+        "source": sources.line_of[place] if sources else np.full(len(place), -1),
+        "idleStart": idle_start,
+        "idleLength": np.rint(idle.end / tick) - idle_start,
+        "idleTransfer": row_of[idle.transfer],
+        "idleBlamed": row_of[idle.blamed],
+        "idleCause": idle.cause,
+        "path": path[path >= 0],
+        "keptStart": times / tick,
+        "keptAmount": amounts,
     }
+
+
+def tick_for(timelines: Sequence[Timeline]) -> float:
+    """The size of a tick that suits all timelines."""
+    times = np.concatenate([times for line in timelines for times in (line.starts, line.ends)])
+    times = times[~np.isnan(times)].astype(np.float64)
+    longest = float(times.max(initial=0))
+    if longest < _NOTHING or (longest <= _LARGEST and (times == np.rint(times)).all()):
+        return 1
+    exponent = math.ceil(math.log10(longest / MOST_TICKS))
+    if longest / 10.0**exponent > MOST_TICKS:
+        exponent += 1  # log10 was a hair too low
+    # Floats are inexact: 0.1 + 0.2 counts as 0.3.
+    while _whole(times / 10.0 ** (exponent + 1), 1e-15 * longest / 10.0 ** (exponent + 1)):
+        exponent += 1
+    return 10.0**exponent
+
+
+def _whole(times: Numbers, error: float) -> bool:
+    return bool((np.abs(times - np.rint(times)) <= max(error, 1e-15)).all())
+
+
+def data_before(schedule: Schedule) -> Ints:
+    """The place that hands its data over to each place: the receive for its consumer, the send for
+    a receive, the maker of the payload for a send; -1 if only the list's order matters."""
+    columns, flow = schedule.columns, graph_of(schedule)
+    before = np.full(len(columns), -1)
+
+    def follows(users: Ints, makers: Ints) -> None:
+        there = (users >= 0) & (makers >= 0)
+        before[users[there]] = makers[there]
+
+    forward, gradient = flow.of(Kind.FORWARD), flow.where("end", "output gradient")
+    follows(forward[1:], forward[:-1])
+    follows(gradient[-1], forward[-1])
+    follows(gradient[:-1], gradient[1:])
+    transfers = flow.transfers
+    follows(transfers.user, transfers.receive)
+    follows(transfers.receive, transfers.send)
+    follows(transfers.send, transfers.maker)
+    # What is left takes what it ends, or else what it reads, from the first that makes it.
+    touches = [*flow.touches(*(name for name, v in VALUES.items() if v.per == "microbatch"))]
+    maker = np.full(flow.base[""], -1)
+    for does in ("make", "end", "read"):
+        for touch in touches:
+            of, at = (maker, touch.values) if does == "make" else (before, touch.places)
+            if touch.use.does == does:
+                new = of[at] < 0
+                of[at[new]] = (touch.places if does == "make" else maker[touch.values])[new]
+    return before
 
 
 # The policy forbids the page to fetch anything, whatever text it holds.
@@ -277,9 +365,7 @@ script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:">
 <main>
 <canvas id="lanes" tabindex="0" role="img" aria-label="{title}: a lane for each of {ranks} ranks, \
 time to the right"></canvas>
-<canvas id="over" aria-hidden="true"></canvas>
-<div id="box" hidden></div>
-<div id="said" role="status"></div>
+<div id="box" role="status" hidden></div>
 </main>
 <footer>{help}</footer>
 <noscript><p>The timeline is drawn by a script that this page holds.</p></noscript>

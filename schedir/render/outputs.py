@@ -1,175 +1,273 @@
-"""The table of outputs: the forms that each command can write, and the function for each.
+"""How schedir's objects show themselves, and the formats in which a timeline is written to a file.
 
-A renderer is a module with a function, and a row here. A renderer's module is imported when it
-writes, so that commands start fast.
+repr        <Schedule 1f1b: 4 ranks, 4 stages, 8 microbatches, 68 actions>
+str         what the command prints into a pipe
+notebook    the picture where there is one, else that text and its tables as HTML
+rich        the text as it is on a terminal
+
+A renderer is imported only when it draws, so that commands start fast and a `repr` is quick.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial, singledispatch, wraps
+from html import escape
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
 
+from schedir.checker import CHANNELS, Report, prove
+from schedir.display import DisplayedComparison, DisplayedSearch, DisplayedTimeline
 from schedir.errors import SchedirError
-from schedir.ir import COMPUTE, Kind, dumps, dumps_torch_csv
-from schedir.passes import insert_reductions
-from schedir.render.diagnostics import concise, full, github, report_data
-from schedir.render.pages import Page, window_of
-from schedir.render.text import Block, Piece, as_json, plain
+from schedir.ir import COMPUTE, Kind, Schedule, dumps, printable
+from schedir.render.captions import caption, makespan, readable, title, window_of, with_unit
+from schedir.render.diagnostics import full, summary
+from schedir.render.text import Block, Piece, Screen, Table, count, plain, rich_of, screen_of, write
 
 if TYPE_CHECKING:
-    from schedir.finder import Comparison
+    from rich.console import Console, ConsoleOptions, RenderableType
+
     from schedir.simulator import Timeline
+
+
+def drawn(
+    timeline: Timeline,
+    screen: Screen,
+    *,
+    against: Timeline | None = None,
+    start: float = 0,
+    end: float | None = None,
+) -> Iterable[Block]:
+    """The timeline in text: its overview on a screen that has a height, or else every action. Of a
+    part, from `start` to `end`, every action is drawn on any screen."""
+    first, *others = readable([timeline] if against is None else [timeline, against])
+    second = others[0] if others else None
+    if screen.width is None or screen.height is None or start or end is not None:
+        from schedir.render.terminal_timeline import timeline_blocks
+
+        window = window_of([first, *others], start, end)
+        return timeline_blocks(first, screen.width, second, window)
+    from schedir.render.terminal_timeline import overview_blocks
+
+    return overview_blocks(first, screen.width, screen.height, second)
+
+
+@attrs.frozen
+class View:
+    """How an object is shown: the `line` between the brackets of its `repr`, and its `blocks` on a
+    screen, of a window of time if it has times. `timeline` is what a notebook draws, or None."""
+
+    line: str
+    blocks: Callable[..., Iterable[Block]]
+    timeline: Callable[[], Timeline] | None = None
+
+
+@singledispatch
+def view_of(value: Any) -> View:
+    """The view of an object; one of a class that is not registered here has its `str`."""
+    return View(str(value), lambda screen, **window: [Piece(str(value))])
+
+
+@view_of.register
+def _(schedule: Schedule) -> View:
+    def timeline() -> Timeline:
+        """At the default costs, as in `schedir show`. Raises SchedirError."""
+        from schedir.simulator import simulate
+
+        return simulate(prove(schedule, CHANNELS[-1]).proved())
+
+    def blocks(screen: Screen, **window: Any) -> Iterable[Block]:
+        try:
+            simulated = timeline()
+        except SchedirError:
+            return [Piece(dumps(schedule))]
+        return drawn(simulated, screen, **window)
+
+    actions = count(len(schedule.columns), "action")
+    return View(f"{title(schedule)}, {actions}", blocks, timeline)
+
+
+@view_of.register(DisplayedTimeline)
+def _(timeline: Any) -> View:
+    line = f"{title(timeline.schedule)}; {caption(timeline)}, makespan {makespan(timeline)}"
+    return View(line, partial(drawn, timeline), lambda: timeline)
+
+
+@view_of.register
+def _(report: Report) -> View:
+    subject = "the schedule" if report.schedule is None else report.schedule.name
+    return View(summary(report), lambda screen, **window: full(report, subject))
+
+
+@view_of.register(DisplayedComparison)
+def _(comparison: Any) -> View:
+    def blocks(screen: Screen, **window: Any) -> Iterable[Block]:
+        from schedir.render.tables import comparison_blocks
+
+        return comparison_blocks(comparison, screen.width)
+
+    best = comparison.best
+    chosen = "none can be chosen" if best is None else f"{printable(best.target)} is the best"
+    return View(f"{count(len(comparison.rows), 'schedule')}, {chosen}", blocks)
+
+
+@view_of.register(DisplayedSearch)
+def _(found: Any) -> View:
+    def blocks(screen: Screen, **window: Any) -> Iterable[Block]:
+        from schedir.render.tables import found_text
+
+        return [Piece(found_text(found))]
+
+    value = with_unit(found.value, found.timeline.unit)
+    above = f"{found.distance:.2%} above the lower bound"
+    return View(f"{found.schedule.name}: {found.objective} {value}, {above}", blocks)
+
+
+def line(value: object) -> str:
+    """The object in one line."""
+    return f"<{type(value).__name__} {view_of(value).line}>"
+
+
+def text(value: object) -> str:
+    """The text that the command prints into a pipe."""
+    return plain(_blocks(value, Screen())).rstrip("\n")
+
+
+def _blocks(value: object, screen: Screen) -> list[Block]:
+    """The blocks of an object, or the reason why there are none."""
+    try:
+        return list(view_of(value).blocks(screen))
+    except SchedirError as error:
+        return [Piece(f"{line(value)}: {error}")]
+
+
+def show(value: object, width: int | None, start: float = 0, end: float | None = None) -> None:
+    """Print the object as its command does."""
+    screen = screen_of(sys.stdout) if width is None else Screen(width)
+    write(view_of(value).blocks(screen, start=start, end=end), sys.stdout)
+
+
+@attrs.frozen
+class Renderable:
+    """The object for rich, as wide as the console."""
+
+    value: object
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        return rich_of(_blocks(self.value, Screen(options.max_width, console.height)))
+
+
+def shown_html(value: object) -> str:
+    """The object for a notebook."""
+    with suppress(SchedirError):  # the text says why there is no picture
+        if (timeline := view_of(value).timeline) is not None:
+            return timeline().svg()
+    return "".join(
+        "".join(map(_table, group)) if kind is Table else f"<pre>{escape(plain(group))}</pre>"
+        for kind, group in groupby(_blocks(value, Screen()), type)
+    )
+
+
+def _table(table: Any) -> str:
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows)
+    return f"<table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
 
 
 @attrs.frozen
 class Written:
-    """The output of a writer, text or `data`, and a sentence for each thing that it left out."""
+    """The content of a file, text or `data`, and a sentence for each thing that it leaves out."""
 
     blocks: Iterable[Block]
     left_out: Iterable[str] = ()
     data: bytes | None = None
 
-
-@attrs.frozen
-class Output:
-    """A form in which a command writes a schedule, a timeline, a report or a comparison.
-
-    `name` is the word that the user types, and `about` describes it in a few words. `cannot_hold`
-    says what it leaves out, with a warning. `extension` is the extension of its files.
-    `communication` says if it has sends and receives; with "either" the user chooses. With `looks`
-    it is a picture: drawn from `Page.start` to `Page.end`, with a title, a width and colours.
-    `memory` says if a timeline's memory is written only if the user asks for it.
-    """
-
-    command: Literal["show", "check", "compare", "export"]
-    name: str
-    of: Literal["schedule", "timeline", "report", "comparison"]
-    about: str
-    write: Callable[[Any, Page], Written]
-    extension: str = ""
-    cannot_hold: str = ""
-    communication: Literal["with", "without", "either"] = "either"
-    looks: bool = False
-    memory: Literal["asked", "always"] = "asked"
+    @property
+    def content(self) -> str | bytes:
+        """The whole content at once."""
+        return plain(self.blocks) if self.data is None else self.data
 
 
-def _text(text: str, left_out: Iterable[str] = ()) -> Written:
-    return Written([Piece(text)], left_out)
-
-
-def _readable(timeline: Timeline, page: Page) -> tuple[Timeline, Timeline | None]:
-    """A timeline and the one that it is compared with, in a readable unit of time."""
-    from schedir.render.captions import readable
-
-    if page.against is None:
-        return readable([timeline])[0], None
-    first, second = readable([timeline, page.against])
-    return first, second
-
-
-def _overview(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.overview import overview_blocks
-
-    first, second = _readable(timeline, page)
-    return Written(overview_blocks(first, page.width or 80, page.height, second))
-
-
-def _timeline(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.terminal_timeline import timeline_blocks
-
-    first, second = _readable(timeline, page)
-    return Written(
-        timeline_blocks(first, page.width, second, page.fit, window_of(page, first, second))
-    )
-
-
-def _why(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.why import why_blocks
-
-    first, second = _readable(timeline, page)
-    return Written(why_blocks(first, page.width, second))
-
-
-def _steady(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.full_pipeline import steady_blocks
-
-    if page.steady is None or page.full is None:
-        raise ValueError("a page has no steady state to draw")
-    return Written(steady_blocks(timeline, page.full, page.steady, page.width))
-
-
-def _timeline_json(timeline: Timeline, page: Page) -> Written:
-    from schedir.render.terminal_timeline import timeline_json
-
-    return _text(timeline_json(timeline, page.steady))
-
-
-def _comparison(comparison: Comparison, page: Page) -> Written:
-    from schedir.render.tables import comparison_blocks
-
-    return Written(comparison_blocks(comparison, page.width))
-
-
-def _comparison_text(form: str) -> Callable[[Comparison, Page], Written]:
-    """A writer of a comparison as text of any width, such as `tables.comparison_csv`."""
-
-    def write(comparison: Comparison, page: Page) -> Written:
-        from schedir.render import tables
-
-        return _text(getattr(tables, f"comparison_{form}")(comparison))
-
-    return write
-
-
-def _svg(timeline: Timeline, page: Page) -> Written:
+def svg(
+    timeline: Timeline,
+    *,
+    against: Timeline | None = None,
+    memory: bool = False,
+    title: str | None = None,
+    width: str | float | None = None,
+    greyscale: bool = False,
+    start: float = 0,
+    end: float | None = None,
+) -> Written:
+    """A picture; the arguments are those of `display.Looks`."""
+    from schedir.render.palette import grey
     from schedir.render.svg import svg_blocks
 
-    blocks = svg_blocks(timeline, page)
-    return Written(blocks, _left_out(timeline, page, COMPUTE))
+    pieces = svg_blocks(
+        timeline, against, memory=memory, heading=title, breadth=width, start=start, end=end
+    )
+    left_out = _left_out([timeline, against], COMPUTE)
+    return Written(map(grey, pieces) if greyscale else pieces, left_out)
 
 
 _SIDE = re.compile(r'(?<=dth="|ght=")[.0-9]+')
 
 
-def _converted(form: str, scale: float) -> Callable[[Timeline, Page], Written]:
-    """A writer of the SVG picture in another format, with `scale` of its units to a pixel."""
+def _converted(form: str, scale: float) -> Callable[..., Written]:
+    """A function that writes the picture of `svg` in another format, with `scale` of its units to a
+    pixel."""
 
-    def write(timeline: Timeline, page: Page) -> Written:
+    @wraps(svg)
+    def write(timeline: Timeline, **looks: Any) -> Written:
         try:
             convert = getattr(import_module("vl_convert"), f"svg_to_{form}")
         except ImportError:
             raise SchedirError(
                 f"{form} needs vl-convert-python: pip install 'schedir[pictures]'"
             ) from None
-        written = _svg(timeline, page)
-        svg = _SIDE.sub(lambda side: str(float(side[0]) * scale), plain(written.blocks), 2)
-        return Written((), written.left_out, convert(svg))
+        picture = svg(timeline, **looks)
+        scaled = _SIDE.sub(lambda side: str(float(side[0]) * scale), plain(picture.blocks), 2)
+        return Written((), picture.left_out, convert(scaled))
 
     return write
 
 
-def _perfetto(timeline: Timeline, page: Page) -> Written:
+def perfetto(timeline: Timeline, *, against: Timeline | None = None) -> Written:
+    """A trace for Perfetto, with the memory of each rank."""
     from schedir.render.perfetto import trace_events
 
-    pieces = trace_events(timeline, page.against)
-    return Written(pieces, _left_out(timeline, page, Kind))
+    return Written(trace_events(timeline, against), _left_out([timeline, against], Kind))
 
 
-def _html(timeline: Timeline, page: Page) -> Written:
+def html(timeline: Timeline, *, against: Timeline | None = None, memory: bool = False) -> Written:
+    """A page; with `memory` it opens with the memory curves."""
     from schedir.render.html import html_page
 
-    return _text(html_page(timeline, page.against, memory=page.memory))
+    return Written([Piece(html_page(timeline, against, memory=memory))])
 
 
-def _left_out(timeline: Timeline, page: Page, kinds: Iterable[Kind]) -> Iterator[str]:
+TIMELINES: Mapping[str, Callable[..., Written]] = {
+    "svg": svg,
+    "png": _converted("png", 2),
+    "pdf": _converted("pdf", 0.75),
+    "perfetto": perfetto,
+    "html": html,
+}
+"""The formats by name."""
+
+
+def _left_out(lines: Sequence[Timeline | None], kinds: Iterable[Kind]) -> Iterator[str]:
     """A sentence for each timeline with actions of these kinds whose times are unknown: pictures
     leave them out."""
-    for line in filter(None, (timeline, page.against)):
+    for line in filter(None, lines):
         columns = line.schedule.columns
         asked = columns.is_kind(*kinds)
         without = np.flatnonzero(asked & ~line.known)
@@ -180,130 +278,3 @@ def _left_out(timeline: Timeline, page: Page, kinds: Iterable[Kind]) -> Iterator
                 f"unknown: rank {rank} #{index} {columns.action(int(without[0]))}"
                 + (" is the first" if len(without) > 1 else "")
             )
-
-
-_NOT_IN_TORCH = "R, OPTIM_STEP and weight versions"
-_NOT_IN_PICTURES = "actions whose times are unknown"
-
-OUTPUTS = (
-    Output(
-        "show", "overview", "timeline", "the timeline and its figures, on one screen", _overview
-    ),
-    Output("show", "full", "timeline", "every action of every rank", _timeline),
-    Output("show", "json", "timeline", "makespan, bubble and peaks", _timeline_json),
-    Output("show", "steady", "timeline", "the timeline with a full pipeline", _steady),
-    Output("show", "why", "timeline", "why ranks are idle, and the critical path", _why),
-    Output(
-        "check",
-        "full",
-        "report",
-        "each finding with its places and how to fix it",
-        lambda report, page: Written(full(report, page.subject)),
-    ),
-    Output(
-        "check",
-        "concise",
-        "report",
-        "a line for each finding",
-        lambda report, page: Written(concise(report, page.subject)),
-    ),
-    Output(
-        "check",
-        "json",
-        "report",
-        "all findings, for a program",
-        lambda report, page: _text(as_json(report_data(report))),
-    ),
-    Output(
-        "check",
-        "github",
-        "report",
-        "annotations for a pull request",
-        lambda report, page: _text(github(report, page.subject)),
-    ),
-    Output(
-        "compare",
-        "table",
-        "comparison",
-        "a row for each schedule, the quickest first",
-        _comparison,
-    ),
-    *(
-        Output("compare", form, "comparison", about, _comparison_text(form))
-        for form, about in (
-            ("json", "the same for a program"),
-            ("markdown", "the table for a README or an issue"),
-            ("latex", "a tabular for a paper"),
-            ("csv", "the numbers for a spreadsheet"),
-        )
-    ),
-    Output(
-        "export",
-        "sched",
-        "schedule",
-        "schedir's own text",
-        lambda schedule, page: _text(dumps(schedule)),
-        ".sched",
-    ),
-    Output(
-        "export",
-        "torch-csv",
-        "schedule",
-        "the CSV of torch.distributed.pipelining, compute only",
-        lambda schedule, page: _text(*dumps_torch_csv(schedule, compute_only=True)),
-        ".csv",
-        _NOT_IN_TORCH,
-        communication="without",
-    ),
-    Output(
-        "export",
-        "torch-csv-comms",
-        "schedule",
-        "that CSV with its sends, receives and REDUCE_GRADs",
-        # Torch divides a stage's gradients by the number of microbatches where it sums them.
-        lambda schedule, page: _text(*dumps_torch_csv(insert_reductions(schedule))),
-        ".csv",
-        "R, OPTIM_STEP, weight versions and batches",
-        communication="with",
-    ),
-    *(
-        Output("export", form, "timeline", about, write, f".{form}", _NOT_IN_PICTURES, looks=True)
-        for form, about, write in (
-            ("svg", "a picture, for papers and READMEs", _svg),
-            ("png", "that picture in pixels", _converted("png", 2)),
-            ("pdf", "that picture as a page", _converted("pdf", 0.75)),
-        )
-    ),
-    Output(
-        "export",
-        "perfetto",
-        "timeline",
-        "a trace for ui.perfetto.dev and chrome://tracing",
-        _perfetto,
-        ".json",
-        _NOT_IN_PICTURES,
-        memory="always",
-    ),
-    Output(
-        "export",
-        "html",
-        "timeline",
-        "a page to zoom and click in, in one file that needs no network",
-        _html,
-        ".html",
-    ),
-)
-
-
-def outputs_of(command: str) -> dict[str, Output]:
-    """The outputs of a command by name, the default one first."""
-    return {output.name: output for output in OUTPUTS if output.command == command}
-
-
-def described(command: str) -> str:
-    """The outputs of a command, for its help."""
-    return "; ".join(
-        f"{output.name}: {output.about}"
-        + (f" (cannot hold {output.cannot_hold})" if output.cannot_hold else "")
-        for output in outputs_of(command).values()
-    )

@@ -14,7 +14,7 @@ import numpy as np
 
 from schedir.ir import KINDS, Kind, Schedule
 from schedir.ir.kinds import DRAWN
-from schedir.render.rows import most_stages
+from schedir.render.lanes import SHADES, most_stages
 from schedir.render.text import Piece
 from schedir.simulator import Cause
 
@@ -112,8 +112,6 @@ CAUSE_FILLS: dict[Cause, str] = {
     Cause.DONE: "#f4f4f4",
 }
 """The fill of a lane while its rank is idle, by cause."""
-PAIR_FILL = Fill("#e6a8cc", "#000000")
-"""The fill of an overlapped pair that is one cell."""
 CRITICAL_LINE = "#b30000"
 """The colour of the critical path: a dark red that no fill has."""
 MEMORY_LINE, MEMORY_FILL = "#4d5a66", "#d3dae1"
@@ -135,10 +133,15 @@ def picture_fill(kind: Kind, chunk: int = 0) -> Fill:
     return Fill(fills[chunk % len(fills)], "#ffffff" if kind in _WHITE_LABELS else "#000000")
 
 
+def fill_of(colour: int) -> Fill:
+    """The colours of a cell whose `colour` is as in `Lanes`."""
+    return picture_fill(KINDS[colour // SHADES], colour % SHADES)
+
+
 def swatches(schedules: Sequence[Schedule]) -> Iterator[tuple[list[str], str]]:
     """The fills and words of the kinds that occur, in each shade that occurs."""
     kinds = {KINDS[kind] for each in schedules for kind in np.unique(each.columns.kind)}
-    shades = min(4, max(map(most_stages, schedules)))
+    shades = min(SHADES, max(map(most_stages, schedules)))
     for kind, word in WORDS.items():
         if kind in kinds:
             yield (

@@ -47,7 +47,7 @@ from schedir.ir import (
     Ints,
 )
 from schedir.render.captions import captions
-from schedir.render.rows import has_copies
+from schedir.render.lanes import has_copies, lanes_of
 from schedir.render.text import Piece
 from schedir.simulator import CAUSES, Timeline
 from schedir.simulator.values import Numbers
@@ -289,26 +289,23 @@ class _View:
 
         An overlapped pair is shown at the place of its first part.
         """
-        columns = self.timeline.schedule.columns
-        doing = np.full(len(columns), -1)
-        for what, (kinds, _) in enumerate(_TRACKS):
-            doing[columns.is_kind(*kinds)] = what
-        doing[columns.joined & (doing == _COMPUTE)] = -1
-        shown = np.flatnonzero(self.timeline.known & (doing >= 0))
-        keys = columns.rank[shown], doing[shown], graph_of(self.timeline.schedule).peers[shown]
-        order = np.lexsort((shown, self.starts[shown], *reversed(keys)))
-        places, ordered = shown[order], np.stack(keys)[:, order]
-        changes = np.flatnonzero((ordered[:, 1:] != ordered[:, :-1]).any(axis=0)) + 1
+        schedule = self.timeline.schedule
+        lanes = lanes_of(self.timeline, [kinds for kinds, _ in _TRACKS])
+        lanes = lanes.where(~schedule.columns.joined[lanes.place] | (lanes.lane % len(_TRACKS) > 0))
+        peers = graph_of(schedule).peers[lanes.place]
+        order = np.lexsort((peers, lanes.lane))  # it keeps the order in time
+        lanes, peers = lanes.where(order), peers[order]
+        new = (np.diff(lanes.lane) > 0) | (np.diff(peers) > 0)
         tracks = []
-        for first, end in pairwise((0, *changes.tolist(), len(places))):
-            for lane, own in enumerate(self._lanes(places[first:end])):
-                rank, what, peer = ordered[:, first].tolist()
-                name = _TRACKS[what][1].format(peer) + (f" ({lane + 1})" if lane else "")
-                tracks.append(_Track(rank, what, name, own))
+        for first, end in pairwise((0, *(np.flatnonzero(new) + 1).tolist(), len(lanes))):
+            for turn, own in enumerate(self._apart(lanes.place[first:end])):
+                rank, doing = divmod(int(lanes.lane[first]), len(_TRACKS))
+                name = _TRACKS[doing][1].format(peers[first]) + (f" ({turn + 1})" if turn else "")
+                tracks.append(_Track(rank, doing, name, own))
         return tracks
 
-    def _lanes(self, places: Ints) -> Sequence[Ints]:
-        """The places, which ascend by start, on the fewest lanes without overlaps."""
+    def _apart(self, places: Ints) -> Sequence[Ints]:
+        """The places, which ascend by start, on the fewest tracks without overlaps."""
         starts, ends = self.starts[places], self.ends[places]
         if (starts[1:] >= ends[:-1]).all():
             return [places] if len(places) else []

@@ -10,21 +10,26 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from schedir.display import rounded
+from schedir.errors import SchedirError
 from schedir.finder import Comparison, Found, Row
 from schedir.ir import printable
 from schedir.render.captions import UNIT_NAMES, bubble, makespan, steady_figures, unit_for
-from schedir.render.text import Block, Piece, Table, as_json, count, fill, size, table
+from schedir.render.text import Block, Piece, Table, as_json, count, fill, plain, size, table
 from schedir.simulator import factor, how_derived
 
 if TYPE_CHECKING:
     from schedir.simulator.steady_state import SteadyState
 
 _SHAPE = ("target", "ranks", "stages", "microbatches", "chunks", "makespan", "time_per_microbatch")
-_FIGURES = ("bubble_fraction", "span_bubble_fraction", "peak_activations", "peak_bytes")
+_FIGURES = (
+    *("bubble_fraction", "span_bubble_fraction", "peak_activations", "peak_bytes"),
+    *("delay", "fits"),
+)
 _ENOUGH = 1e-9
 _MARKDOWN = str.maketrans({each: f"\\{each}" for each in r"\`*_[]<>&#|~"})
 _LATEX = str.maketrans(
@@ -126,23 +131,6 @@ def comparison_csv(comparison: Comparison) -> str:
     return text.getvalue()
 
 
-def records(comparison: Comparison) -> list[dict[str, Any]]:
-    """A row for each schedule, with the figures of the JSON."""
-    several = []
-    for row in comparison.rows:
-        steady, problem = steady_figures(row.steady) or {}, row.problem
-        figures = _as_json(comparison, row) | {
-            "target": printable(row.target),
-            "unit": comparison.unit,
-            "unmeasured": " ".join(row.unmeasured),
-            "problem": problem and printable(problem.message),
-            "code": problem and problem.code,
-            "steady": steady.get("time_per_microbatch"),
-        }
-        several.append(figures)
-    return several
-
-
 def comparison_json(comparison: Comparison) -> str:
     """The comparison for a program: the keys are a contract."""
     best = comparison.best
@@ -151,12 +139,13 @@ def comparison_json(comparison: Comparison) -> str:
         "memory_limit": comparison.memory_limit,
         "unit": comparison.unit,
         "best": None if best is None else comparison.rows.index(best),
-        "rows": [_as_json(comparison, row) for row in comparison.rows],
+        "rows": [_record(comparison, row) for row in comparison.rows],
     }
     return as_json(content)
 
 
-def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:
+def _record(comparison: Comparison, row: Row) -> dict[str, Any]:
+    """The figures of a schedule."""
     problem = row.problem
     beside = {"edge_makespan": row.edge_makespan} if comparison.beside_edge else {}
     return {
@@ -164,12 +153,59 @@ def _as_json(comparison: Comparison, row: Row) -> dict[str, Any]:
         **beside,
         "ratio": comparison.ratio(row),
         **{name: getattr(row, name) for name in _FIGURES},
-        "delay": row.delay,
-        "fits": row.fits,
         "problem": problem and {"code": problem.code, "message": problem.message},
         "unmeasured": list(row.unmeasured),
         "steady": steady_figures(row.steady),
     }
+
+
+def records(comparison: Comparison) -> list[dict[str, Any]]:
+    """A row without inner ones for each schedule, with the figures of the JSON."""
+    several = []
+    for row in comparison.rows:
+        figures = _record(comparison, row)
+        problem, steady = figures["problem"] or {}, figures["steady"] or {}
+        message = problem.get("message")
+        several.append(
+            figures
+            | {
+                "target": printable(row.target),
+                "unit": comparison.unit,
+                "unmeasured": " ".join(row.unmeasured),
+                "problem": message and printable(message),
+                "code": problem.get("code"),
+                "steady": steady.get("time_per_microbatch"),
+            }
+        )
+    return several
+
+
+def frame(comparison: Comparison) -> Any:
+    """A comparison as a DataFrame."""
+    try:
+        pandas = import_module("pandas")
+    except ImportError:
+        raise SchedirError("to_pandas needs pandas: pip install pandas") from None
+    return pandas.DataFrame(records(comparison))
+
+
+FORMATS: Mapping[str, Callable[[Comparison], str]] = {
+    "text": lambda comparison: plain(comparison_blocks(comparison)),
+    "json": comparison_json,
+    "markdown": comparison_markdown,
+    "latex": comparison_latex,
+    "csv": comparison_csv,
+}
+"""The formats of `schedir compare` by name."""
+
+
+def comparison_text(comparison: Comparison, form: str) -> str:
+    """A comparison in one of `FORMATS`; "table" is the older name of "text". Raises ValueError for
+    any other form."""
+    write = FORMATS.get("text" if form == "table" else form)
+    if write is None:
+        raise ValueError(f"form must be {', '.join(FORMATS)}, not {form!r}")
+    return write(comparison)
 
 
 def _columns(comparison: Comparison) -> Iterator[_Column]:

@@ -1,27 +1,61 @@
-"""The whole timeline as text: rows are ranks, time goes to the right, a cell is as wide as its
-action is long.
+"""Timelines as text: rows are ranks, time goes to the right, a cell is as wide as its action is
+long.
 
         0              5              10             15             20
 rank 0  F0 F1 F2 F3                   B0---    B1---    B2---    B3---*
 rank 1     F0 F1 F2             B0--- F3 B1---    B2---    B3---*
+
+A whole timeline shows every action. An overview fits a screen: a part that all ranks repeat is
+drawn once, and if that is still too much, cells become letters, and then letters that stand for
+several actions each. A steady state is one or two periods of it, drawn from a full pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
-from schedir.render.captions import clock_of, costs, names, steady_figures, title, verdict
-from schedir.render.cells import MOST_COLUMNS, painted_legend
-from schedir.render.drawing import Drawing, Part, Sketch
-from schedir.render.rows import lanes_of
-from schedir.render.text import Block, Piece, Table, as_json, coloured, fill, number, plain
-from schedir.simulator import Timeline
+import attrs
+import numpy as np
 
-if TYPE_CHECKING:
-    from schedir.simulator.steady_state import SteadyState
+from schedir.render.captions import (
+    bubble,
+    clock_of,
+    costs,
+    makespan,
+    names,
+    steady_figures,
+    title,
+    verdict,
+    with_unit,
+)
+from schedir.render.drawing import MOST_COLUMNS, Drawing, Part, Row, Sketch, rows_of
+from schedir.render.lanes import has_copies, lanes_per_rank
+from schedir.render.repeats import repeats
+from schedir.render.text import (
+    Block,
+    Panel,
+    Piece,
+    Table,
+    as_json,
+    coloured,
+    count,
+    fill,
+    number,
+    plain,
+)
+from schedir.simulator import Timeline, in_unit
+from schedir.simulator.steady_state import SteadyState, steady_in_unit
 
 _STATISTICS = ("rank", "busy", "idle", "span", "peak_activations", "weight_versions")
+_COPIES = "copies"
+_PANEL_EDGES = 4  # columns
+_PROMPT_LINES = 1
+_RULER_LINES = 1
+_LEGEND_LINES = 4  # a blank line, and the lines of most legends
+_TABLE_RULES = 1  # lines that a terminal draws below the header
+_MOST_CUTS = 3  # more would take longer to read than they save
 
 
 def timeline_json(timeline: Timeline, steady: SteadyState | None = None) -> str:
@@ -40,12 +74,12 @@ def timeline_json(timeline: Timeline, steady: SteadyState | None = None) -> str:
 
 
 def timeline_text(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
-    """The timeline drawn in text, with its legend and its figures.
+    """The timeline drawn in text, with its legend and its figures; each rank is one line.
 
-    With a `width` in columns it is split into pages by time, each with all ranks. Without one,
-    each rank is one line, however long. If a step or a link takes so long that nearly everything
-    would be blank, it is drawn in letters, in `width` or 10,000 columns. `colour` adds ANSI escapes
-    and changes no character.
+    With a `width` in columns it is drawn in letters if labels need more. Without one, each line is
+    as long as its labels need, but for a step or a link that takes so long that nearly everything
+    would be blank: then it is in letters, in 10,000 columns. `colour` adds ANSI escapes and changes
+    no character.
     """
     write = coloured if colour else plain
     return write(timeline_blocks(timeline, width))
@@ -55,68 +89,52 @@ def timeline_blocks(
     timeline: Timeline,
     width: int | None = None,
     against: Timeline | None = None,
-    fit: bool = False,
     window: tuple[float, float] | None = None,
 ) -> Iterator[Block]:
     """The timeline as blocks; a second timeline is drawn below the first.
 
-    With `fit` the whole drawing fits into `width`, with letters if labels would need more. With a
-    `window` only the part between its two times is drawn.
+    The drawing fits into `width`, with letters if labels would need more. With a `window` only the
+    part between its two times is drawn.
     """
     lines = [timeline] if against is None else [timeline, against]
-    drawing = drawing_of(*lines, width=width, fit=fit, window=window)
-    last = None if window is None else drawing.axis.column(window[1])
-    axis_title = clock_of(lines).title
     for shape in dict.fromkeys(title(line.schedule) for line in lines):
         yield Piece(f"{fill(shape, width)}\n")
     yield Piece("\n")
-    for left, end in drawing.pages(width, drawing.axis.column(window[0] if window else 0), last):
-        yield Piece(f"{axis_title} {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
-        yield from drawing.page(left, end)
-        yield Piece("\n")
-    yield from painted_legend(fill(drawing.legend, width))
+    yield from _drawn(sketch_of(lines, window), clock_of(lines).title, width)
     for line, name in zip(lines, names(lines), strict=True):
         yield Piece(f"\n{f'{name}: {costs(line)}' if name else verdict(line)}\n\n")
         yield statistics(line)
 
 
-def drawing_of(
-    *timelines: Timeline,
-    width: int | None = None,
-    fit: bool = False,
-    window: tuple[float, float] | None = None,
-) -> Drawing:
-    """All ranks with all their actions, one timeline below the other on one axis.
-
-    The drawing is in letters, in at most `width` columns, if it has to `fit` and labels need more,
-    or if labels need more columns than anybody reads.
-    """
-    sketch = sketch_of(*timelines)
+def _drawn(sketch: Sketch, axis: str, width: int | None) -> Iterator[Piece]:
+    """The sketch with as much detail as there is room for, and its legend."""
     room = MOST_COLUMNS if width is None else max(width - len(sketch.corner), 1)
-    since, until = (0.0, sketch.makespan) if window is None else window
-    if until - since < sketch.makespan:
-        sketch = sketch.between(since, until)
-    if sketch.too_wide(since, until) or (fit and sketch.scale * (until - since) > room):
-        return sketch.squeezed(round(room / (until - since) * sketch.makespan))
-    return sketch.labelled()
+    letters = sketch.too_wide or (width is not None and sketch.columns > room)
+    drawing = sketch.letters(room) if letters else sketch.labelled()
+    left, end = map(drawing.axis.column, (sketch.since, sketch.until))
+    yield Piece(f"{axis} {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
+    yield from drawing.between(left, end)
+    yield Piece("\n")
+    yield from drawing.painted_legend(width)
 
 
-def sketch_of(*timelines: Timeline) -> Sketch:
-    """A sketch of all ranks of all timelines, which draws as much detail as there is room for."""
-    several = [lanes_of(line, range(line.schedule.ranks)) for line in timelines]
-    lanes = [lane for own in several for lane in own]
-    ranks = len(str(max(lane.rank for lane in lanes)))
-    stages = max((len(str(lane.stage)) for lane in lanes if lane.stage is not None), default=0)
-    parts = []
-    for line, name, own in zip(timelines, names(timelines), several, strict=True):
-        heads = [
-            f"rank {lane.rank:{ranks}}"
-            + ("" if lane.stage is None else f" stage {lane.stage:{stages}}")
-            + " copies" * lane.copies
-            for lane in own
-        ]
-        parts.append(Part(line, name, own, heads))
-    return Sketch(parts, " " * (2 + max(len(head) for part in parts for head in part.heads)))
+def sketch_of(lines: Sequence[Timeline], window: tuple[float, float] | None = None) -> Sketch:
+    """A sketch of all ranks of all timelines."""
+    several = [rows_of(line, range(line.schedule.ranks)) for line in lines]
+    rows = [row for own in several for row in own]
+    ranks = len(str(max(row.rank for row in rows)))
+    stages = max((len(str(row.stage)) for row in rows if row.stage is not None), default=0)
+
+    def head(row: Row) -> str:
+        stage = "" if row.stage is None else f" stage {row.stage:{stages}}"
+        return f"rank {row.rank:{ranks}}{stage}{f' {_COPIES}' * row.copies}"
+
+    parts = [
+        Part(line, name, own, list(map(head, own)))
+        for line, name, own in zip(lines, names(lines), several, strict=True)
+    ]
+    corner = " " * (2 + max(len(head) for part in parts for head in part.heads))
+    return Sketch(parts, corner, *(window or (0.0, max(line.makespan for line in lines))))
 
 
 def statistics(timeline: Timeline) -> Table:
@@ -124,3 +142,172 @@ def statistics(timeline: Timeline) -> Table:
     rows = [[number(getattr(rank, name)) for name in _STATISTICS] for rank in timeline.ranks]
     header = [name.replace("_", " ") for name in _STATISTICS]
     return Table([header, *rows], ">" * len(header), header=True)
+
+
+def overview_blocks(
+    timeline: Timeline, width: int, height: int, against: Timeline | None = None
+) -> Iterator[Block]:
+    """The figures of a timeline and its drawing, on a screen of `width` columns and `height` lines.
+
+    A second timeline is drawn below the first, on its axis.
+    """
+    several = [timeline] if against is None else [timeline, against]
+    found = names(several)
+    costs = [
+        list(_costs(line, several, name and name.ljust(max(map(len, found)) + 2)))
+        for line, name in zip(several, found, strict=True)
+    ]
+    shapes = dict.fromkeys(title(line.schedule) for line in several)
+    under = [piece for line in costs[1:] for piece in (Piece("\n"), *line)]
+    yield Panel(" / ".join(shapes), [*costs[0], *under])
+    texts = ["".join(piece.text for piece in line) for line in costs]
+    inside = max(width, _PANEL_EDGES + 1) - _PANEL_EDGES
+    panel = sum(len(fill(text, inside).splitlines()) for text in texts) + 2
+    room = height - panel - _PROMPT_LINES
+    drawing = _overview(several, width, room)
+    yield from drawing.between(0, drawing.axis.columns)
+    yield Piece("\n")
+    yield from drawing.painted_legend(width)
+    table = statistics(timeline)
+    lines = _lines(drawing, width) + 1 + len(table.rows) + _TABLE_RULES
+    if against is None and lines <= room and table.width <= width:
+        yield Piece("\n")
+        yield table
+
+
+def _costs(timeline: Timeline, several: Sequence[Timeline], name: str) -> Iterator[Piece]:
+    """Makespan, bubble and peaks, with the numbers in bold; the second of two timelines also shows
+    its ratio to the first."""
+    first, long = several[0].makespan, makespan(timeline)
+    if first and timeline.makespan != first:
+        long += f" (× {timeline.makespan / first:.2f})"
+    found = [("makespan", long), ("bubble", bubble(timeline))]
+    peaks = [max(rank.peak_activations for rank in line.ranks) for line in (timeline, *several)]
+    if len(several) == 1 or len(set(peaks)) > 1:
+        found.append(("peak activations", str(peaks[0])))
+    if len(several) == 1:
+        versions = max(rank.weight_versions for rank in timeline.ranks)
+        found.append(("weight versions", str(versions)))
+        if timeline.measured is not None:
+            found.append(("step", str(timeline.measured.step)))
+    yield Piece(name)
+    for turn, (what, value) in enumerate(found):
+        yield Piece(f"{'   ' if turn else ''}{what} ")
+        yield Piece(value, "bold")
+
+
+def _lines(drawing: Drawing, width: int) -> int:
+    """The lines of a drawing and its legend, with a blank one between them."""
+    legend = len(fill(drawing.legend, width).splitlines())
+    return _RULER_LINES + len(drawing.rows) + 1 + legend
+
+
+def _overview(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
+    """The drawing with the most detail that fits, its legend included."""
+    space = room - _RULER_LINES - _LEGEND_LINES
+    if len(timelines) > 1:
+        space = space // len(timelines) - 1  # the name above each timeline
+    parts = [_part(*each, space) for each in zip(timelines, names(timelines), strict=True)]
+    rows = [row for part in parts for row in part.rows]
+    corner = "rank  stage  " if any(row.stage is not None for row in rows) else "rank  "
+    if any(row.copies for row in rows):
+        corner = corner.ljust(len(_COPIES) + 2)
+    last = max(line.makespan for line in timelines)
+    sketch = Sketch(parts, corner, 0.0, last, note="; --full draws everything")
+    columns = max(width - len(corner), 1)
+    # A part that repeats in one of two timelines need not repeat in the other.
+    found = repeats(timelines[0]) if len(timelines) == 1 and sketch.columns > columns else []
+    longest = sorted(found, key=lambda repeat: repeat.start - repeat.end)
+    repeated = sorted(longest[:_MOST_CUTS], key=lambda repeat: repeat.start)
+    draws = [] if sketch.too_wide else [sketch.labelled, partial(sketch.letters, None)]
+    for draw in (*draws, partial(sketch.letters, columns)):
+        drawing = draw(repeated)
+        if drawing.axis.columns <= columns and _lines(drawing, width) <= room:
+            return drawing
+    # At that scale a repeated part may be too short to be cut out.
+    return sketch.letters(columns)
+
+
+def _part(timeline: Timeline, name: str, room: int) -> Part:
+    """The first and last ranks of a timeline, as many as there are lines for."""
+    ranks = timeline.schedule.ranks
+    shown, hidden = list(range(ranks)), 0
+    room //= lanes_per_rank(timeline.schedule) + has_copies(timeline.schedule)
+    if ranks > room:
+        many = max(room - 1, 2)
+        last = many // 2
+        shown = [*range(many - last), *range(ranks - last, ranks)]
+        hidden = ranks - many
+    rows = rows_of(timeline, shown)
+    return Part(timeline, name, rows, list(map(_head, rows)), hidden)
+
+
+def _head(row: Row) -> str:
+    if row.copies:
+        return _COPIES
+    return f"{row.rank:4}" + ("" if row.stage is None else f"  {row.stage:5}")
+
+
+def steady_blocks(
+    drained: Timeline, line: Timeline, steady: SteadyState, width: int | None
+) -> Iterator[Block]:
+    """Two periods from the middle of a `line` that shows the steady state, or one if it has no
+    more; below them the figures of the steady state and of the `drained` call.
+
+    Cells are letters if labels need more than `width` columns.
+    """
+    clock = clock_of([drained])
+    if clock.unit is not None:
+        drained, line = in_unit(drained, clock.unit), in_unit(line, clock.unit)
+        steady = steady_in_unit(steady, clock.unit)
+    shape = f"{count(line.schedule.ranks, 'rank')}, {count(line.schedule.stages, 'stage')}"
+    many = count(line.schedule.microbatches, "microbatch", "es")
+    name = f"{line.schedule.name}: {shape}, once full (from the middle of {many})"
+    yield Piece(f"{fill(name, width)}\n\n")
+    if steady.period:
+        yield from _drawn(_steady_sketch(line, steady, width), clock.title, width)
+        yield Piece("\n")
+    yield Piece(f"{fill(_full(steady), width)}\n{fill(_drained(drained), width)}\n")
+
+
+def _full(steady: SteadyState) -> str:
+    each = with_unit(steady.time_per_microbatch, steady.unit)
+    many = count(steady.period_microbatches, "microbatch", "es")
+    again = f"; it repeats every {with_unit(steady.period, steady.unit)}, {many} later"
+    again *= steady.period_microbatches > 1
+    return f"once full: {each} per microbatch, bubble {steady.bubble_fraction:.1%}{again}"
+
+
+def _drained(line: Timeline) -> str:
+    many = line.schedule.microbatches
+    each = with_unit(line.makespan / many, line.unit)
+    call = count(many, "microbatch", "es")
+    return f"one call of {call}, filled and drained: {each} per microbatch, {costs(line)}"
+
+
+def _steady_sketch(line: Timeline, steady: SteadyState, width: int | None) -> Sketch:
+    """Two periods if there is room for their labels, or else one."""
+    whole = sketch_of([line])
+    room = MOST_COLUMNS if width is None else max(width - len(whole.corner), 1)
+    several = steady.end - steady.start >= 3 * steady.period
+    for times in (2, 1) if several else (1,):
+        since, until = _bounds(whole.rows, steady, times)
+        sketch = attrs.evolve(whole, since=since, until=until)
+        if sketch.columns <= room:
+            break
+    return sketch
+
+
+def _bounds(rows: Sequence[Row], steady: SteadyState, times: int) -> tuple[float, float]:
+    """The start and end of a window of some periods in the middle, which cuts as few actions as
+    possible."""
+    period = steady.period
+    spare = steady.end - steady.start - (times + 1) * period
+    least = steady.start + max(0.0, spare) / 2
+    spans = [span for row in rows for span in row.spans]
+    starts = np.sort([span.start for span in spans])
+    ends = np.sort([span.end for span in spans])
+    tried = starts[(starts >= least) & (starts < least + period)]
+    cut = np.searchsorted(starts, tried) - np.searchsorted(ends, tried, side="right")
+    since = tried[cut.argmin()].item()
+    return since, since + times * period

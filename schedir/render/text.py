@@ -1,10 +1,13 @@
-"""Blocks of styled text, which renderers make, and how they are written: as plain text, with ANSI
-colours, or by rich to a terminal. A character that a stream cannot encode is replaced."""
+"""Blocks of styled text, which renderers make, and how they are written to a terminal, a pipe or a
+file: as plain text, with ANSI colours, or by rich. rich is imported only where a line has a width.
+A character that a stream cannot encode is replaced."""
 
 from __future__ import annotations
 
 import codecs
 import io
+import os
+import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -180,6 +183,58 @@ def table(rows: Sequence[Sequence[str]], align: str = "") -> str:
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+@attrs.frozen
+class Screen:
+    """The columns and lines that a drawing has to fit into; None for no limit."""
+
+    width: int | None = None
+    height: int | None = None
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal; False for a file or a pipe."""
+    return stream is not None and stream.isatty()
+
+
+def width_of(stream: TextIO | None) -> int | None:
+    """The columns of a terminal, or of a pipe if COLUMNS is set; None if there is no limit."""
+    if not is_terminal(stream) and not os.environ.get("COLUMNS", "").strip("0").isdecimal():
+        return None
+    return shutil.get_terminal_size().columns
+
+
+def screen_of(stream: TextIO | None) -> Screen:
+    """The screen of a terminal. A pipe has no height, and the width that COLUMNS says, if any."""
+    width = width_of(stream)
+    if stream is None or width is None:
+        return Screen()
+    try:
+        "…".encode(stream.encoding)
+    except UnicodeError:
+        width -= 4  # two cuts in a line become `...`
+    return Screen(width, shutil.get_terminal_size().lines if is_terminal(stream) else None)
+
+
+def write(blocks: Iterable[Block], stream: TextIO | None) -> None:
+    """Write blocks in the width of the stream; if it has none, nothing is folded or cut."""
+    if stream is None:
+        return
+    width = width_of(stream)
+    if width is not None:
+        write_to_terminal(blocks, stream, width, has_colour(stream))
+    else:
+        stream.write(coloured(blocks) if has_colour(stream) else plain(blocks))
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether a stream takes colour (no-color.org, force-color.org)."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def legible(stream: TextIO | None) -> None:

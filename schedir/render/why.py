@@ -4,11 +4,11 @@ rank  idle        warmup    drain    nothing left to do
    0  9 (27.3%)   6 (18.2%)  3 (9.1%)
    1  9 (27.3%)   5 (15.2%)  2 (6.1%)  2 (6.1%)
 
-The critical path is printed in stretches of one form each:
+critical path: compute 33 (100.0%)
 
-0..4     ranks 0 to 3: 0F0 → 1F0 → 2F0 → 3F0       one microbatch, from stage to stage
-4..27    rank 3: 3B0 3F1 3B1 … 3F7 3B7             one rank, entry after entry
-27..33   ranks 2 to 0: 2B7 → 1B7 → 0B7
+stage  rank    compute
+    0     0    3 (9.1%)
+    3     3  24 (72.7%)
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, COMPUTE, COPIES, GROUPS, RECEIVES, Columns, Ints
-from schedir.render.captions import names, title, verdict
-from schedir.render.palette import CAUSE_WORDS, LEFT_OUT
-from schedir.render.text import Block, Piece, Table, count, fill, number
+from schedir.render.captions import names, readable, title, verdict
+from schedir.render.palette import CAUSE_WORDS
+from schedir.render.text import Block, Piece, Table, fill, number
 from schedir.simulator import CAUSES, Cause, Idle, Timeline
 from schedir.simulator.values import Numbers
 
@@ -47,12 +47,11 @@ _PARTS = {
 _NOTHING = 1e-9  # of the makespan: rounding errors of sums are smaller
 _MOST_WAITS = 5
 _MOST_STAGES = 12
-_MOST_STRETCHES = 20
 
 
 def why_blocks(timeline: Timeline, width: int | None, against: Timeline | None) -> Iterator[Block]:
     """Why the ranks of one or two timelines are idle."""
-    several = [timeline] if against is None else [timeline, against]
+    several = readable([timeline] if against is None else [timeline, against])
     for turn, (line, name) in enumerate(zip(several, names(several), strict=True)):
         yield Piece("\n" if turn else "")
         whose = "" if name in ("", line.schedule.name) else f"{name}: "
@@ -185,28 +184,15 @@ def _why(timeline: Timeline, idle: Idle) -> str:
     return said
 
 
-@attrs.frozen
-class Stretch:
-    """A part of the critical path, from `start` to `end`: the actions at `places`, which compute
-    for `compute`, and the gaps after them. `along` is true if the path follows a microbatch from
-    rank to rank; otherwise the stretch is on one rank."""
-
-    start: float
-    end: float
-    compute: float
-    places: tuple[int, ...]
-    along: bool
-
-
 @attrs.frozen(eq=False)
 class CriticalPath:
-    """The critical path with its times. The action at `places[n]` begins at `begins[n]` and ends at
-    `ends[n]`. The last of `begins` is the makespan."""
+    """What the actions at `places`, the critical path, take of the makespan, and the time `between`
+    them, which no action explains; only measured runs have it."""
 
     columns: Columns
     places: Ints
-    begins: Numbers
-    ends: Numbers
+    takes: Numbers
+    between: float
 
     @classmethod
     def of(cls, timeline: Timeline) -> CriticalPath:
@@ -221,18 +207,16 @@ class CriticalPath:
         begins = np.append(np.where(np.isnan(starts), before, starts), timeline.makespan)
         begins = np.fmax.accumulate(begins)  # the clocks of two ranks may differ a little
         over = np.clip(np.where(np.isnan(ends), begins[1:], ends), begins[:-1], begins[1:])
-        return cls(columns, places, begins, over)
+        takes = over - begins[:-1]
+        return cls(columns, places, takes, float(timeline.makespan - takes.sum()))
 
     def by_kind(self) -> dict[str, float]:
         """The time of each kind of action on the path."""
-        takes = self.ends - self.begins[:-1]
         found = {
-            what: float(takes[self.columns.is_kind(*kinds)[self.places]].sum())
+            what: float(self.takes[self.columns.is_kind(*kinds)[self.places]].sum())
             for what, kinds in _PARTS.items()
         }
-        # Time that no entry explains; only measured runs have it.
-        between = float((self.begins[1:] - self.ends).sum() + self.begins[0])
-        return {**found, "between entries": between}
+        return {**found, "between entries": self.between}
 
     def by_stage(self) -> list[tuple[int, int, float, float]]:
         """For each stage and rank on the path: the time of its compute and of its transfers."""
@@ -240,8 +224,7 @@ class CriticalPath:
         travel: dict[tuple[int, int], float] = defaultdict(float)
         last = None
         computes, receives = self.columns.is_kind(*COMPUTE), self.columns.is_kind(*RECEIVES)
-        takes = (self.ends - self.begins[:-1]).tolist()
-        for place, time in zip(self.places.tolist(), takes, strict=True):
+        for place, time in zip(self.places.tolist(), self.takes.tolist(), strict=True):
             if computes[place]:
                 last = int(self.columns.stage[place]), int(self.columns.rank[place])
                 compute[last] += time
@@ -249,35 +232,9 @@ class CriticalPath:
                 travel[last] += time
         return [(*key, time, travel[key]) for key, time in compute.items()]
 
-    def stretches(self) -> list[Stretch]:
-        """The compute on the path, cut into the longest stretches of one form."""
-        columns = self.columns
-        turns = np.flatnonzero(columns.is_kind(*COMPUTE)[self.places])
-        places, takes = self.places[turns], (self.ends - self.begins[:-1])[turns]
-        # A stretch ends where the next one begins: a transfer belongs to what comes before it.
-        bounds = np.append(self.begins[turns], self.begins[-1])
-        kind, microbatch, rank = (
-            np.diff(column[places]) == 0
-            for column in (columns.kind, columns.microbatch, columns.rank)
-        )
-        found: list[Stretch] = []
-        at = 0
-        while at < len(places):
-            # How far the path follows the same microbatch, and how far it stays on the same rank.
-            along, stays = (
-                at + 1 + int(np.append(alike[at:], False).argmin())
-                for alike in (kind & microbatch & ~rank, rank)
-            )
-            until = max(along, stays)
-            start, own = found[-1].end if found else 0, places[at:until].tolist()
-            compute = sum(takes[at:until].tolist())
-            found.append(Stretch(start, bounds[until].item(), compute, tuple(own), along > stays))
-            at = until
-        return found
-
 
 def _path(timeline: Timeline) -> Iterator[Block]:
-    """What the makespan consists of, by kind and by stage, and the path itself."""
+    """What the makespan consists of, by kind and by stage."""
     path, makespan = CriticalPath.of(timeline), timeline.makespan
     if not makespan:
         return
@@ -294,33 +251,3 @@ def _path(timeline: Timeline) -> Iterator[Block]:
         rows.append([f"{len(rest)} others", "", of(computes), of(moves)])
     if len(rows) > 1:
         yield Table(rows, ">>>>", header=True)
-        yield Piece("\n")
-        yield Table(list(_stretches(timeline, path)), "<>><", header=True)
-
-
-def _stretches(timeline: Timeline, path: CriticalPath) -> Iterator[list[str]]:
-    """The rows of the path. If there are many, those in the middle are left out."""
-    yield ["time", "long", "compute", "critical path"]
-    least = _NOTHING * timeline.makespan
-    stretches = [one for one in path.stretches() if one.end - one.start > least]
-    half = _MOST_STRETCHES // 2
-    for turn, stretch in enumerate(stretches):
-        if len(stretches) <= _MOST_STRETCHES or not half <= turn < len(stretches) - half:
-            span = _span(timeline, stretch.start, stretch.end)
-            lengths = (stretch.end - stretch.start, stretch.compute)
-            yield [span, *(_number(timeline, time) for time in lengths), _said(timeline, stretch)]
-        elif turn == half:
-            yield [LEFT_OUT, "", "", f"{len(stretches) - 2 * half} more stretches"]
-
-
-def _said(timeline: Timeline, stretch: Stretch) -> str:
-    """A stretch of the path in words: its ranks, and their entries."""
-    columns = timeline.schedule.columns
-    compute = [_named(columns, place) for place in stretch.places]
-    rank, last = (columns.rank[place] for place in (stretch.places[0], stretch.places[-1]))
-    where = f"ranks {rank} to {last}" if stretch.along else f"rank {rank}"
-    begin, end, between = (2, 1, " → ") if stretch.along else (3, 2, " ")
-    if len(compute) <= begin + end + 1:
-        return f"{where}: {between.join(compute)}"
-    shown = between.join([*compute[:begin], LEFT_OUT, *compute[-end:]])
-    return f"{where}: {shown} ({count(len(compute), 'entr', 'ies')})"

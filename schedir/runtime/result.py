@@ -71,6 +71,14 @@ class StepResult(Displayed):
         loss = "its loss is not read yet" if found is None else f"loss {found.mean:.6g}"
         return f"<StepResult {'without a loss' if self._losses is None else loss}>"
 
+    def __str__(self) -> str:
+        """The loss, for which it waits, and the times."""
+        try:
+            loss = f"loss {self.loss:.6g} over {self.samples} sample{'s' * (self.samples != 1)}"
+        except ExecutionError as error:
+            loss = str(error)
+        return f"{loss}, {self.elapsed:.4g} s, of them {self.busy:.4g} s in compute"
+
     @cached_property
     def _found(self) -> CallLosses:
         if self._losses is None:

@@ -51,7 +51,7 @@ from typing import TypeAlias
 import attrs
 import numpy as np
 
-from schedir.display import Displayed
+from schedir.display import Displayed, rounded
 from schedir.errors import SchedirError
 from schedir.graph.compile import graph_of
 from schedir.graph.paths import Prices, finish
@@ -98,6 +98,11 @@ class Band(Displayed):
         converter=_ascending, eq=attrs.cmp_using(eq=np.array_equal), hash=False
     )
     unmeasured: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        least, usual, most = (rounded(self.quantile(q), 5) for q in (0.05, 0.5, 0.95))
+        runs = f"{len(self.makespans)} run{'s' * (len(self.makespans) != 1)}"
+        return f"makespan {usual} (the median of {runs}), {least} to {most} in nine of ten"
 
     @property
     def mean(self) -> float:

@@ -262,8 +262,8 @@ _KINDS = {
     TIMELINES: "measured timelines: `schedir show` draws them, CostModel.fit makes costs of them",
     "backward": "costs, for --costs",
     "diagnostics": "what `schedir check` has found",
-    "makespan": "what `schedir show --json` prints",
-    "rows": "what `schedir compare --json` prints",
+    "makespan": "what `schedir show --format json` prints",
+    "rows": "what `schedir compare --format json` prints",
 }
 """The JSON files that schedir writes, by a key that one of a kind has."""
 

@@ -11,7 +11,8 @@ import attrs
 from playwright.sync_api import Browser, ConsoleMessage, Page, Route
 
 from schedir import Timeline
-from schedir.render.html import html_page
+from schedir.render.html import html_page, tracks_of
+from schedir.render.lanes import lanes_of
 
 WIDTH, HEIGHT = 1280, 720
 
@@ -21,6 +22,8 @@ class Opened:
     """A page, what it has asked the network for, and what has gone wrong in it."""
 
     page: Page
+    rows: list[dict[int, int]]
+    """For each timeline, the row of the page's table that each place has."""
     requests: list[str] = attrs.Factory(list)
     errors: list[str] = attrs.Factory(list)
 
@@ -29,7 +32,7 @@ class Opened:
             self.errors.append(said.text)
 
     def ask(self, expression: str, *arguments: Any) -> Any:
-        """The value of an expression of the page; `it` is what it shows to the console."""
+        """The value of an expression of the page."""
         return self.page.evaluate(f"(given) => (({expression}))", list(arguments))
 
     def until(self, condition: str) -> None:
@@ -47,7 +50,7 @@ class Opened:
 
     def settle(self) -> None:
         """Wait until all that was asked for has been drawn, and the address says it."""
-        self.until("schedir.settled() && schedir.fragment() === location.hash")
+        self.until("schedir.settled() && fragment() === location.hash")
 
     def press(self, key: str) -> None:
         self.page.keyboard.press(key)
@@ -55,23 +58,23 @@ class Opened:
 
     @property
     def span(self) -> tuple[float, float]:
-        """What of the time is seen, in ticks."""
-        start, end = self.ask("[schedir.view.from, schedir.view.to]")
+        """What of the time is seen."""
+        start, end = self.ask("[view.from, view.to]")
         return start, end
 
     def spots(self, at: int, places: list[int]) -> list[tuple[float, float]]:
         """The middles of actions of a timeline, in pixels of the window."""
         found: list[tuple[float, float]] = self.ask(
             """(() => {
-                const [at, places] = given, line = schedir.lines[at];
+                const [at, rows] = given, line = schedir.lines[at];
                 const {left, top} = document.getElementById("lanes").getBoundingClientRect();
-                return places.map((place) => {
-                    const middle = (line.start[place] + line.end[place]) / 2;
-                    return [left + schedir.xOf(middle), top + schedir.middleOf(at, line, place)];
+                return rows.map((row) => {
+                    const middle = (line.start[row] + line.end[row]) / 2;
+                    return [left + xOf(middle), top + middleOf(at, line, row)];
                 });
             })()""",
             at,
-            places,
+            [self.rows[at][place] for place in places],
         )
         return found
 
@@ -121,7 +124,12 @@ def opened(
         viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=ratio
     )
     try:
-        found = Opened(context.new_page())
+        both = [timeline] if against is None else [timeline, against]
+        both.sort(key=lambda line: line.measured is not None)
+        places = [lanes_of(line, tracks_of(both)).place.tolist() for line in both]
+        found = Opened(
+            context.new_page(), [{p: row for row, p in enumerate(own)} for own in places]
+        )
         asked: list[str] = []
 
         def refuse(route: Route) -> None:

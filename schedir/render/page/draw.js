@@ -1,308 +1,235 @@
-// Draws what `view` shows: lanes, labels, memory, critical path and axis on one canvas, and what
-// the pointer is at on another above it, which alone is drawn anew when it moves.
+// Draws what `view` shows on the canvas: lanes, labels, memory, critical path and axis, and a frame
+// around what the pointer is at.
 
 const FONT = "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
-const frame = { drawn: 0 };
-const colours = {};
-const pad = document.createElement("canvas");
+const CROWDED = 3; // cells narrower than this, in pixels, are averaged with their neighbours
+const LABELLED = 14; // cells narrower than this have no label
+const frame = {};
 
-function prepareColours() {
-  const all = page.kinds.flatMap((kind) => kind.fills).concat([page.pair]);
-  colours.areas = all.map(([area]) => rgb(area));
-  colours.pale = colours.areas.map((colour) => mix(rgb(page.ink.paper), colour, 0.25));
-  colours.inks = all.map(([, ink]) => ink);
-  colours.idle = rgb(page.ink.idle);
-  colours.causes = page.causes.map((cause) => rgb(cause.fill));
-}
-
-const xOf = (ticks) => frame.left + ((ticks - view.from) / (view.to - view.from)) * frame.width;
+const xOf = (time) => frame.left + ((time - view.from) / (view.to - view.from)) * frame.width;
 const timeAt = (x) => view.from + ((x - frame.left) / frame.width) * (view.to - view.from);
-const yOf = (band) => AXIS + band.y - view.top;
 const lowest = () => Math.max(0, frame.placed.height - frame.height + FOOT);
 
 // A context in pixels of the page, on a canvas that has all pixels of the screen.
 function penOf(canvas) {
-  const ratio = devicePixelRatio;
-  const sides = [canvas.clientWidth, canvas.clientHeight];
-  const [width, height] = sides.map((side) => Math.round(side * ratio));
-  if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
-  const pen = canvas.getContext("2d");
+  const ratio = devicePixelRatio, pen = canvas.getContext("2d");
+  canvas.width = Math.round(canvas.clientWidth * ratio); // which clears it
+  canvas.height = Math.round(canvas.clientHeight * ratio);
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-  pen.clearRect(0, 0, width, height);
   return pen;
-}
-
-function draw(canvas, lines) {
-  const pen = penOf(canvas);
-  frame.left = GUTTER;
-  frame.width = Math.max(1, canvas.clientWidth - GUTTER - 8);
-  frame.height = canvas.clientHeight - AXIS;
-  const placed = (frame.placed = layout(lines, frame.height - FOOT));
-  view.top = Math.min(view.top, lowest());
-  const size = Math.max(placed.parts.all, HEADING);
-  const bands = placed.bands.filter(({ y }) => y + size > view.top && y < view.top + frame.height);
-  drawLanes(pen, lines, bands.filter((band) => !band.text));
-  for (const band of bands) {
-    const y = yOf(band);
-    if (band.text) {
-      write(pen, band.text, 16, y + HEADING / 2 + 1, page.ink.ink, 12, "left");
-      continue;
-    }
-    const { compute, all, curve, gap } = placed.parts;
-    const { at, rank } = band;
-    const line = lines[at];
-    // Where lanes are thin, not each is named.
-    if (rank % Math.ceil(11 / all) === 0) {
-      const name = all > 11 && !line.replicas ? `rank ${rank}` : rank;
-      write(pen, name, GUTTER - (line.replicas ? 44 : 6), y + compute / 2, page.ink.ink);
-    }
-    for (const lane of lanesIn(line, rank).filter(computes)) {
-      const [down, height] = laneBox(lane, line, rank);
-      if (height < 9) continue;
-      drawLabels(pen, line.lanes[rank][lane], line, y + down, height);
-      const own = lane && `stage ${line.stages[rank][lane - PARTS]}`;
-      if (own) write(pen, own, GUTTER - 6, y + down + height / 2, page.ink.faint, 9);
-    }
-    if (curve) drawMemory(pen, line, rank, y + all - gap);
-  }
-  if (shown.critical) inPlot(pen, () => lines.forEach((line, at) => drawCritical(pen, line, at)));
-  drawAxis(pen, lines);
-  if (!lowest()) return;
-  // How much of the ranks is in sight, and where.
-  const part = frame.height / (frame.height + lowest());
-  pen.fillStyle = page.ink.faint;
-  pen.fillRect(frame.left + frame.width + 3, AXIS + view.top * part, 3, frame.height * part);
-}
-
-function drawLanes(pen, lines, rows) {
-  const ratio = devicePixelRatio;
-  const width = Math.round(frame.width * ratio);
-  const scale = width / (view.to - view.from);
-  const strips = rows.flatMap(({ at, rank, y }) =>
-    lanesIn(lines[at], rank).map((lane) => ({ line: lines[at], rank, lane, y })));
-  frame.drawn = 0;
-  pad.width = width;
-  pad.height = strips.length || 1;
-  const image = new ImageData(width, pad.height);
-  const all = new Uint32Array(image.data.buffer);
-  strips.forEach(({ line, rank, lane }, row) => {
-    const pixels = all.subarray(row * width, (row + 1) * width);
-    const within = (ticks) => Math.max(0, Math.round((ticks - view.from) * scale));
-    pixels.fill(colours.idle, within(0), within(line.ticks));
-    if (computes(lane) && shown.causes) {
-      const { lanes, cause } = line.idle;
-      rasterise(lanes[rank], scale, pixels, (idle) => colours.causes[cause[idle]]);
-    }
-    frame.drawn += rasterise(line.lanes[rank][lane], scale, pixels, (place) =>
-      colours[shown.critical && !line.critical[place] ? "pale" : "areas"][line.style[place]]);
-  });
-  pad.getContext("2d").putImageData(image, 0, 0);
-  pen.imageSmoothingEnabled = false;
-  strips.forEach((band, row) => {
-    const [y, height] = laneBox(band.lane, band.line, band.rank);
-    const top = Math.round((yOf(band) + y) * ratio) / ratio;
-    pen.drawImage(pad, 0, row, width, 1, frame.left, top, width / ratio, height);
-  });
 }
 
 function write(pen, words, x, y, ink, size = 11, align = "right") {
   pen.font = `${size}px ${FONT}`;
-  pen.fillStyle = ink;
-  pen.textAlign = align;
-  pen.textBaseline = "middle";
+  Object.assign(pen, { fillStyle: ink, textAlign: align, textBaseline: "middle" });
   pen.fillText(words, x, y);
 }
 
-function drawLabels(pen, lane, line, y, height) {
-  const [first, last] = [lane.first(view.from), lane.after(view.to)];
-  if (last - first > frame.width / 6) return;
-  const most = Math.min(13, height - 2);
-  pen.font = `${most}px ${FONT}`;
-  const wide = (pen.measureText("0").width / most) * 1.05; // of a letter, in its heights
-  for (let i = first; i < last; i++) {
-    // What is cut by an edge keeps its label in sight.
-    const left = Math.max(xOf(lane.start[i]), frame.left);
-    const room = Math.min(xOf(lane.end[i]), frame.left + frame.width) - left;
-    if (room < 14) continue;
-    // The stage only where a rank has several, and there is room: its shade tells it as well.
-    let words, size;
-    for (const staged of line.several ? [true, false] : [false]) {
-      words = label(line, lane.id[i], staged);
-      size = [most, 10].find((size) => words.length * wide * size < room - 2);
-      if (size) break;
+function draw(canvas, lines, found) {
+  const pen = penOf(canvas), { ink, faint } = page.ink;
+  const width = Math.max(1, canvas.clientWidth - GUTTER - 8), height = canvas.clientHeight - AXIS;
+  const placed = layout(lines, height - FOOT), { compute, all, curve, gap } = placed.parts;
+  Object.assign(frame, { left: GUTTER, width, height, placed });
+  view.top = Math.min(view.top, lowest());
+  const end = view.top + height;
+  const seen = placed.bands.filter(({ y }) => y + Math.max(all, HEADING) > view.top && y < end);
+  const wide = drawLanes(pen, lines, seen.filter((band) => !band.text));
+  wide.forEach((rows, at) => rows.forEach((row) => drawLabel(pen, lines[at], at, row)));
+  if (view.critical) lines.forEach((line, at) => drawCritical(pen, line, at));
+  for (const { at, row } of [view, found]) if (row >= 0) drawAround(pen, lines[at], at, row);
+  // What lies beside and above the lanes.
+  pen.clearRect(0, 0, GUTTER, AXIS + height);
+  pen.clearRect(0, 0, GUTTER + width + 8, AXIS);
+  for (const { at, rank, text, y: below } of seen) {
+    const line = lines[at], y = AXIS + below - view.top;
+    if (text) write(pen, text, 16, y + HEADING / 2 + 1, ink, 12, "left");
+    if (text) continue;
+    const name = all > 11 && !line.replicas ? `rank ${rank}` : rank;
+    const often = rank % Math.ceil(11 / all) === 0; // where lanes are thin, not each is named
+    if (often) write(pen, name, GUTTER - (line.replicas ? 44 : 6), y + compute / 2, ink);
+    const high = compute / line.stages[rank].length;
+    for (const [turn, stage] of line.replicas && high >= 9 ? line.stages[rank].entries() : []) {
+      write(pen, `stage ${stage}`, GUTTER - 6, y + (turn + 0.5) * high, faint, 9);
     }
-    if (!size) continue;
-    const faint = shown.critical && !line.critical[lane.id[i]];
-    const ink = faint ? page.ink.faint : colours.inks[line.style[lane.id[i]]];
-    write(pen, words, left + room / 2, y + height / 2 + 1, ink, size, "center");
+    if (curve) drawMemory(pen, line, rank, y + all - gap);
+  }
+  drawAxis(pen);
+}
+
+// The strips of a rank, one below the other, in pixels from the first band.
+function stripsOf(lines, { at, rank, y }) {
+  const tracks = [...range(0, frame.placed.parts.strip ? page.tracks : 1)];
+  return tracks.flatMap((track) => {
+    const [offset, height] = trackBox(track);
+    return lines[at].lanes[rank * page.tracks + track].map((strip) => {
+      const [top, bottom] = [strip.top, strip.bottom].map((part) => y + offset + part * height);
+      return { at, rank, track, top, bottom, cells: strip.cells };
+    });
+  });
+}
+
+// All strips are pixels of one image, each one row of them many times. Returns the rows of each
+// timeline that may have room for a label.
+function drawLanes(pen, lines, bands) {
+  const ratio = devicePixelRatio;
+  const width = Math.round(frame.width * ratio), height = Math.round(frame.height * ratio);
+  const image = new ImageData(width, height), all = new Uint32Array(image.data.buffer);
+  const pixelOf = (time) => (time - view.from) * (width / (view.to - view.from));
+  const within = (time) => Math.max(0, Math.round(pixelOf(time)));
+  const wide = lines.map(() => new Set());
+  for (const strip of bands.flatMap((band) => stripsOf(lines, band))) {
+    const { at, rank, track, top, bottom, cells } = strip;
+    const { idle, idleCause, critical, colour, makespan } = lines[at];
+    const pixels = new Uint32Array(width).fill(page.pixels.idle, within(0), within(makespan));
+    if (!track && view.causes) {
+      paint(idle[rank], pixelOf, pixels, (number) => page.pixels.causes[idleCause[number]]);
+    }
+    const found = paint(cells, pixelOf, pixels, (row) =>
+      page.pixels[view.critical && !critical[row] ? "pale" : "areas"][colour[row]]);
+    if (!track) found.forEach((row) => wide[at].add(row));
+    const edge = (y) => Math.max(0, Math.min(Math.round((y - view.top) * ratio), height));
+    for (let y = edge(top); y < edge(bottom); y++) all.set(pixels, y * width);
+  }
+  pen.putImageData(image, Math.round(frame.left * ratio), Math.round(AXIS * ratio));
+  return wide;
+}
+
+// One colour with so much of another over it: red and blue at once, then green.
+function mix(under, over, part) {
+  const of = Math.round(part * 256);
+  const mixed = (mask) => (((under & mask) * (256 - of) + (over & mask) * of) / 256) & mask;
+  return (0xff000000 | mixed(0xff00ff) | mixed(0xff00)) >>> 0;
+}
+
+// Paints cells into a row of pixels, and returns those with room for a label. Where cells are
+// crowded a pixel has the colour that takes most of it, the paler the more of it is idle.
+function paint({ ids, start, end, reach }, pixelOf, pixels, colourOf) {
+  const taken = new Map(), marks = [], wide = [];
+  let pixel = -1, crowded = -Infinity; // the pixel that is taken, and the end of a narrow cell
+  const settle = () => {
+    let sum = 0, most = 0, colour = 0;
+    for (const [each, part] of taken) {
+      sum += part;
+      if (part > most) [most, colour] = [part, each];
+    }
+    if (sum) pixels[pixel] = mix(pixels[pixel], colour, Math.min(1, sum));
+    taken.clear();
+  };
+  for (let i = bisect(reach, view.from), last = bisect(start, view.to); i < last; i++) {
+    const a = pixelOf(start[i]), b = pixelOf(end[i]), right = Math.max(0, Math.round(b));
+    const colour = colourOf(ids[i]), narrow = b - a < CROWDED;
+    if (b - a > LABELLED) wide.push(ids[i]);
+    if (!narrow) pixels.fill(colour, Math.max(0, Math.round(a)), right);
+    // A paler edge sets it off from the next.
+    if (b - a > 5 && right) pixels[right - 1] = mix(colour, 0xffffffff, 0.6);
+    // What is too narrow to be seen has pixels of its own where nothing is beside it.
+    if (b - a < 1.5 && a - crowded > CROWDED) marks.push([Math.max(0, Math.floor(a)), colour]);
+    for (let at = Math.floor(a); narrow && at < b; at++) {
+      if (at !== pixel) settle(), (pixel = at);
+      taken.set(colour, (taken.get(colour) || 0) + Math.min(b, at + 1) - Math.max(a, at));
+    }
+    crowded = narrow ? b : -Infinity;
+  }
+  settle();
+  for (const [at, colour] of marks) pixels.fill(colour, at, at + 2);
+  return wide;
+}
+
+function drawLabel(pen, line, at, row) {
+  // What is cut by an edge keeps its label in sight.
+  const left = Math.max(xOf(line.start[row]), frame.left);
+  const room = Math.min(xOf(line.end[row]), frame.left + frame.width) - left;
+  const [top, height] = boxOf(at, line, row), most = Math.min(13, height - 2);
+  // The stage only where a rank has several, and there is room: its shade tells it as well.
+  for (const staged of line.several ? [true, false] : [false]) {
+    const words = label(line, row, staged);
+    const size = [most, Math.min(10, most)].find((size) => words.length * 0.6 * size < room - 2);
+    if (!size || most < 7) continue;
+    const faint = view.critical && !line.critical[row];
+    const ink = faint ? page.ink.faint : page.inks[line.colour[row]];
+    return write(pen, words, left + room / 2, top + height / 2 + 1, ink, size, "center");
   }
 }
 
 function drawMemory(pen, line, rank, base) {
-  const { curve } = frame.placed.parts;
-  const { times, values } = line.memory.ranks[rank];
-  const left = Math.max(frame.left, xOf(0));
-  const right = Math.max(left, Math.min(frame.left + frame.width, xOf(line.ticks)));
-  const y = (value) => base - (value / page.kept.most) * (curve - 3);
-  let next = bisect(times, timeAt(left) - 1);
-  let value = next ? values[next - 1] : 0;
-  let last = 0;
+  const { start, amount: amounts } = line.kept[rank], { curve } = frame.placed.parts;
+  const last = Math.min(frame.left + frame.width, xOf(line.makespan));
   pen.beginPath();
-  pen.moveTo(left, base);
-  for (let x = left; x < right; x++) {
+  for (let x = Math.max(frame.left, Math.floor(xOf(0))); x < last; x++) {
     // The most of all that there is within a pixel.
-    let most = value;
-    for (const end = timeAt(x + 1); times[next] < end; next++) {
-      most = Math.max(most, (value = values[next]));
-    }
-    if (most !== last) pen.lineTo(x, y(last)), pen.lineTo(x, y(most));
-    last = most;
+    const [first, end] = [x, x + 1].map((edge) => bisect(start, timeAt(edge)));
+    const most = Math.max(0, ...amounts.subarray(Math.max(0, first - 1), end));
+    const height = (most / page.kept.most) * (curve - 3);
+    pen.rect(x, base - height, Math.min(1, last - x), height);
   }
-  pen.lineTo(right, y(last));
-  pen.lineTo(right, base);
   pen.fillStyle = page.ink.memoryFill;
   pen.fill();
-  pen.strokeStyle = page.ink.memory;
-  pen.lineWidth = 1;
-  pen.stroke();
-  if (curve <= 17) return;
-  write(pen, kept(line.memory.most[rank]), GUTTER - 6, base - curve + 7, page.ink.memory, 10);
-}
-
-// The middle of the lane of a place.
-function middleOf(at, line, place) {
-  const band = frame.placed.bands.find((each) => each.at === at && each.rank === line.rank[place]);
-  const [y, height] = laneBox(line.row[place], line, band.rank);
-  return yOf(band) + y + height / 2;
+  const peak = amount(line.most[rank]);
+  if (curve > 17) write(pen, peak, GUTTER - 6, base - curve + 7, page.ink.memory, 10);
 }
 
 function drawCritical(pen, line, at) {
-  const edge = {}; // by rank and lane
-  pen.strokeStyle = page.ink.critical;
-  pen.lineWidth = 2;
+  Object.assign(pen, { strokeStyle: page.ink.critical, lineWidth: 2 });
   pen.beginPath();
-  for (let i = Math.max(0, bisect(line.pathStart, view.from) - 2); i < line.path.length; i++) {
-    const place = line.path[i];
-    const [rank, row] = [line.rank[place], line.row[place]];
+  for (const row of line.path) {
     // Along the lower edge of a cell, where no label stands.
-    const low = computes(row) ? laneBox(row, line, rank)[1] / 2 - 2 : 0;
-    const y = (edge[[rank, row]] ??= middleOf(at, line, place) + low);
-    pen.lineTo(xOf(line.start[place]), y);
-    pen.lineTo(xOf(line.end[place]), y);
-    if (line.start[place] > view.to) break;
+    const [top, height] = boxOf(at, line, row);
+    const y = top + (line.track[row] ? height / 2 : height - 2);
+    pen.lineTo(xOf(line.start[row]), y);
+    pen.lineTo(xOf(line.end[row]), y);
   }
   pen.stroke();
 }
 
-function inPlot(pen, drawing) {
-  pen.save();
-  pen.beginPath();
-  pen.rect(frame.left, AXIS, frame.width, frame.height);
-  pen.clip();
-  drawing();
-  pen.restore();
-}
-
-function drawAxis(pen, lines) {
-  const right = frame.left + frame.width;
-  const [factor, name] = unitFor((view.to - view.from) * page.tick);
-  const size = page.tick * factor; // of a tick, in the unit of the axis
-  const say = (value) => short(value, 12); // more than ticks of a time have
+function drawAxis(pen) {
+  const right = frame.left + frame.width, say = (value) => short(value, 12);
   // The smallest of 1, 2 and 5 times a power of ten that is at least so many pixels.
   const stepOf = (pixels) => {
-    const rough = ((view.to - view.from) * size * pixels) / frame.width;
+    const rough = ((view.to - view.from) * pixels) / frame.width;
     const power = 10 ** Math.floor(Math.log10(rough));
     return power * ([1, 2, 5].find((times) => times * power >= rough) || 10);
   };
-  let step = stepOf(90);
-  const last = say(Math.floor((view.to * size) / step) * step);
   pen.font = `11px ${FONT}`;
-  const wide = pen.measureText(last).width + 16;
-  if (wide > 90) step = stepOf(wide);
-  pen.clearRect(0, 0, right + 8, AXIS);
-  pen.strokeStyle = page.ink.faint;
-  pen.lineWidth = 1;
-  pen.beginPath();
-  for (let i = Math.ceil((view.from * size) / step); i * step <= view.to * size; i++) {
-    const x = xOf((i * step) / size);
-    const middle = Math.min(x, right + 16 - wide / 2); // the last one stays in sight
+  const wide = pen.measureText(say(Math.floor(view.to / stepOf(90)) * stepOf(90))).width + 16;
+  const step = stepOf(Math.max(90, wide));
+  for (let i = Math.ceil(view.from / step); i * step <= view.to; i++) {
+    const x = xOf(i * step), middle = Math.min(x, right + 16 - wide / 2); // the last is in sight
     write(pen, say(i * step), middle, AXIS - 11, page.ink.faint, 11, "center");
-    pen.moveTo(x, AXIS - 4);
-    pen.lineTo(x, AXIS - 1);
+    pen.fillRect(x, AXIS - 4, 1, 3);
   }
-  pen.stroke();
-  const title = name ? `time (${name})` : "time";
+  const title = page.unit ? `time (${page.unit})` : "time";
   write(pen, title, frame.left + frame.width / 2, 9, page.ink.ink, 12, "center");
-  // Where each timeline ends.
-  inPlot(pen, () => {
-    pen.setLineDash([2, 3]);
-    for (const line of lines) {
-      pen.strokeRect(Math.round(xOf(line.ticks)) + 0.5, AXIS, 0, frame.placed.height - view.top);
-    }
-  });
 }
 
-// What the pointer is at and what is selected, what they wait for and what waits for them.
-function drawOver(canvas, lines, found) {
-  const pen = penOf(canvas);
-  inPlot(pen, () => {
-    for (const each of [selected, found]) {
-      if (!each || each.place === undefined) continue;
-      const { at, place } = each;
-      const line = lines[at];
-      pen.strokeStyle = pen.fillStyle = page.ink.ink;
-      pen.lineWidth = 1.5;
-      const pairs = shown.dependencies ? dependenciesOf(line, place) : [];
-      for (const [from, to] of pairs) drawArrow(pen, at, line, from, to);
-      pen.lineWidth = 2;
-      const height = laneBox(line.row[place], line, line.rank[place])[1] + 2;
-      const [left, right] = [xOf(line.start[place]), xOf(line.end[place])];
-      const top = middleOf(at, line, place) - height / 2;
-      pen.strokeRect(left - 1, top, Math.max(2, right - left) + 2, height);
-    }
-  });
+// A frame around a row, and lines from what it waits for and to what waits for it.
+function drawAround(pen, line, at, row) {
+  Object.assign(pen, { strokeStyle: page.ink.ink, fillStyle: page.ink.ink, lineWidth: 1.5 });
+  for (const [from, to] of view.dependencies ? dependenciesOf(line, row) : []) {
+    // The two ends of a transfer go side by side.
+    const since = (receives(line.track[to]) ? line.start : line.end)[from];
+    const [x, y] = [xOf(line.start[to]), middleOf(at, line, to)];
+    pen.beginPath();
+    pen.moveTo(xOf(since), middleOf(at, line, from));
+    pen.lineTo(x, y);
+    pen.stroke();
+    if (!line.track[to]) pen.fillRect(x - 2.5, y - 2.5, 5, 5);
+  }
+  const [top, height] = boxOf(at, line, row), left = xOf(line.start[row]);
+  pen.strokeRect(left - 1, top - 1, Math.max(2, xOf(line.end[row]) - left) + 2, height + 2);
 }
 
-// [maker, user] pairs of places: back to the compute that makes what this one needs, and forth to
-// the compute that needs what it makes.
-function dependenciesOf(line, place) {
+// [maker, user] pairs of rows: back to the compute that makes what this one needs, and forth to the
+// compute that needs what it makes.
+function dependenciesOf(line, row) {
   const pairs = [];
-  const { first, next } = usersOf(line);
-  for (const part of line.lane[place] ? [place] : entryOf(line, place)) {
-    for (let to = part, from; (from = line.before[to]) >= 0; to = from) {
-      pairs.push([from, to]);
-      if (!line.lane[from]) break;
-    }
-    for (const ahead = [part]; ahead.length; ) {
-      const from = ahead.pop();
-      for (let user = first[from]; user >= 0; user = next[user]) {
-        pairs.push([from, user]);
-        if (line.lane[user]) ahead.push(user);
-      }
-    }
+  for (let to = row, from; (from = line.before[to]) >= 0 && pairs.push([from, to]); to = from) {
+    if (!line.track[from]) break;
   }
-  return pairs.filter(([from, to]) => line.known[from] && line.known[to]);
-}
-
-function drawArrow(pen, at, line, from, to) {
-  // Where transfers are not shown, from compute to compute.
-  if (!frame.placed.parts.strip) {
-    if (line.lane[to]) return;
-    while (line.lane[from]) from = line.before[from];
-  }
-  const sent = line.lane[to] >= IN; // the two ends of a transfer go side by side
-  const [x0, y0] = [xOf(sent ? line.start[from] : line.end[from]), middleOf(at, line, from)];
-  const [x1, y1] = [xOf(line.start[to]), middleOf(at, line, to)];
-  pen.beginPath();
-  pen.moveTo(x0, y0);
-  pen.lineTo(x1, y1);
-  pen.stroke();
-  if (line.lane[to]) return;
-  const angle = Math.atan2(y1 - y0, x1 - x0);
-  pen.beginPath();
-  pen.moveTo(x1, y1);
-  for (const side of [angle - 0.4, angle + 0.4]) {
-    pen.lineTo(x1 - 8 * Math.cos(side), y1 - 8 * Math.sin(side));
-  }
-  pen.fill();
+  const forth = (from) => line.before.forEach((maker, to) => {
+    if (maker !== from) return;
+    pairs.push([from, to]);
+    if (line.track[to]) forth(to);
+  });
+  forth(row);
+  return pairs;
 }

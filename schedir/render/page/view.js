@@ -1,76 +1,98 @@
-// What of the page is seen, and its place in the address.
+// What of the page is seen, which its address says too, and where the lanes are.
 
-const GUTTER = 64, AXIS = 38, FOOT = 12;
+const GUTTER = 64, AXIS = 38, FOOT = 12, HEADING = 22, EDGE = 5;
 
-// `from` and `to` are ticks, `top` the pixels scrolled away, `height` that of a compute lane in
-// pixels, 0 for what fits. `shown` is what is ticked, `selected` {at: which timeline, place}.
+// `from` and `to` are times, `top` the pixels scrolled away, `height` that of a lane of compute in
+// pixels, 0 for what fits; the `row` of the timeline `at` is selected. Others are ticked or not.
 const view = {};
-const shown = {};
-let selected = null;
-let ask = () => {};
+let ask = () => {}; // for a new frame
 
-const margin = () => page.longest * 0.01;
-const whole = () => ({ from: -margin(), to: page.longest + margin(), top: 0, height: 0 });
+function atFirst() {
+  const margin = page.longest * 0.01, span = { from: -margin, to: page.longest + margin };
+  return { ...span, top: 0, height: 0, at: 0, row: -1, ...page.shown };
+}
 
 function goTo(next) {
   Object.assign(view, next);
-  const { from: least, to: most } = whole();
-  const all = most - least;
-  const span = Math.min(Math.max(view.to - view.from, Math.min(all, 8)), all);
-  const from = (view.from + view.to - span) / 2;
-  view.from = Math.min(Math.max(from, least), most - span);
+  const { from: least, to: most } = atFirst();
+  const span = Math.min(Math.max(view.to - view.from, 8 * page.tick), most - least);
+  view.from = Math.min(Math.max((view.from + view.to - span) / 2, least), most - span);
   view.to = view.from + span;
   ask();
 }
 
-// `at` is the part of the width that stays where it is.
-function zoom(factor, at = 0.5) {
-  const span = view.to - view.from;
-  const from = view.from + span * at * (1 - factor);
+// Zooms so that the part `at` of the width stays where it is, and moves by a part of the width.
+function zoom(factor, at = 0.5, by = 0) {
+  const span = view.to - view.from, from = view.from + span * (at * (1 - factor) + by);
   goTo({ from, to: from + span * factor });
 }
+const pan = (by) => zoom(1, 0, by);
 
-function pan(part) {
-  const by = (view.to - view.from) * part;
-  goTo({ from: view.from + by, to: view.to + by });
-}
-
-// #t=3..7.5&y=40&h=20&on=memory&off=transfers&sel=0.17, of which is left out what is as at first.
+// #from=3&to=7.5&memory=true&row=17, without what is as at first.
 function fragment() {
-  const words = [];
-  if (view.to - view.from < page.longest * 1.0199) {
-    words.push(`t=${short(view.from * page.tick)}..${short(view.to * page.tick)}`);
-  }
-  if (view.top > 0) words.push(`y=${Math.round(view.top)}`);
-  if (view.height) words.push(`h=${view.height}`);
-  for (const [word, on] of [["on", true], ["off", false]]) {
-    const changed = Object.keys(shown).filter((key) => shown[key] === on && page.shown[key] !== on);
-    if (changed.length) words.push(`${word}=${changed}`);
-  }
-  if (selected) words.push(`sel=${selected.at}.${selected.place}`);
-  return words.length ? `#${words.join("&")}` : "";
+  const words = (state) =>
+    Object.entries(state).map(([key, value]) => `${key}=${value > 0 ? short(+value) : value}`);
+  const first = words(atFirst());
+  const changed = words(view).filter((word) => !first.includes(word));
+  return changed.length ? `#${changed.join("&")}` : "";
 }
 
 function restore(lines) {
-  const said = new URLSearchParams(location.hash.slice(1));
-  const split = (key, by) => (said.get(key) || "").split(by);
-  const number = (key, most) => Math.min(Math.max(0, parseFloat(said.get(key)) || 0), most);
-  const next = { ...whole(), top: number("y", 1e9), height: number("h", 120) };
-  const [from, to] = split("t", "..").map((text) => parseFloat(text) / page.tick);
-  if (to > from) Object.assign(next, { from, to });
-  Object.assign(shown, page.shown);
-  for (const key of split("on", ",")) if (key in shown) shown[key] = true;
-  for (const key of split("off", ",")) if (key in shown) shown[key] = false;
-  const [at, place] = split("sel", ".").map(Number);
-  selected = lines[at] && lines[at].known[place] ? { at, place } : null;
-  goTo(next);
+  const next = atFirst();
+  for (const [key, text] of new URLSearchParams(location.hash.slice(1))) {
+    const value = next[key] === !!next[key] ? text === "true" : parseFloat(text);
+    if (key in next && !isNaN(value)) next[key] = value;
+  }
+  const line = lines[next.at];
+  if (!line || !(next.row in line.start)) Object.assign(next, { at: 0, row: -1 });
+  goTo({ ...next, top: Math.max(0, next.top), height: Math.max(0, Math.min(next.height, 120)) });
 }
 
-let writing = 0;
-function remember() {
-  clearTimeout(writing);
-  writing = setTimeout(() => {
-    const words = fragment();
-    if (location.hash !== words) history.replaceState(null, "", words || location.pathname);
-  }, 150);
+// The heights of the parts of a rank's band, given that of its compute: below it a strip for each
+// other track, unless lanes are thin, and the curve of its memory.
+function heights(compute) {
+  const strip = view.transfers && compute > 7 ? Math.max(1, Math.round(compute / 10)) : 0;
+  const curve = view.memory ? Math.max(6, Math.round(compute * 0.8)) : 0;
+  const gap = Math.max(1, Math.round(compute / 6));
+  const low = compute + (page.tracks - 1) * strip;
+  return { compute, strip, low, gap, curve, all: low + curve + gap };
+}
+
+// {bands, height, parts}: a band is a heading or the lanes of a rank of one of the timelines, `y`
+// pixels below the first.
+function layout(lines, room) {
+  const several = lines.length > 1, bands = [];
+  const ranks = lines.flatMap((line, at) => line.stages.map((_, rank) => ({ at, rank })));
+  if (view.paired) ranks.sort((a, b) => a.rank - b.rank);
+  room -= EDGE + 2 * HEADING * several;
+  let compute = view.height || 48, height = EDGE;
+  while (!view.height && compute > 3 && ranks.length * heights(compute).all > room) compute--;
+  const parts = heights(compute), both = lines.map((line) => line.label).join(", and below it ");
+  for (const { at, rank } of ranks) {
+    if (several && !rank && !(view.paired && at)) {
+      bands.push({ text: view.paired ? both : `${lines[at].label}: ${lines[at].says}`, y: height });
+      height += HEADING;
+    }
+    bands.push({ at, rank, y: height });
+    height += parts.all + (view.paired && at ? parts.gap : 0);
+  }
+  return { bands, height, parts };
+}
+
+// The top and the height of a track in a rank's band.
+function trackBox(track) {
+  const { compute, strip } = frame.placed.parts;
+  return track && strip ? [compute + (track - 1) * strip, strip] : [0, compute];
+}
+
+// The top and the height of a row of the table, in pixels of the canvas.
+function boxOf(at, line, row) {
+  const band = frame.placed.bands.find((each) => each.at === at && each.rank === line.rank[row]);
+  const [y, height] = trackBox(line.track[row]), [top, bottom] = line.boxes[line.box[row]];
+  return [AXIS + band.y - view.top + y + top * height, (bottom - top) * height];
+}
+
+function middleOf(...place) {
+  const [top, height] = boxOf(...place);
+  return top + height / 2;
 }
