@@ -96,8 +96,10 @@ def rows_of(timeline: Timeline, ranks: Iterable[int]) -> list[Row]:
         own = lanes.of(lane)
         columns = (own.place, own.start, own.end, own.colour, own.paired)
         return [
-            Span(action(place), *rest, action(place + 1) if paired else None)
-            for place, *rest, paired in zip(*(each.tolist() for each in columns), strict=True)
+            Span(action(place), start, end, colour, action(place + 1) if paired else None)
+            for place, start, end, colour, paired in zip(
+                *(each.tolist() for each in columns), strict=True
+            )
         ]
 
     rows = []
@@ -393,9 +395,9 @@ class Sketch:
         return finite(1 / min((span.end - span.start for span in self._long_enough), default=1))
 
     @cached_property
-    def columns(self) -> float:
+    def columns(self) -> int:
         """The columns that labels need."""
-        return self.scale * (self.until - self.since)
+        return nearest(self.until * self.scale) - nearest(self.since * self.scale)
 
     @cached_property
     def too_wide(self) -> bool:
@@ -428,7 +430,7 @@ class Sketch:
             )
         return self._drawing(axis, cells, words, complete=not axis.cuts)
 
-    def letters(self, columns: int | None = None, repeated: Sequence[Repeat] = ()) -> Drawing:
+    def letters(self, repeated: Sequence[Repeat] = (), columns: int | None = None) -> Drawing:
         """A drawing in letters, in which `repeated` parts are drawn once. In so many `columns`,
         each stands for as many actions as necessary; by default the shortest action has one."""
         scale, about = self._letter_scale, ""

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, VALUES, Ints, Kind, Schedule
+from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, RECEIVES, VALUES, Ints, Kind, Schedule
 from schedir.render import palette
 from schedir.render.captions import UNIT_NAMES, captions, costs, readable, title
 from schedir.render.lanes import SHADES, has_copies, has_replicas, labels_say_stages, lanes_of
@@ -254,7 +254,14 @@ def _about(
     boxes, box = np.unique(edges, axis=0, return_inverse=True)
     start, idle_start = np.rint(lanes.start / tick), np.rint(idle.start / tick)
     times, amounts = (np.concatenate(each) for each in zip(*curves, strict=True))
-    path = row_of[np.array(line.critical_path, np.int64)]
+    before = data_before(schedule)
+    path = np.array(line.critical_path, np.int64)
+    critical = np.zeros(len(columns), np.bool_)
+    critical[path] = True
+    # The path has a transfer at its receive.
+    received = path[columns.is_kind(*RECEIVES)[path] & (before[path] >= 0)]
+    critical[before[received]] = True
+    path = row_of[path]
     return {
         "stages": [schedule.stages_of(rank) for rank in range(schedule.ranks)],
         "replicas": has_replicas(schedule),
@@ -274,7 +281,7 @@ def _about(
         "microbatch": columns.microbatch[place],
         "version": columns.version[place],
         "index": (columns.entry - columns.entry[columns.starts[columns.rank]])[place],
-        "before": row_of[data_before(schedule)[place]],
+        "before": row_of[before[place]],
         "source": sources.line_of[place] if sources else np.full(len(place), -1),
         "idleStart": idle_start,
         "idleLength": np.rint(idle.end / tick) - idle_start,
@@ -282,6 +289,7 @@ def _about(
         "idleBlamed": row_of[idle.blamed],
         "idleCause": idle.cause,
         "path": path[path >= 0],
+        "critical": critical[place],
         "keptStart": times / tick,
         "keptAmount": amounts,
     }

@@ -12,7 +12,7 @@ several actions each. A steady state is one or two periods of it, drawn from a f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from schedir.render.captions import (
 )
 from schedir.render.drawing import MOST_COLUMNS, Drawing, Part, Row, Sketch, rows_of
 from schedir.render.lanes import has_copies, lanes_per_rank
-from schedir.render.repeats import repeats
+from schedir.render.repeats import Repeat, repeats
 from schedir.render.text import (
     Block,
     Panel,
@@ -111,7 +111,7 @@ def _drawn(sketch: Sketch, axis: str, width: int | None, fit: bool) -> Iterator[
     """The sketch with as much detail as there is room for, and its legend."""
     room = MOST_COLUMNS if width is None else max(width - len(sketch.corner), 1)
     letters = sketch.too_wide or (fit and sketch.columns > room)
-    drawing = sketch.letters(room) if letters else sketch.labelled()
+    drawing = sketch.letters(columns=room) if letters else sketch.labelled()
     bounds = map(drawing.axis.column, (sketch.since, sketch.until))
     for left, end in drawing.pages(width, *bounds):
         yield Piece(f"{axis} {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
@@ -219,17 +219,21 @@ def _overview(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
     last = max(line.makespan for line in timelines)
     sketch = Sketch(parts, corner, 0.0, last, note="; --full draws everything")
     columns = max(width - len(corner), 1)
+    if sketch.columns <= columns:
+        return sketch.labelled()
     # A part that repeats in one of two timelines need not repeat in the other.
-    found = repeats(timelines[0]) if len(timelines) == 1 and sketch.columns > columns else []
+    found = repeats(timelines[0]) if len(timelines) == 1 else []
     longest = sorted(found, key=lambda repeat: repeat.start - repeat.end)
     repeated = sorted(longest[:_MOST_CUTS], key=lambda repeat: repeat.start)
-    draws = [] if sketch.too_wide else [sketch.labelled, partial(sketch.letters, None)]
-    for draw in (*draws, partial(sketch.letters, columns)):
+    draws: list[Callable[[Sequence[Repeat]], Drawing]] = [partial(sketch.letters, columns=columns)]
+    if not sketch.too_wide:
+        draws = [sketch.labelled, sketch.letters, *draws]
+    for draw in draws:
         drawing = draw(repeated)
         if _lines(drawing, width) <= room:
             return drawing
     # At that scale a repeated part may be too short to be cut out.
-    return sketch.letters(columns)
+    return sketch.letters(columns=columns)
 
 
 def _part(timeline: Timeline, name: str, room: int) -> Part:
