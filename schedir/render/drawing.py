@@ -15,7 +15,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from operator import attrgetter
@@ -413,14 +413,12 @@ class Sketch:
         """A drawing with labels, in which `repeated` parts are drawn once."""
         axis = self._axis(self.scale, repeated)
         cells = [self._labelled_cells(row, axis) for row in self.rows]
-        marks = (
-            {SHORT: "too short to be named"}
-            if any(c.text == SHORT for r in cells for c in r)
-            else {}
-        )
+        marks = self._kinds()
         if any(span.beside is not None for row in self.rows for span in row.spans):
-            marks = {";": "between two that run as one", **marks}
-        words = self._in_words(self._kinds() | marks)
+            marks[";"] = "between two that run as one"
+        if any(cell.text == SHORT for row in cells for cell in row):
+            marks[SHORT] = "too short to be named"
+        words = _in_words(marks)
         example = next((s.action for s in self._named if s.action.microbatch is not None), None)
         if example is not None:
             whose = f"stage {example.stage}'s" if self._several else "the"
@@ -449,7 +447,7 @@ class Sketch:
         if MIX in drawn_letters:
             drawn_letters |= {kind.letter for kind in WORDS}
         words = {mark: word for mark, word in words.items() if mark in drawn_letters}
-        return self._drawing(axis, cells, self._in_words(words) + about, complete=False)
+        return self._drawing(axis, cells, _in_words(words) + about, complete=False)
 
     def _axis(self, scale: float, repeated: Sequence[Repeat]) -> Axis:
         axis = Axis(scale, self.makespan)
@@ -507,9 +505,6 @@ class Sketch:
         words = {kind.letter: word for kind, word in WORDS.items() if kind in kinds}
         return words | ({STEP: "step of the optimiser"} if Kind.OPTIM_STEP in kinds else {})
 
-    def _in_words(self, marks: dict[str, str]) -> str:
-        return ", ".join(f"{mark} {word}" for mark, word in marks.items())
-
     def _labelled_cells(self, row: Row, axis: Axis) -> list[Cell]:
         """The cells of a row with their labels, ascending."""
         cells = []
@@ -523,6 +518,10 @@ class Sketch:
                 mark = STEP if span.action.kind is Kind.OPTIM_STEP else SHORT
                 cells.append(Cell(left if right > left else max(left - 1, 0), 1, mark, span.style))
         return sorted(cells)
+
+
+def _in_words(marks: Mapping[str, str]) -> str:
+    return ", ".join(f"{mark} {word}" for mark, word in marks.items())
 
 
 def _letter_cells(row: Row, axis: Axis, alike: float) -> list[Cell]:

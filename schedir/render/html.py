@@ -38,7 +38,7 @@ from schedir.simulator.values import Numbers
 
 SCRIPTS = ("data", "words", "view", "draw", "page")
 """The parts of the script in `page/`, in the order of the page."""
-MOST_SCRIPT = 30_000
+MOST_SCRIPT = 21_000
 """The most bytes of script that a page may have."""
 MOST_TICKS = 10**7
 """The most ticks of a timeline whose times are not whole. More would be finer than clocks, and make
