@@ -28,7 +28,7 @@ import numpy as np
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, RECEIVES, VALUES, Ints, Kind, Schedule
 from schedir.render import palette
-from schedir.render.captions import UNIT_NAMES, captions, costs, readable, title
+from schedir.render.captions import UNIT_NAMES, caption, captions, costs, readable, title
 from schedir.render.lanes import SHADES, has_copies, has_replicas, labels_say_stages, lanes_of
 from schedir.render.memory import Curve, Kept, kept_by, most_of
 from schedir.render.palette import CAUSE_WORDS, picture_fill, swatches
@@ -88,7 +88,8 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
     schedules = [line.schedule for line in lines]
     says = [costs(line) for line in lines]
     if len(lines) > 1 or timeline.measured is not None:
-        says = [f"{label}: {own}" for label, own in zip(labels, says, strict=True)]
+        named = [label or caption(line) for label, line in zip(labels, lines, strict=True)]
+        says = [f"{name}: {own}" for name, own in zip(named, says, strict=True)]
     data = json.dumps(_page_data(lines, labels, shown), ensure_ascii=False, separators=(",", ":"))
     return _TEMPLATE.format(
         title=html.escape("; ".join(dict.fromkeys(map(title, schedules)))),

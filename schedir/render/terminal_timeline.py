@@ -21,10 +21,10 @@ import numpy as np
 
 from schedir.render.captions import (
     bubble,
+    captions,
     clock_of,
     costs,
     makespan,
-    names,
     steady_figures,
     title,
     verdict,
@@ -102,7 +102,7 @@ def timeline_blocks(
         yield Piece(f"{fill(shape, width)}\n")
     yield Piece("\n")
     yield from _drawn(sketch_of(lines, window), clock_of(lines).title, width, fit)
-    for line, name in zip(lines, names(lines), strict=True):
+    for line, name in zip(lines, captions(lines), strict=True):
         yield Piece(f"\n{f'{name}: {costs(line)}' if name else verdict(line)}\n\n")
         yield statistics(line)
 
@@ -133,7 +133,7 @@ def sketch_of(lines: Sequence[Timeline], window: tuple[float, float] | None = No
 
     parts = [
         Part(line, name, own, list(map(head, own)))
-        for line, name, own in zip(lines, names(lines), several, strict=True)
+        for line, name, own in zip(lines, captions(lines), several, strict=True)
     ]
     corner = " " * (2 + max(len(head) for part in parts for head in part.heads))
     return Sketch(parts, corner, *(window or (0.0, max(line.makespan for line in lines))))
@@ -154,7 +154,7 @@ def overview_blocks(
     A second timeline is drawn below the first, on its axis.
     """
     several = [timeline] if against is None else [timeline, against]
-    found = names(several)
+    found = captions(several)
     costs = [
         list(_costs(line, several, name and name.ljust(max(map(len, found)) + 2)))
         for line, name in zip(several, found, strict=True)
@@ -211,7 +211,7 @@ def _overview(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
     space = room - _RULER_LINES - _LEGEND_LINES
     if len(timelines) > 1:
         space = space // len(timelines) - 1  # the name above each timeline
-    parts = [_part(*each, space) for each in zip(timelines, names(timelines), strict=True)]
+    parts = [_part(*each, space) for each in zip(timelines, captions(timelines), strict=True)]
     rows = [row for part in parts for row in part.rows]
     corner = "rank  stage  " if any(row.stage is not None for row in rows) else "rank  "
     if any(row.copies for row in rows):

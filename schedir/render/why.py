@@ -23,7 +23,7 @@ import numpy as np
 
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, COMPUTE, COPIES, GROUPS, RECEIVES, Columns, Ints
-from schedir.render.captions import names, title, verdict
+from schedir.render.captions import captions, title, verdict
 from schedir.render.palette import CAUSE_WORDS, LEFT_OUT
 from schedir.render.text import Block, Piece, Table, count, fill, number
 from schedir.simulator import CAUSES, Cause, Idle, Timeline
@@ -53,7 +53,7 @@ _MOST_STRETCHES = 20
 def why_blocks(timeline: Timeline, width: int | None, against: Timeline | None) -> Iterator[Block]:
     """Why the ranks of one or two timelines are idle."""
     several = [timeline] if against is None else [timeline, against]
-    for turn, (line, name) in enumerate(zip(several, names(several), strict=True)):
+    for turn, (line, name) in enumerate(zip(several, captions(several), strict=True)):
         yield Piece("\n" if turn else "")
         whose = "" if name in ("", line.schedule.name) else f"{name}: "
         yield Piece(fill(whose + title(line.schedule), width) + "\n")
