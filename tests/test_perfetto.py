@@ -228,8 +228,8 @@ def test_two_timelines_may_have_different_ranks() -> None:
     events = trace(simulated("1f1b", 12, 2), simulated("fill-drain", 3, 2))
     processes = {pid: name for (pid, _), name in names(events, "process_name").items()}
     assert sorted(processes) == [*range(12), 100, 101, 102]
-    assert processes[11] == "rank 11 predicted, 1f1b"
-    assert processes[102] == "rank 2 predicted, fill-drain"
+    assert processes[11] == "rank 11 1f1b"
+    assert processes[102] == "rank 2 fill-drain"
     assert not {tid for _, tid in names(events, "thread_name")} & set(processes)
 
 

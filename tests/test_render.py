@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import attrs
 import pytest
@@ -19,7 +20,7 @@ from schedir.ir import COMPUTE
 from schedir.render import explanation, timeline_json, timeline_text
 from schedir.render.diagnostics import FORMATS
 from schedir.render.repeats import Repeat, repeats
-from schedir.render.terminal_timeline import overview_blocks
+from schedir.render.terminal_timeline import overview_blocks, sketch_of
 from schedir.render.text import coloured, number, plain, size, write_to_terminal
 from tests.findings import odd
 from tests.literals import listed
@@ -28,7 +29,7 @@ from tests.timelines import lines, simulated
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """For each rank its rows."""
+    """For each rank what its row holds, page by page."""
     rows: dict[int, list[str]] = {}
     for rank, row in re.findall(r"^rank +(\d+)(?:  (.*))?$", text, re.MULTILINE):
         rows.setdefault(int(rank), []).append(row)
@@ -52,10 +53,55 @@ def test_timeline_text(request: pytest.FixtureRequest) -> None:
     compare(GOLDEN / "shown" / "1f1b.txt", timeline_text(simulated("1f1b", 4, 4)), request)
 
 
-@given(lines(9, 40))
-def test_a_row_shows_every_cell_once(line: Timeline) -> None:
-    for rows, labels in zip(rows_of(timeline_text(line)), labels_of(line), strict=True):
+@given(lines(9, 40), st.integers(40, 200))
+def test_pages_fit_and_show_every_cell_once(line: Timeline, width: int) -> None:
+    text = timeline_text(line, width)
+    drawn = text.partition("makespan")[0]
+    assert max(map(len, drawn.splitlines())) <= width
+    pages = rows_of(text)
+    assert len({len(rows) for rows in pages}) == 1  # every page has every rank
+    for rows, labels in zip(pages, labels_of(line), strict=True):
         assert [label for row in rows for label in re.findall(r"\d*[FB]\d+", row)] == labels
+
+
+@given(lines(9, 40, st.none()), st.integers(40, 200))
+def test_pages_laid_end_to_end_are_the_whole_rows(line: Timeline, width: int) -> None:
+    paged, whole = timeline_text(line, width), rows_of(timeline_text(line))
+    # The columns of a unit of time: a whole number, at these costs.
+    unit = 1 + max(len(label) for labels in labels_of(line) for label in labels)
+    ends = [int(end) for end in re.findall(r"^time \d+\.\.(\d+)$", paged, re.MULTILINE)]
+    for rows, (row,) in zip(rows_of(paged), whole, strict=True):
+        joined = ""
+        for part, end in zip(rows, ends, strict=True):
+            joined = (joined + part).ljust(end * unit)
+        # Where a page ends inside a cell, its label stands on the first part.
+        assert joined.rstrip() == row
+
+
+class Counted(list[Any]):
+    """A row of cells that counts how many of them are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.looks += len(range(len(self))[key]) if isinstance(key, slice) else 1
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.looks += len(self)
+        return super().__iter__()
+
+
+def test_a_page_looks_at_its_own_cells_only() -> None:
+    def looks(microbatches: int) -> float:
+        drawing = sketch_of([simulated("fill-drain", 2, microbatches)]).labelled()
+        rows = [Counted(cells) for cells in drawing.rows]
+        drawing = attrs.evolve(drawing, rows=rows)
+        pages = [list(drawing.page(left, end)) for left, end in drawing.pages(80)]
+        assert len(pages) > microbatches // 10
+        return sum(row.looks for row in rows) / microbatches
+
+    assert looks(800) < 1.5 * looks(100)  # per cell: the search for a page's first one grows
 
 
 def test_the_stages_of_all_ranks_take_one_look_at_the_placement() -> None:

@@ -31,7 +31,7 @@ def widest(text: str) -> int:
 def expect_all_drawn(line: Timeline, against: Timeline | None = None) -> None:
     """Every output of a timeline comes to its end, within its width, and holds numbers alone."""
     assert widest(plain(timeline_blocks(line, against=against))) <= MOST
-    rows = re.findall(r"(?m)^rank \d.*", plain(timeline_blocks(line, 40, against)))
+    rows = re.findall(r"(?m)^rank \d.*", plain(timeline_blocks(line, 40, against, fit=True)))
     assert rows
     assert all(len(row) <= 40 for row in rows)
     screen = io.StringIO()
@@ -75,8 +75,8 @@ def test_what_labels_have_room_for_is_drawn_as_ever() -> None:
     whole = timeline_text(line)
     needed = max(len(row) for row in whole.splitlines() if row.startswith("rank 0"))
     assert "F0" in whole
-    assert plain(timeline_blocks(line, needed + 9)) == whole
-    narrow = plain(timeline_blocks(line, needed - 9))
+    assert plain(timeline_blocks(line, needed + 9, fit=True)) == whole
+    narrow = plain(timeline_blocks(line, needed - 9, fit=True))
     assert "F0" not in narrow
     assert re.search(r"a column is [\d.]+ of time", narrow)
 
@@ -108,6 +108,7 @@ def test_a_trace_of_it_has_its_times() -> None:
     "command",
     [
         "show 1f1b --ranks 16 --microbatches 64",
+        "show 1f1b --microbatches 40 --full",
         "show zb-h1 --why",
         "compare 1f1b interleaved-1f1b zbv pipedream --cost activation_bytes=1e9",
         "list",
@@ -144,7 +145,7 @@ def test_json_in_a_pipe_is_as_ever(
 @sweep("name", ["1f1b", "interleaved-1f1b", "zb-h1", "fill-drain"], quick=["1f1b", "fill-drain"])
 def test_a_column_of_several_kinds_is_marked_as_such(name: str) -> None:
     line = simulated(name, 16, 64)
-    text = plain(timeline_blocks(line, 80))
+    text = plain(timeline_blocks(line, 80, fit=True))
     rows = re.findall(r"(?m)^rank +\d+  (.*)$", text)
     unit = float(re.findall(r"a column is\s([\d.]+)\sof\stime", text)[0])
     columns = round(line.makespan / unit)
@@ -173,7 +174,7 @@ def test_a_column_of_several_kinds_is_marked_as_such(name: str) -> None:
 
 def test_the_mark_of_several_kinds_is_shaded_by_their_share() -> None:
     line = simulated("1f1b", 16, 64)
-    pieces = [piece for piece in timeline_blocks(line, 80) if isinstance(piece, Piece)]
+    pieces = [piece for piece in timeline_blocks(line, 80, fit=True) if isinstance(piece, Piece)]
     mixed = {piece.style for piece in pieces if piece.text == "+" and piece.style}
     ends = [bytes.fromhex(shade(kind)[-6:]) for kind in (Kind.FORWARD, Kind.BACKWARD)]
     for style in mixed:

@@ -56,10 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_target(parser, TARGET_OR_RUN)
     parser.add_argument(
-        "--full",
-        action="store_true",
-        help="draw every action with its label, in one line for each rank; a terminal wraps these, "
-        "`schedir show TARGET | less -S` does not",
+        "--full", action="store_true", help="draw every action, even if that takes several screens"
     )
     add_format(
         parser,
@@ -112,9 +109,9 @@ def run(args: argparse.Namespace) -> int:
     lists = args.actions or args.compute_only
     screen = screen_of(sys.stdout)
     if args.width is not None:
-        screen = Screen(args.width)
+        screen = Screen(args.width, fit=True)
     elif args.full or lists:
-        screen = Screen()
+        screen = Screen(screen.width)
     if args.format == "json":
         from schedir.render.terminal_timeline import timeline_json
 

@@ -38,17 +38,8 @@ def caption(timeline: Timeline) -> str:
 
 
 def captions(lines: Sequence[Timeline]) -> list[str]:
-    """A caption for each of one or two timelines: predicted or measured. If both are the same, the
-    schedule or a number tells them apart."""
-    origins = [caption(line) for line in lines]
-    for more in ([line.schedule.name for line in lines], ["first", "second"]):
-        if len(set(origins)) < len(lines):
-            origins = [f"{caption(line)}, {own}" for line, own in zip(lines, more, strict=True)]
-    return origins
-
-
-def names(lines: Sequence[Timeline]) -> list[str]:
-    """The captions of several timelines on a terminal; empty for a single one."""
+    """Captions that tell several timelines apart: predicted or measured, or else the schedule, with
+    a number if that is the same; empty for a single timeline."""
     if len(lines) == 1:
         return [""]
     measured = any(line.measured for line in lines)

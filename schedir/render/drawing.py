@@ -15,7 +15,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from operator import attrgetter
@@ -96,8 +96,10 @@ def rows_of(timeline: Timeline, ranks: Iterable[int]) -> list[Row]:
         own = lanes.of(lane)
         columns = (own.place, own.start, own.end, own.colour, own.paired)
         return [
-            Span(action(place), *rest, action(place + 1) if paired else None)
-            for place, *rest, paired in zip(*(each.tolist() for each in columns), strict=True)
+            Span(action(place), start, end, colour, action(place + 1) if paired else None)
+            for place, start, end, colour, paired in zip(
+                *(each.tolist() for each in columns), strict=True
+            )
         ]
 
     rows = []
@@ -114,8 +116,8 @@ def rows_of(timeline: Timeline, ranks: Iterable[int]) -> list[Row]:
 
 
 class Cell(NamedTuple):
-    """A piece of a row. Its first `whole` columns are not cut apart; where a window or a cut begins
-    inside it, it goes on in dashes."""
+    """A piece of a row. It belongs to the page that holds its first `whole` columns; in the next
+    page it goes on in dashes."""
 
     left: int
     whole: int
@@ -237,7 +239,23 @@ class Drawing:
     axis: Axis
     legend: str
 
-    def between(self, left: int, end: int) -> Iterator[Piece]:
+    def pages(
+        self, width: int | None, left: int = 0, last: int | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """The columns at which pages start and end; one page if there is no `width`."""
+        columns = self.axis.columns if last is None else last
+        room = columns if width is None else width - len(self.corner)
+        if columns - left <= room:
+            yield left, columns
+            return
+        # The least that a page holds, however narrow the terminal is.
+        least = max((cell.whole for cells in self.rows for cell in cells), default=1)
+        while left < columns:
+            end = min(self._page_end(left, least, max(room, least)), columns)
+            yield left, end
+            left = end
+
+    def page(self, left: int, end: int) -> Iterator[Piece]:
         """The ruler and all rows, from one column to another."""
         yield Piece(f"{(self.corner + self.axis.ruler(left, end)).rstrip()}\n")
         for head, cells in zip(self.heads, self.rows, strict=True):
@@ -253,6 +271,18 @@ class Drawing:
         for part in re.split(rf"((?<!\w)(?:{letters})(?!\w))", fill(self.legend, width)):
             yield Piece(part, styles.pop(part, ""))
         yield Piece("\n")
+
+    def _page_end(self, left: int, least: int, room: int) -> int:
+        """Where the next page takes over from the one that starts at `left`.
+
+        It ends at a tick of the ruler, if there is one. A cell that this would cut inside its
+        label goes to the next page as a whole, which then starts with the first such cell.
+        """
+        end = min(left + room, self.axis.columns)
+        if end < self.axis.columns:
+            end = max((tick for tick, _ in self.axis.ticks(left + least, end + 1)), default=end)
+        cut = (c.left for row in self.rows for c in _from(row, left, end) if c.left + c.whole > end)
+        return min((column for column in cut if column >= left), default=end)
 
     def _row(self, cells: Sequence[Cell], left: int, end: int) -> Iterator[Piece]:
         """The columns of a row from `left` up to `end`; labels that begin there are not cut."""
@@ -272,7 +302,7 @@ class Drawing:
 
 def _from(cells: Sequence[Cell], left: int, end: int) -> Iterator[Cell]:
     """The cells that begin between two columns, and the one before, which may reach into them."""
-    # By index: a slice would copy everything after the window.
+    # By index: a slice would copy everything after the page.
     for index in range(max(0, bisect_left(cells, left, key=_LEFT) - 1), len(cells)):
         if cells[index].left >= end:
             return
@@ -365,9 +395,9 @@ class Sketch:
         return finite(1 / min((span.end - span.start for span in self._long_enough), default=1))
 
     @cached_property
-    def columns(self) -> float:
+    def columns(self) -> int:
         """The columns that labels need."""
-        return self.scale * (self.until - self.since)
+        return nearest(self.until * self.scale) - nearest(self.since * self.scale)
 
     @cached_property
     def too_wide(self) -> bool:
@@ -383,14 +413,12 @@ class Sketch:
         """A drawing with labels, in which `repeated` parts are drawn once."""
         axis = self._axis(self.scale, repeated)
         cells = [self._labelled_cells(row, axis) for row in self.rows]
-        marks = (
-            {SHORT: "too short to be named"}
-            if any(c.text == SHORT for r in cells for c in r)
-            else {}
-        )
+        marks = self._kinds()
         if any(span.beside is not None for row in self.rows for span in row.spans):
-            marks = {";": "between two that run as one", **marks}
-        words = self._in_words(self._kinds() | marks)
+            marks[";"] = "between two that run as one"
+        if any(cell.text == SHORT for row in cells for cell in row):
+            marks[SHORT] = "too short to be named"
+        words = _in_words(marks)
         example = next((s.action for s in self._named if s.action.microbatch is not None), None)
         if example is not None:
             whose = f"stage {example.stage}'s" if self._several else "the"
@@ -400,7 +428,7 @@ class Sketch:
             )
         return self._drawing(axis, cells, words, complete=not axis.cuts)
 
-    def letters(self, columns: int | None = None, repeated: Sequence[Repeat] = ()) -> Drawing:
+    def letters(self, repeated: Sequence[Repeat] = (), columns: int | None = None) -> Drawing:
         """A drawing in letters, in which `repeated` parts are drawn once. In so many `columns`,
         each stands for as many actions as necessary; by default the shortest action has one."""
         scale, about = self._letter_scale, ""
@@ -419,7 +447,7 @@ class Sketch:
         if MIX in drawn_letters:
             drawn_letters |= {kind.letter for kind in WORDS}
         words = {mark: word for mark, word in words.items() if mark in drawn_letters}
-        return self._drawing(axis, cells, self._in_words(words) + about, complete=False)
+        return self._drawing(axis, cells, _in_words(words) + about, complete=False)
 
     def _axis(self, scale: float, repeated: Sequence[Repeat]) -> Axis:
         axis = Axis(scale, self.makespan)
@@ -477,9 +505,6 @@ class Sketch:
         words = {kind.letter: word for kind, word in WORDS.items() if kind in kinds}
         return words | ({STEP: "step of the optimiser"} if Kind.OPTIM_STEP in kinds else {})
 
-    def _in_words(self, marks: dict[str, str]) -> str:
-        return ", ".join(f"{mark} {word}" for mark, word in marks.items())
-
     def _labelled_cells(self, row: Row, axis: Axis) -> list[Cell]:
         """The cells of a row with their labels, ascending."""
         cells = []
@@ -493,6 +518,10 @@ class Sketch:
                 mark = STEP if span.action.kind is Kind.OPTIM_STEP else SHORT
                 cells.append(Cell(left if right > left else max(left - 1, 0), 1, mark, span.style))
         return sorted(cells)
+
+
+def _in_words(marks: Mapping[str, str]) -> str:
+    return ", ".join(f"{mark} {word}" for mark, word in marks.items())
 
 
 def _letter_cells(row: Row, axis: Axis, alike: float) -> list[Cell]:

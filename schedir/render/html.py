@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, VALUES, Ints, Kind, Schedule
+from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, RECEIVES, VALUES, Ints, Kind, Schedule
 from schedir.render import palette
-from schedir.render.captions import UNIT_NAMES, captions, costs, readable, title
+from schedir.render.captions import UNIT_NAMES, caption, captions, costs, readable, title
 from schedir.render.lanes import SHADES, has_copies, has_replicas, labels_say_stages, lanes_of
 from schedir.render.memory import Curve, Kept, kept_by, most_of
 from schedir.render.palette import CAUSE_WORDS, picture_fill, swatches
@@ -38,7 +38,7 @@ from schedir.simulator.values import Numbers
 
 SCRIPTS = ("data", "words", "view", "draw", "page")
 """The parts of the script in `page/`, in the order of the page."""
-MOST_SCRIPT = 30_000
+MOST_SCRIPT = 21_000
 """The most bytes of script that a page may have."""
 MOST_TICKS = 10**7
 """The most ticks of a timeline whose times are not whole. More would be finer than clocks, and make
@@ -88,7 +88,8 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
     schedules = [line.schedule for line in lines]
     says = [costs(line) for line in lines]
     if len(lines) > 1 or timeline.measured is not None:
-        says = [f"{label}: {own}" for label, own in zip(labels, says, strict=True)]
+        named = [label or caption(line) for label, line in zip(labels, lines, strict=True)]
+        says = [f"{name}: {own}" for name, own in zip(named, says, strict=True)]
     data = json.dumps(_page_data(lines, labels, shown), ensure_ascii=False, separators=(",", ":"))
     return _TEMPLATE.format(
         title=html.escape("; ".join(dict.fromkeys(map(title, schedules)))),
@@ -254,7 +255,14 @@ def _about(
     boxes, box = np.unique(edges, axis=0, return_inverse=True)
     start, idle_start = np.rint(lanes.start / tick), np.rint(idle.start / tick)
     times, amounts = (np.concatenate(each) for each in zip(*curves, strict=True))
-    path = row_of[np.array(line.critical_path, np.int64)]
+    before = data_before(schedule)
+    path = np.array(line.critical_path, np.int64)
+    critical = np.zeros(len(columns), np.bool_)
+    critical[path] = True
+    # The path has a transfer at its receive.
+    received = path[columns.is_kind(*RECEIVES)[path] & (before[path] >= 0)]
+    critical[before[received]] = True
+    path = row_of[path]
     return {
         "stages": [schedule.stages_of(rank) for rank in range(schedule.ranks)],
         "replicas": has_replicas(schedule),
@@ -274,7 +282,7 @@ def _about(
         "microbatch": columns.microbatch[place],
         "version": columns.version[place],
         "index": (columns.entry - columns.entry[columns.starts[columns.rank]])[place],
-        "before": row_of[data_before(schedule)[place]],
+        "before": row_of[before[place]],
         "source": sources.line_of[place] if sources else np.full(len(place), -1),
         "idleStart": idle_start,
         "idleLength": np.rint(idle.end / tick) - idle_start,
@@ -282,6 +290,7 @@ def _about(
         "idleBlamed": row_of[idle.blamed],
         "idleCause": idle.cause,
         "path": path[path >= 0],
+        "critical": critical[place],
         "keptStart": times / tick,
         "keptAmount": amounts,
     }

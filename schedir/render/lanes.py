@@ -110,7 +110,7 @@ def lanes_of(timeline: Timeline, tracks: Sequence[Iterable[Kind]] = (COMPUTE, CO
     held = np.sort([on * schedule.stages + own for own, on in schedule.holdings])
     first = np.searchsorted(held, np.arange(schedule.ranks + 1) * schedule.stages)
     turn = np.searchsorted(held, rank * schedule.stages + stage) - first[rank]
-    paired, part, parts = columns.shared[place] & computes, 0, 1
+    paired, part, parts = columns.shared[place] & computes, np.array(0), np.array(1)
     if has_replicas(schedule):
         parts = np.where(computes, np.maximum(np.diff(first), 1)[rank], 1)
         part = np.where(computes, turn, 0)

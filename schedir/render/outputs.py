@@ -53,7 +53,7 @@ def drawn(
         from schedir.render.terminal_timeline import timeline_blocks
 
         window = window_of([first, *others], start, end)
-        return timeline_blocks(first, screen.width, second, window)
+        return timeline_blocks(first, screen.width, second, screen.fit, window)
     from schedir.render.terminal_timeline import overview_blocks
 
     return overview_blocks(first, screen.width, screen.height, second)
@@ -150,7 +150,7 @@ def _blocks(value: object, screen: Screen) -> list[Block]:
 
 def show(value: object, width: int | None, start: float = 0, end: float | None = None) -> None:
     """Print the object as its command does."""
-    screen = screen_of(sys.stdout) if width is None else Screen(width)
+    screen = screen_of(sys.stdout) if width is None else Screen(width, fit=True)
     write(view_of(value).blocks(screen, start=start, end=end), sys.stdout)
 
 

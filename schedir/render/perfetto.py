@@ -78,7 +78,7 @@ def trace_events(timeline: Timeline, against: Timeline | None = None) -> Iterato
     Raises SchedirError if a timeline is longer than the format's times can hold.
     """
     both = [timeline] if against is None else [timeline, against]
-    labels = [""] if against is None else captions(both)
+    labels = captions(both)
     for line in both:
         seconds = line.makespan * _MICROSECONDS[line.unit] / 1e6
         if seconds > _MOST:

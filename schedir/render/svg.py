@@ -36,6 +36,7 @@ from schedir.ir import KIND_INDEX, KINDS, Bools, Columns, Ints, Kind, Schedule, 
 from schedir.render.axis import finite, round_step, ticks
 from schedir.render.captions import (
     bubble,
+    caption,
     captions,
     clock_of,
     makespan,
@@ -194,11 +195,11 @@ def svg_blocks(
     heights = _heights(both, memory)
     panels = []
     for line, name, factor in zip(both, captions(both), clock.factors, strict=True):
-        caption = f"makespan {makespan(line, clock.duration, factor)}, bubble {bubble(line)}"
-        if against is not None or line.measured is not None:
-            caption = f"{name}: {caption}"
+        said = f"makespan {makespan(line, clock.duration, factor)}, bubble {bubble(line)}"
+        if name or line.measured is not None:
+            said = f"{name or caption(line)}: {said}"
         times = per_unit * factor, start / factor, end / factor
-        panels.append(_Panel(line, caption, *times, top + _LINE + 6, *heights))
+        panels.append(_Panel(line, said, *times, top + _LINE + 6, *heights))
         top = panels[-1].bottom
     marks = _ticks(start, end, per_unit)
     reach = max((x + _tick_width(text) / 2 for text, x in marks), default=0)

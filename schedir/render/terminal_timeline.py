@@ -12,7 +12,7 @@ several actions each. A steady state is one or two periods of it, drawn from a f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,10 @@ import numpy as np
 
 from schedir.render.captions import (
     bubble,
+    captions,
     clock_of,
     costs,
     makespan,
-    names,
     steady_figures,
     title,
     verdict,
@@ -32,7 +32,7 @@ from schedir.render.captions import (
 )
 from schedir.render.drawing import MOST_COLUMNS, Drawing, Part, Row, Sketch, rows_of
 from schedir.render.lanes import has_copies, lanes_per_rank
-from schedir.render.repeats import repeats
+from schedir.render.repeats import Repeat, repeats
 from schedir.render.text import (
     Block,
     Panel,
@@ -74,12 +74,12 @@ def timeline_json(timeline: Timeline, steady: SteadyState | None = None) -> str:
 
 
 def timeline_text(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
-    """The timeline drawn in text, with its legend and its figures; each rank is one line.
+    """The timeline drawn in text, with its legend and its figures.
 
-    With a `width` in columns it is drawn in letters if labels need more. Without one, each line is
-    as long as its labels need, but for a step or a link that takes so long that nearly everything
-    would be blank: then it is in letters, in 10,000 columns. `colour` adds ANSI escapes and changes
-    no character.
+    With a `width` in columns it is split into pages by time, each with all ranks. Without one,
+    each rank is one line, however long. If a step or a link takes so long that nearly everything
+    would be blank, it is drawn in letters, in `width` or 10,000 columns. `colour` adds ANSI escapes
+    and changes no character.
     """
     write = coloured if colour else plain
     return write(timeline_blocks(timeline, width))
@@ -89,32 +89,34 @@ def timeline_blocks(
     timeline: Timeline,
     width: int | None = None,
     against: Timeline | None = None,
+    fit: bool = False,
     window: tuple[float, float] | None = None,
 ) -> Iterator[Block]:
     """The timeline as blocks; a second timeline is drawn below the first.
 
-    The drawing fits into `width`, with letters if labels would need more. With a `window` only the
-    part between its two times is drawn.
+    With `fit` the whole drawing fits into `width`, with letters if labels would need more. With a
+    `window` only the part between its two times is drawn.
     """
     lines = [timeline] if against is None else [timeline, against]
     for shape in dict.fromkeys(title(line.schedule) for line in lines):
         yield Piece(f"{fill(shape, width)}\n")
     yield Piece("\n")
-    yield from _drawn(sketch_of(lines, window), clock_of(lines).title, width)
-    for line, name in zip(lines, names(lines), strict=True):
+    yield from _drawn(sketch_of(lines, window), clock_of(lines).title, width, fit)
+    for line, name in zip(lines, captions(lines), strict=True):
         yield Piece(f"\n{f'{name}: {costs(line)}' if name else verdict(line)}\n\n")
         yield statistics(line)
 
 
-def _drawn(sketch: Sketch, axis: str, width: int | None) -> Iterator[Piece]:
+def _drawn(sketch: Sketch, axis: str, width: int | None, fit: bool) -> Iterator[Piece]:
     """The sketch with as much detail as there is room for, and its legend."""
     room = MOST_COLUMNS if width is None else max(width - len(sketch.corner), 1)
-    letters = sketch.too_wide or (width is not None and sketch.columns > room)
-    drawing = sketch.letters(room) if letters else sketch.labelled()
-    left, end = map(drawing.axis.column, (sketch.since, sketch.until))
-    yield Piece(f"{axis} {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
-    yield from drawing.between(left, end)
-    yield Piece("\n")
+    letters = sketch.too_wide or (fit and sketch.columns > room)
+    drawing = sketch.letters(columns=room) if letters else sketch.labelled()
+    bounds = map(drawing.axis.column, (sketch.since, sketch.until))
+    for left, end in drawing.pages(width, *bounds):
+        yield Piece(f"{axis} {drawing.axis.time(left)}..{drawing.axis.time(end)}\n")
+        yield from drawing.page(left, end)
+        yield Piece("\n")
     yield from drawing.painted_legend(width)
 
 
@@ -131,7 +133,7 @@ def sketch_of(lines: Sequence[Timeline], window: tuple[float, float] | None = No
 
     parts = [
         Part(line, name, own, list(map(head, own)))
-        for line, name, own in zip(lines, names(lines), several, strict=True)
+        for line, name, own in zip(lines, captions(lines), several, strict=True)
     ]
     corner = " " * (2 + max(len(head) for part in parts for head in part.heads))
     return Sketch(parts, corner, *(window or (0.0, max(line.makespan for line in lines))))
@@ -152,7 +154,7 @@ def overview_blocks(
     A second timeline is drawn below the first, on its axis.
     """
     several = [timeline] if against is None else [timeline, against]
-    found = names(several)
+    found = captions(several)
     costs = [
         list(_costs(line, several, name and name.ljust(max(map(len, found)) + 2)))
         for line, name in zip(several, found, strict=True)
@@ -165,7 +167,9 @@ def overview_blocks(
     panel = sum(len(fill(text, inside).splitlines()) for text in texts) + 2
     room = height - panel - _PROMPT_LINES
     drawing = _overview(several, width, room)
-    yield from drawing.between(0, drawing.axis.columns)
+    for turn, (left, end) in enumerate(drawing.pages(width)):
+        yield Piece("\n" if turn else "")
+        yield from drawing.page(left, end)
     yield Piece("\n")
     yield from drawing.painted_legend(width)
     table = statistics(timeline)
@@ -198,8 +202,8 @@ def _costs(timeline: Timeline, several: Sequence[Timeline], name: str) -> Iterat
 
 def _lines(drawing: Drawing, width: int) -> int:
     """The lines of a drawing and its legend, with a blank one between them."""
-    legend = len(fill(drawing.legend, width).splitlines())
-    return _RULER_LINES + len(drawing.rows) + 1 + legend
+    pages = len(list(drawing.pages(width))) * (_RULER_LINES + len(drawing.rows) + 1)
+    return pages + len(fill(drawing.legend, width).splitlines())
 
 
 def _overview(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
@@ -207,7 +211,7 @@ def _overview(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
     space = room - _RULER_LINES - _LEGEND_LINES
     if len(timelines) > 1:
         space = space // len(timelines) - 1  # the name above each timeline
-    parts = [_part(*each, space) for each in zip(timelines, names(timelines), strict=True)]
+    parts = [_part(*each, space) for each in zip(timelines, captions(timelines), strict=True)]
     rows = [row for part in parts for row in part.rows]
     corner = "rank  stage  " if any(row.stage is not None for row in rows) else "rank  "
     if any(row.copies for row in rows):
@@ -215,17 +219,21 @@ def _overview(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
     last = max(line.makespan for line in timelines)
     sketch = Sketch(parts, corner, 0.0, last, note="; --full draws everything")
     columns = max(width - len(corner), 1)
+    if sketch.columns <= columns:
+        return sketch.labelled()
     # A part that repeats in one of two timelines need not repeat in the other.
-    found = repeats(timelines[0]) if len(timelines) == 1 and sketch.columns > columns else []
+    found = repeats(timelines[0]) if len(timelines) == 1 else []
     longest = sorted(found, key=lambda repeat: repeat.start - repeat.end)
     repeated = sorted(longest[:_MOST_CUTS], key=lambda repeat: repeat.start)
-    draws = [] if sketch.too_wide else [sketch.labelled, partial(sketch.letters, None)]
-    for draw in (*draws, partial(sketch.letters, columns)):
+    draws: list[Callable[[Sequence[Repeat]], Drawing]] = [partial(sketch.letters, columns=columns)]
+    if not sketch.too_wide:
+        draws = [sketch.labelled, sketch.letters, *draws]
+    for draw in draws:
         drawing = draw(repeated)
-        if drawing.axis.columns <= columns and _lines(drawing, width) <= room:
+        if _lines(drawing, width) <= room:
             return drawing
     # At that scale a repeated part may be too short to be cut out.
-    return sketch.letters(columns)
+    return sketch.letters(columns=columns)
 
 
 def _part(timeline: Timeline, name: str, room: int) -> Part:
@@ -265,7 +273,7 @@ def steady_blocks(
     name = f"{line.schedule.name}: {shape}, once full (from the middle of {many})"
     yield Piece(f"{fill(name, width)}\n\n")
     if steady.period:
-        yield from _drawn(_steady_sketch(line, steady, width), clock.title, width)
+        yield from _drawn(_steady_sketch(line, steady, width), clock.title, width, fit=True)
         yield Piece("\n")
     yield Piece(f"{fill(_full(steady), width)}\n{fill(_drained(drained), width)}\n")
 

@@ -187,10 +187,15 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 @attrs.frozen
 class Screen:
-    """The columns and lines that a drawing has to fit into; None for no limit."""
+    """The columns and lines that a drawing has to fit into; None for no limit.
+
+    Without a height, a drawing of every action is split into pages by time; with `fit` all of it
+    fits into the width, with less detail.
+    """
 
     width: int | None = None
     height: int | None = None
+    fit: bool = False
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -206,7 +211,7 @@ def width_of(stream: TextIO | None) -> int | None:
 
 
 def screen_of(stream: TextIO | None) -> Screen:
-    """The screen of a terminal. A pipe has no height, and the width that COLUMNS says, if any."""
+    """The screen of a terminal. A pipe has no height; if COLUMNS says a width, drawings fit it."""
     width = width_of(stream)
     if stream is None or width is None:
         return Screen()
@@ -214,7 +219,9 @@ def screen_of(stream: TextIO | None) -> Screen:
         "…".encode(stream.encoding)
     except UnicodeError:
         width -= 4  # two cuts in a line become `...`
-    return Screen(width, shutil.get_terminal_size().lines if is_terminal(stream) else None)
+    if not is_terminal(stream):
+        return Screen(width, fit=True)
+    return Screen(width, shutil.get_terminal_size().lines)
 
 
 def write(blocks: Iterable[Block], stream: TextIO | None) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, COMPUTE, COPIES, GROUPS, RECEIVES, Columns, Ints
-from schedir.render.captions import names, readable, title, verdict
+from schedir.render.captions import captions, readable, title, verdict
 from schedir.render.palette import CAUSE_WORDS
 from schedir.render.text import Block, Piece, Table, fill, number
 from schedir.simulator import CAUSES, Cause, Idle, Timeline
@@ -52,7 +52,7 @@ _MOST_STAGES = 12
 def why_blocks(timeline: Timeline, width: int | None, against: Timeline | None) -> Iterator[Block]:
     """Why the ranks of one or two timelines are idle."""
     several = readable([timeline] if against is None else [timeline, against])
-    for turn, (line, name) in enumerate(zip(several, names(several), strict=True)):
+    for turn, (line, name) in enumerate(zip(several, captions(several), strict=True)):
         yield Piece("\n" if turn else "")
         whose = "" if name in ("", line.schedule.name) else f"{name}: "
         yield Piece(fill(whose + title(line.schedule), width) + "\n")

@@ -35,12 +35,6 @@ function prepared(line) {
   line.idleStart = times(line.idleStart);
   line.idle = line.stages.map((_, rank) =>
     cellsOf(range(line.idleBounds[rank], line.idleBounds[rank + 1]), line.idleStart, line.idleEnd));
-  line.critical = new Uint8Array(line.start.length);
-  for (const row of line.path) {
-    line.critical[row] = 1;
-    // The path has a transfer at its receive.
-    if (receives(line.track[row]) && line.before[row] >= 0) line.critical[line.before[row]] = 1;
-  }
   line.kept = line.keptBounds.slice(1).map((end, rank) => ({
     start: times(line.keptStart.subarray(line.keptBounds[rank], end)),
     amount: line.keptAmount.subarray(line.keptBounds[rank], end),

@@ -47,10 +47,9 @@ function draw(canvas, lines, found) {
     const name = all > 11 && !line.replicas ? `rank ${rank}` : rank;
     const often = rank % Math.ceil(11 / all) === 0; // where lanes are thin, not each is named
     if (often) write(pen, name, GUTTER - (line.replicas ? 44 : 6), y + compute / 2, ink);
-    const high = compute / line.stages[rank].length;
-    for (const [turn, stage] of line.replicas && high >= 9 ? line.stages[rank].entries() : []) {
-      write(pen, `stage ${stage}`, GUTTER - 6, y + (turn + 0.5) * high, faint, 9);
-    }
+    const stages = line.replicas ? line.stages[rank] : [], high = compute / stages.length;
+    stages.forEach((stage, turn) => high >= 9 &&
+      write(pen, `stage ${stage}`, GUTTER - 6, y + (turn + 0.5) * high, faint, 9));
     if (curve) drawMemory(pen, line, rank, y + all - gap);
   }
   drawAxis(pen);
@@ -77,8 +76,8 @@ function drawLanes(pen, lines, bands) {
   const pixelOf = (time) => (time - view.from) * (width / (view.to - view.from));
   const within = (time) => Math.max(0, Math.round(pixelOf(time)));
   const wide = lines.map(() => new Set());
-  for (const strip of bands.flatMap((band) => stripsOf(lines, band))) {
-    const { at, rank, track, top, bottom, cells } = strip;
+  const strips = bands.flatMap((band) => stripsOf(lines, band));
+  for (const { at, rank, track, top, bottom, cells } of strips) {
     const { idle, idleCause, critical, colour, makespan } = lines[at];
     const pixels = new Uint32Array(width).fill(page.pixels.idle, within(0), within(makespan));
     if (!track && view.causes) {
@@ -182,19 +181,14 @@ function drawCritical(pen, line, at) {
 }
 
 function drawAxis(pen) {
-  const right = frame.left + frame.width, say = (value) => short(value, 12);
-  // The smallest of 1, 2 and 5 times a power of ten that is at least so many pixels.
-  const stepOf = (pixels) => {
-    const rough = ((view.to - view.from) * pixels) / frame.width;
-    const power = 10 ** Math.floor(Math.log10(rough));
-    return power * ([1, 2, 5].find((times) => times * power >= rough) || 10);
-  };
-  pen.font = `11px ${FONT}`;
-  const wide = pen.measureText(say(Math.floor(view.to / stepOf(90)) * stepOf(90))).width + 16;
-  const step = stepOf(Math.max(90, wide));
+  // The smallest of 1, 2 and 5 times a power of ten that has room for twelve digits.
+  const rough = ((view.to - view.from) * 110) / frame.width;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * ([1, 2, 5].find((times) => times * power >= rough) || 10);
   for (let i = Math.ceil(view.from / step); i * step <= view.to; i++) {
-    const x = xOf(i * step), middle = Math.min(x, right + 16 - wide / 2); // the last is in sight
-    write(pen, say(i * step), middle, AXIS - 11, page.ink.faint, 11, "center");
+    const words = short(i * step, 12), x = xOf(i * step);
+    const last = GUTTER + frame.width + 8 - 4 * words.length; // which keeps it in sight
+    write(pen, words, Math.min(x, last), AXIS - 11, page.ink.faint, 11, "center");
     pen.fillRect(x, AXIS - 4, 1, 3);
   }
   const title = page.unit ? `time (${page.unit})` : "time";

@@ -59,8 +59,11 @@ async function open() {
     draw(canvas, lines, found);
     tell(lines, found.at === undefined && view.row >= 0 ? view : found);
     clearTimeout(writing); // for browsers refuse to write an address too often
-    const address = fragment() || location.pathname;
-    writing = setTimeout(() => history.replaceState(null, "", address), 150);
+    writing = setTimeout(remember, 150);
+  }
+  function remember() {
+    const words = fragment();
+    if (location.hash !== words) history.replaceState(null, "", words || location.pathname);
   }
   function point(...spot) {
     found = spot.length ? under(lines, ...spot) : {};
@@ -93,7 +96,7 @@ async function open() {
   canvas.onpointerdown = ({ button, pointerId, offsetX, offsetY }) => {
     if (button) return;
     canvas.setPointerCapture(pointerId);
-    drag = { x: offsetX, y: offsetY, top: view.top, moved: false };
+    drag = { x: offsetX, y: offsetY, moved: false };
   };
   canvas.onpointermove = ({ offsetX, offsetY }) => {
     if (!drag) return point(offsetX, offsetY);

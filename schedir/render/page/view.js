@@ -51,10 +51,9 @@ function restore(lines) {
 // The heights of the parts of a rank's band, given that of its compute: below it a strip for each
 // other track, unless lanes are thin, and the curve of its memory.
 function heights(compute) {
-  const strip = view.transfers && compute > 7 ? Math.max(1, Math.round(compute / 10)) : 0;
-  const curve = view.memory ? Math.max(6, Math.round(compute * 0.8)) : 0;
-  const gap = Math.max(1, Math.round(compute / 6));
-  const low = compute + (page.tracks - 1) * strip;
+  const atLeast = (least, part) => Math.max(least, Math.round(compute * part));
+  const strip = view.transfers && compute > 7 ? atLeast(1, 0.1) : 0, gap = atLeast(1, 1 / 6);
+  const curve = view.memory ? atLeast(6, 0.8) : 0, low = compute + (page.tracks - 1) * strip;
   return { compute, strip, low, gap, curve, all: low + curve + gap };
 }
 
