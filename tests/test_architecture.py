@@ -42,7 +42,8 @@ WINGS = {
         *("recorder", "trace", "assembly", "engine", "segments", "executor"),
     ),
     "training": (
-        *("cutting", "huggingface", "data", "checkpoint", "schedulers", "history", "evaluation"),
+        *("cutting", "huggingface", "measured_costs", "data", "checkpoint", "schedulers"),
+        *("history", "evaluation"),
         *("progress", "callbacks", "loggers", "trainer"),
     ),
 }
