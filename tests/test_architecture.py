@@ -44,7 +44,7 @@ WINGS = {
     "training": (
         *("cutting", "huggingface", "measured_costs", "data", "checkpoint", "schedulers"),
         *("history", "evaluation"),
-        *("progress", "callbacks", "loggers", "trainer"),
+        *("callbacks", "loggers", "trainer"),
     ),
 }
 

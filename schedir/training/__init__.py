@@ -3,7 +3,7 @@
 You can do all of this without it: the executor takes any modules and any batches.
 """
 
-from schedir.training.callbacks import Callback, Logger
+from schedir.training.callbacks import Callback, Logger, Monitor
 from schedir.training.checkpoint.background import Saving
 from schedir.training.checkpoint.checkpoint import Checkpoint
 from schedir.training.checkpoint.whole_names import gathered_state
@@ -22,7 +22,7 @@ from schedir.training.evaluation import (
 )
 from schedir.training.history import Evaluation, History, Record
 from schedir.training.huggingface.stages import stages_of
-from schedir.training.loggers import CSV, JSONLines, Monitor, TensorBoard, WandB
+from schedir.training.loggers import CSV, JSONLines, TensorBoard, WandB
 from schedir.training.measured_costs import measured_costs
 from schedir.training.schedulers import warmup_cosine
 from schedir.training.trainer import Trainer

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 
-Layers: TypeAlias = nn.Sequential | Sequence[Any] | Mapping[str, Any]
+Layers: TypeAlias = (
+    nn.Sequential | nn.ModuleList | nn.ModuleDict | Sequence[Any] | Mapping[str, Any]
+)
 """Modules, functions and deferred layers, in the order in which they run."""
 
 
