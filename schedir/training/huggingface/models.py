@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from schedir.errors import ExecutionError
 from schedir.training.cutting.layers import seed_of
@@ -112,8 +111,8 @@ def materialise(
 ) -> None:
     """Give the owned modules and parameters of a model on meta memory on `device` and values.
 
-    The model's own code initialises them. A parameter's random values depend only on the seed and
-    its name. All buffers get values, because every stage may read them.
+    The model's own code initialises them. A module's random values depend only on the seed and its
+    name. All buffers get values, because every stage may read them.
 
     Raises ExecutionError if the model's code leaves a tensor without values.
     """
@@ -129,7 +128,7 @@ def materialise(
         for held in (module._parameters, module._buffers):
             held.update((key, real[id(x)]) for key, x in held.items() if id(x) in real)
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), _Seeds(model, seed):
+    with torch.random.fork_rng(devices), _seeding(model, seed):
         model.initialize_weights()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any()):
@@ -206,22 +205,20 @@ def _configs_of(model: nn.Module) -> list[Any]:
     return list({id(config): config for config in held}.values())
 
 
-class _Seeds(TorchDispatchMode):
-    """Seeds every draw of random numbers by the parameter's name and the number of the draw."""
+@contextmanager
+def _seeding(model: nn.Module, seed: int) -> Iterator[None]:
+    """Inside, the model's code initialises each module from random numbers of its own."""
+    names = {id(module): name for name, module in model.named_modules()}
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._seed = seed
-        self._names = {p.untyped_storage()._cdata: name for name, p in model.named_parameters()}
-        self._draws: Counter[str] = Counter()
+    def seeded(init: Callable[[nn.Module], object], module: nn.Module) -> None:
+        torch.manual_seed(seed_of(f"{seed} {names[id(module)]}"))
+        init(module)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            first = args[0] if args else None
-            storage = first.untyped_storage()._cdata if isinstance(first, Tensor) else None
-            name = self._names.get(storage, "")
-            torch.manual_seed(seed_of(f"{self._seed} {self._draws[name]} {name}"))
-            self._draws[name] += 1
-        return func(*args, **(kwargs or {}))
+    models: list[Any] = [one for one in model.modules() if hasattr(one, "_init_weights")]
+    for one in models:
+        one._init_weights = partial(seeded, one._init_weights)
+    try:
+        yield
+    finally:
+        for one in models:
+            del one._init_weights
