@@ -42,7 +42,7 @@ WINGS = {
         *("recorder", "trace", "assembly", "engine", "segments", "executor"),
     ),
     "training": (
-        *("cutting", "huggingface", "measured_costs", "data", "checkpoint", "schedulers"),
+        *("cutting", "huggingface", "data", "checkpoint", "measured_costs", "schedulers"),
         *("history", "evaluation"),
         *("callbacks", "loggers", "trainer"),
     ),

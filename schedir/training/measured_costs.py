@@ -19,8 +19,8 @@ from schedir.runtime import rng
 from schedir.runtime.arguments import LossFunction
 from schedir.runtime.boundaries.calling import convention_of
 from schedir.runtime.processes import clocks
-from schedir.runtime.processes.failure import describe
 from schedir.runtime.processes.groups import init_process_group
+from schedir.training.checkpoint.collective import everywhere
 from schedir.training.cutting.partition import uncut_layers
 from schedir.training.huggingface.stages import uncut_pretrained
 
@@ -87,21 +87,17 @@ def measured_costs(
     if made:
         init_process_group(None)
     try:
-        # The costs, or the reason of the failure: the other processes wait for one of them.
-        told: list[Any] = [None, None]
-        if dist.get_rank() == 0:
-            try:
-                told[0] = measure()
-            except Exception as error:
-                told[1] = str(error) if isinstance(error, ExecutionError) else describe(error)
-        dist.broadcast_object_list(told)
+        return everywhere(_gathered, lambda: [] if dist.get_rank() else measure())[0]
     finally:
         if made:
             dist.destroy_process_group()
-    if told[1] is not None:
-        raise ExecutionError(told[1])
-    costs: list[float] = told[0]
-    return costs
+
+
+def _gathered(value: Any) -> list[Any]:
+    """The values of all processes, on each of them."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _timed(
