@@ -258,9 +258,9 @@ class Trainer:
         self._called = callbacks_of([*bar, *self.callbacks])
         begun: list[Callback] = []
         with ExitStack() as stack:  # whatever fails, all that has begun ends
+            stack.callback(self._end, begun)
             if self._folder is not None:
                 stack.callback(self._folder.end)
-            stack.callback(self._end, begun)
             for callback in self._called:
                 callback.before_training(now.step)
                 begun.append(callback)

@@ -129,20 +129,22 @@ def uncut_pretrained(
         for block, group in zip(blocks, groups, strict=True)
     ]
 
+    def module_of(span: Span, own: Mapping[str, nn.Module]) -> nn.Module:
+        real = model.real
+        if real is None:
+            real = on_meta(model.skeleton)
+            owned = {name for part in parts[slice(*span)] for name in part.layers}
+            materialise(real, owned, seed, torch.device(device or "cpu"), model.kind)
+        stage = _assembled(model.skeleton, real, outline, range(*span), own)
+        return stage if device is None else stage.to(device)
+
     def make(spans: Sequence[Span], stages: Iterable[int]) -> Iterator[tuple[int, nn.Module]]:
         like = on_meta(model.skeleton)
-        _try_out(
-            [_assembled(like, like, outline, range(*span)) for span in spans], inputs, model.kind
-        )
+        tried = [_assembled(like, like, outline, range(*span), {}) for span in spans]
+        _try_out(tried, inputs, model.kind)
         own = {} if model.real is None else own_modules(parts, spans, stages)
         for stage in stages:
-            real = model.real
-            if real is None:
-                real = on_meta(model.skeleton)
-                owned = {name for part in parts[slice(*spans[stage])] for name in part.layers}
-                materialise(real, owned, seed, torch.device(device or "cpu"), model.kind)
-            module = _assembled(model.skeleton, real, outline, range(*spans[stage]), own.get(stage))
-            yield stage, module if device is None else module.to(device)
+            yield stage, module_of(spans[stage], own.get(stage, {}))
 
     return Uncut(parts, make)
 
@@ -285,14 +287,14 @@ def _assembled(
     real: nn.Module,
     outline: Outline,
     blocks: range,
-    own: Mapping[str, nn.Module] | None = None,
+    own: Mapping[str, nn.Module],
 ) -> PretrainedStage:
     """Make the stage that owns `blocks` of `real`.
 
     The stage takes the modules of `real` as they are, or those of `own` in their place. For what it
     does not own it has the modules of `skeleton`, the same model on meta.
     """
-    own, received = own or {}, _Received()
+    received = _Received()
     dropped: set[str] = set()
     if blocks.start > 0:
         dropped |= outline.first
