@@ -207,12 +207,14 @@ def _configs_of(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def _seeding(model: nn.Module, seed: int) -> Iterator[None]:
-    """Inside, the model's code initialises each module from random numbers of its own."""
+    """Inside, the model's code initialises each module with memory from random numbers of its
+    own."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def seeded(init: Callable[[nn.Module], object], module: nn.Module) -> None:
-        torch.manual_seed(seed_of(f"{seed} {names[id(module)]}"))
-        init(module)
+        if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            torch.manual_seed(seed_of(f"{seed} {names[id(module)]}"))
+            init(module)
 
     models: list[Any] = [one for one in model.modules() if hasattr(one, "_init_weights")]
     for one in models:
