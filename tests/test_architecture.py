@@ -41,8 +41,9 @@ WINGS = {
         *("recorder", "trace", "assembly", "engine", "segments", "executor"),
     ),
     "training": (
-        *("cutting", "huggingface", "data", "checkpoint", "schedulers", "history", "evaluation"),
-        *("progress", "callbacks", "loggers", "trainer"),
+        *("cutting", "huggingface", "data", "checkpoint", "measured_costs", "schedulers"),
+        *("history", "evaluation"),
+        *("callbacks", "loggers", "trainer"),
     ),
 }
 

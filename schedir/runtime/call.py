@@ -32,11 +32,10 @@ INFER = Request("infer", has_loss=False)
 CLOSE = Request("close", has_loss=False)
 GATHER = Request("gather", has_loss=False)
 COLLECT = Request("collect", has_loss=False)
-HAND_OUT = Request("hand_out", has_loss=False)
 TIMELINES = Request("timelines", has_loss=False)
 REQUESTS = (
     *(STEP, RUN, ACCUMULATE, EVALUATE, INFER),
-    *(CLOSE, GATHER, COLLECT, HAND_OUT, TIMELINES),
+    *(CLOSE, GATHER, COLLECT, TIMELINES),
 )
 
 

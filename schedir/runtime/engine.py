@@ -25,7 +25,6 @@ from schedir.runtime.call import (
     CLOSE,
     COLLECT,
     GATHER,
-    HAND_OUT,
     RUN,
     STEP,
     TIMELINES,
@@ -35,7 +34,7 @@ from schedir.runtime.call import (
     autocast_kinds,
 )
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import Control, Courier, Exchange, packed
+from schedir.runtime.processes.control import Control, Courier, Exchange
 from schedir.runtime.processes.failure import (
     DifferError,
     OneLineError,
@@ -522,27 +521,6 @@ class Engine:
         self._session.stand(HANDSHAKE)
         self.parts.handshake.exchange(Announcement(request, presence.calls, self.steps))
         presence.words[CODE] = OUTSIDE
-
-    def hand_out(self, values: Sequence[Any] | None) -> Any:
-        """This rank's value from the first stage's rank; see `Executor.hand_out`."""
-        grid = self._plan.grid
-        speaker = self._plan.schedule.placement[0][0]
-        number = grid.number(speaker)
-        with self._message("hand_out") as control:
-            self._announce(HAND_OUT)
-            if grid.number(grid.rank) != number:
-                self._session.stand(HANDSHAKE)
-                return control.receive(speaker)
-            if values is None or len(values) != grid.ranks:
-                raise ExecutionError(
-                    f"hand_out: rank {speaker}, which runs the first stage, must pass a value for "
-                    f"each of the {grid.ranks} ranks"
-                )
-            contents = [*map(packed, values)]  # whoever is sent nothing yet waits for this rank
-            for rank in range(grid.ranks):
-                if grid.number(rank) != number:
-                    control.send_packed(contents[rank], rank)
-            return values[speaker]
 
     def timelines(self) -> list[Timeline]:
         """The timelines of the steps since the last call, on rank 0; see `Executor.timelines`."""

@@ -445,16 +445,6 @@ class Executor:
         """
         return self._engine.collect(value)
 
-    def hand_out(self, values: Sequence[Any] | None = None) -> Any:
-        """Send each rank of a pipeline a value from the first stage's rank; return this rank's.
-
-        On the first stage's rank `values` has one value for each rank, which can be pickled; on
-        other ranks it is None. All ranks call it, between the same two calls.
-
-        Raises ExecutionError if other ranks fail, or do not call it in time.
-        """
-        return self._engine.hand_out(values)
-
     def timelines(self) -> list[Timeline]:
         """Return a measured `Timeline` of each call of `step` since the last call of this method.
 

@@ -3,15 +3,13 @@
 You can do all of this without it: the executor takes any modules and any batches.
 """
 
-from schedir.training.callbacks import Callback, Logger
+from schedir.training.callbacks import Callback, Logger, Monitor
 from schedir.training.checkpoint.background import Saving
 from schedir.training.checkpoint.checkpoint import Checkpoint
 from schedir.training.checkpoint.whole_names import gathered_state
 from schedir.training.cutting.cuts import balanced
-from schedir.training.cutting.deferred import deferred
 from schedir.training.cutting.from_torch_pipeline import stages_of_pipe
-from schedir.training.cutting.layers import pop, stash
-from schedir.training.cutting.measured_costs import measured_costs
+from schedir.training.cutting.layers import deferred, pop, stash
 from schedir.training.cutting.partition import partition
 from schedir.training.cutting.stages import Stages
 from schedir.training.data import Batches
@@ -24,7 +22,8 @@ from schedir.training.evaluation import (
 )
 from schedir.training.history import Evaluation, History, Record
 from schedir.training.huggingface.stages import stages_of
-from schedir.training.loggers import CSV, JSONLines, Monitor, TensorBoard, WandB
+from schedir.training.loggers import CSV, JSONLines, TensorBoard, WandB
+from schedir.training.measured_costs import measured_costs
 from schedir.training.schedulers import warmup_cosine
 from schedir.training.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""Callbacks of a training: the user's, and the one that shows progress on the first process.
+"""Callbacks of a training: methods that a Trainer calls on every rank.
 
 before_training ─▶ after_step … after_step ─▶ figures, after_log        every `log_every` steps
                                           └─▶ after_record              an entry of the history
@@ -8,17 +8,15 @@ before_training ─▶ after_step … after_step ─▶ figures, after_log      
 
 from __future__ import annotations
 
-import sys
+import resource
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from schedir.display import rounded
 from schedir.errors import ExecutionError
-from schedir.runtime import StepResult
+from schedir.runtime import Executor, StepResult
 from schedir.training.history import History
 
 
@@ -92,6 +90,35 @@ class Logger(Callback):
         self.after_log(entry.step, figures)
 
 
+class Monitor(Callback):
+    """Adds "peak_memory_gib" to the figures of every log: the largest peak of all processes.
+
+    >>> from torch import nn
+    >>> from schedir import build
+    >>> from schedir.runtime import Executor
+    >>> from schedir.training import Monitor
+    >>> schedule = build("1f1b", ranks=1, microbatches=1)
+    >>> executor = Executor(schedule, {0: nn.Linear(4, 1)}, nn.MSELoss())
+    >>> [*Monitor(executor).figures()]
+    ['peak_memory_gib']
+
+    On a GPU a peak counts the tensors there; on the CPU it is the memory of the process. The
+    processes exchange their peaks at every log.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def figures(self) -> Mapping[str, float]:
+        """The largest peak of all processes so far, in GiB."""
+        device = self._executor.device
+        if device.type == "cpu":
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        else:
+            peak = torch.get_device_module(device).max_memory_allocated(device)
+        return {"peak_memory_gib": max(self._executor.gather(peak)) / 2**30}
+
+
 AfterRecord: TypeAlias = Callable[[History], object]
 """A function in place of a Callback, called after each new entry of the history."""
 
@@ -124,61 +151,3 @@ def callbacks_of(given: object) -> list[Callback]:
 def is_first() -> bool:
     """Whether this is the first process."""
     return not (dist.is_initialized() and dist.get_rank())
-
-
-class _Shown(Callback):
-    """Prints a line for each log and each entry of the history.
-
-    On a terminal it shows a bar of the steps, of `total` if that is known, and the log beside it.
-    """
-
-    def __init__(self, total: int | None) -> None:
-        # The stdout of this moment, in any locale.
-        self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
-        self._bar = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=total)
-
-    def before_training(self, step: int) -> None:
-        if step:
-            self._console.print(f"resumes after step {step}")
-        self._bar.update(self._task, completed=step)
-        self._bar.start()
-
-    def after_step(self, result: StepResult) -> None:
-        self._bar.advance(self._task)
-
-    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-        line = "  ".join(f"{name} {_short(value)}" for name, value in figures.items())
-        if self._console.is_terminal:
-            self._bar.update(self._task, description=line)
-        else:
-            self._console.print(f"step {step}  {line}")
-
-    def after_record(self, history: History) -> None:
-        line = str(history[-1])
-        if history.best and history.stale:
-            line += f"  {history.stale} after the best"
-        self._console.print(line)
-
-    def after_training(self, history: History) -> None:
-        self._bar.stop()
-
-
-def shown(total: int | None, wanted: bool) -> list[Callback]:
-    """The callback that shows progress, on the first process and if `wanted`.
-
-    `total` is the number of steps, None if unknown.
-    """
-    return [_Shown(total)] if wanted and is_first() else []
-
-
-def _short(value: float) -> str:
-    return rounded(value, 4) if abs(value) < 9999.5 else f"{value:,.0f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from schedir.errors import ExecutionError
-from schedir.runtime import Executor, StepResult
-from schedir.training.history import Evaluation
+from schedir.runtime import Executor
+from schedir.training.history import Evaluation, MeanLoss
 
 Number: TypeAlias = float | Tensor
 """One number, or a tensor of one, which may be on a GPU."""
@@ -162,44 +162,6 @@ def causal_lm_tokens(labels: Tensor) -> Tensor:
     1
     """
     return (labels[:, 1:] != _IGNORED).sum()
-
-
-class MeanLoss:
-    """The mean loss of many calls, each weighted by its samples.
-
-    A call's loss is read when the next call is added, so no rank waits for the loss of the call
-    that it has just made. With `skips`, a loss that is not finite does not count. `totals` are
-    those of another MeanLoss, to go on from.
-    """
-
-    def __init__(self, skips: bool = False, totals: Sequence[float] = (0.0, 0.0)) -> None:
-        self._skips = skips
-        self._sum, self._samples = totals
-        self._unread: StepResult | None = None
-
-    def add(self, result: StepResult) -> None:
-        """Count a call."""
-        self._read()
-        self._unread = result
-
-    @property
-    def mean(self) -> float:
-        """The mean over all calls so far; NaN where they have no samples."""
-        total, samples = self.totals
-        return total / samples if samples else math.nan
-
-    @property
-    def totals(self) -> tuple[float, float]:
-        """The sum of the losses of all samples so far, and the number of samples."""
-        self._read()
-        return self._sum, self._samples
-
-    def _read(self) -> None:
-        call, self._unread = self._unread, None
-        if call is None or not call.samples or (self._skips and not math.isfinite(call.loss)):
-            return
-        self._sum += call.loss * call.samples
-        self._samples += call.samples
 
 
 def pairs(batches: Iterable[Any], what: str, after: int = 0) -> Iterator[tuple[Any, Any]]:

@@ -1,12 +1,15 @@
-"""The history of a training: its losses and metrics, entry by entry."""
+"""The history of a training: its losses and metrics, entry by entry, and where it stands."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import attrs
+
+from schedir.errors import ExecutionError
+from schedir.runtime import StepResult
 
 Mode: TypeAlias = Literal["min", "max"]
 """Whether a lower measure is better, or a higher one."""
@@ -116,3 +119,98 @@ class History(Sequence[Record]):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self))
+
+
+class MeanLoss:
+    """The mean loss of many calls, each weighted by its samples.
+
+    A call's loss is read when the next call is added, so no rank waits for the loss of the call
+    that it has just made. With `skips`, a loss that is not finite does not count. `totals` are
+    those of another MeanLoss, to go on from.
+    """
+
+    def __init__(self, skips: bool = False, totals: Sequence[float] = (0.0, 0.0)) -> None:
+        self._skips = skips
+        self._sum, self._samples = totals
+        self._unread: StepResult | None = None
+
+    def add(self, result: StepResult) -> None:
+        """Count a call."""
+        self._read()
+        self._unread = result
+
+    @property
+    def mean(self) -> float:
+        """The mean over all calls so far; NaN where they have no samples."""
+        total, samples = self.totals
+        return total / samples if samples else math.nan
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """The sum of the losses of all samples so far, and the number of samples."""
+        self._read()
+        return self._sum, self._samples
+
+    def _read(self) -> None:
+        call, self._unread = self._unread, None
+        if call is None or not call.samples or (self._skips and not math.isfinite(call.loss)):
+            return
+        self._sum += call.loss * call.samples
+        self._samples += call.samples
+
+
+class Standing:
+    """Where a training stands and what it has seen: its part of a checkpoint.
+
+    `step` steps were made and `epoch` epochs are over; `in_epoch` steps belong to the current
+    epoch, and `lr` is the learning rate of the last step. `loss` is the mean since the last entry
+    of the `history`, `logged` the mean since the last log, and `seconds` the time of the steps
+    since then. With `skips` the means leave out losses that are not finite. `segment` is that of
+    the Trainer.
+    """
+
+    def __init__(self, history: History, skips: bool, segment: int | None) -> None:
+        self.history, self._skips, self._segment = history, skips, segment
+        self.step = self.epoch = 0
+        self.lr = 0.0
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch anew, without the steps of one that was left early."""
+        self.in_epoch = 0
+        self.loss = MeanLoss(self._skips)
+        self.begin_log()
+
+    def begin_log(self) -> None:
+        """Begin the means of the next log."""
+        self.logged, self.seconds = MeanLoss(self._skips), 0.0
+
+    def record(self, epoch: int | None, found: Evaluation | None) -> None:
+        """Add an entry to the history: the training since the last entry, and an evaluation."""
+        measured = () if found is None else (found.loss, found.metrics)
+        entry = Record(epoch, self.step, self.loss.mean, self.lr, *measured)
+        self.history = attrs.evolve(self.history, records=(*self.history, entry))
+        self.loss = MeanLoss(self._skips)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as numbers, and lists and dicts of them."""
+        return {
+            "segment": self._segment,
+            "history": [attrs.asdict(record) for record in self.history],
+            "numbers": [self.step, self.epoch, self.in_epoch, self.lr, self.seconds],
+            "loss": self.loss.totals,
+            "logged": self.logged.totals,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state. Raises ExecutionError if it was saved with another segment length."""
+        segment = state["segment"]
+        if segment != self._segment:
+            raise ExecutionError(
+                f"the checkpoint was saved with segment={segment}, but this Trainer has "
+                f"segment={self._segment}, which would train differently; pass segment={segment}"
+            )
+        records = tuple(Record(**fields) for fields in state["history"])
+        self.history = attrs.evolve(self.history, records=records)
+        self.step, self.epoch, self.in_epoch, self.lr, self.seconds = state["numbers"]
+        self.loss, self.logged = (MeanLoss(self._skips, state[of]) for of in ("loss", "logged"))

@@ -1,4 +1,4 @@
-"""Loggers, which write the figures of a training to a file or a service, and a memory monitor.
+"""Loggers, which write the figures of a training to a file, to a service, or on the terminal.
 
 They write at once, so a training that is killed loses nothing. A logger for another service takes
 the same few lines as `WandB`.
@@ -8,30 +8,33 @@ from __future__ import annotations
 
 import csv
 import json
-import math
-import resource
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import count
+from math import isfinite
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from schedir.display import rounded
 from schedir.errors import ExecutionError
 from schedir.files import replacing
-from schedir.runtime import Executor
+from schedir.runtime import StepResult
 from schedir.runtime.processes.failure import describe
-from schedir.training.callbacks import Callback, Logger
+from schedir.training.callbacks import Logger
 from schedir.training.history import History
 
 
 class _File(Logger):
-    """A file of rows. A resumed training appends to it."""
+    """A file of rows, in a format of a subclass. A resumed training appends to it."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = Path(path)
+        self._names = ["step"]
 
     def before_training(self, step: int) -> None:
         """Drop the rows of later steps, and a last line that was cut off. A training that begins
@@ -50,16 +53,28 @@ class _File(Logger):
                 "give another path, or move the file away"
             ) from error
 
+    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add a row."""
+        if new := [name for name in figures if name not in self._names]:
+            self._names += new
+            self._replace(self._rows())
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            self._write(file, [{"step": step, **figures}])
+
     def _rows(self) -> list[dict[str, Any]]:
         text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
         return self._parsed(line for line in text.splitlines(True) if line.endswith("\n"))
 
-    def _parsed(self, lines: Iterable[str]) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in lines]
-
     def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._names = [*dict.fromkeys([*self._names, *(rows[0] if rows else ())])]
         with replacing(self._path) as file:
-            file.writelines(f"{json.dumps(row)}\n" for row in rows)
+            self._write(file, rows, begins=True)
+
+    def _parsed(self, lines: Iterable[str]) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def _write(self, file: TextIO, rows: Sequence[Mapping[str, Any]], begins: bool = False) -> None:
+        raise NotImplementedError
 
 
 class JSONLines(_File):
@@ -75,11 +90,13 @@ class JSONLines(_File):
     lines of later steps; a new one moves an earlier file aside.
     """
 
-    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add a line."""
-        known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        with self._path.open("a", encoding="utf-8") as file:
-            print(json.dumps({"step": step, **known}), file=file)
+    def _parsed(self, lines: Iterable[str]) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in lines]
+
+    def _write(self, file: TextIO, rows: Sequence[Mapping[str, Any]], begins: bool = False) -> None:
+        for row in rows:
+            known = {name: x if x is None or isfinite(x) else None for name, x in row.items()}
+            print(json.dumps(known), file=file)
 
 
 class CSV(_File):
@@ -95,25 +112,14 @@ class CSV(_File):
     rows of later steps; a new one moves an earlier file aside.
     """
 
-    _names: Sequence[str] = ("step",)
-
-    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add a row."""
-        if new := [name for name in figures if name not in self._names]:
-            self._names = [*self._names, *new]
-            self._replace(self._rows())
-        with self._path.open("a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, self._names).writerow({"step": step, **figures})
-
     def _parsed(self, lines: Iterable[str]) -> list[dict[str, Any]]:
         return [*csv.DictReader(lines)]
 
-    def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._names = [*dict.fromkeys([*self._names, *(rows[0] if rows else ())])]
-        with replacing(self._path) as file:
-            writer = csv.DictWriter(file, self._names)
+    def _write(self, file: TextIO, rows: Sequence[Mapping[str, Any]], begins: bool = False) -> None:
+        writer = csv.DictWriter(file, self._names)
+        if begins:
             writer.writeheader()
-            writer.writerows(rows)
+        writer.writerows(rows)
 
 
 class TensorBoard(Logger):
@@ -181,36 +187,62 @@ class WandB(Logger):
         self._run.finish()
 
 
-class Monitor(Callback):
-    """Adds "peak_memory_gib" to the figures of every log: the largest peak of all processes.
+class ProgressBar(Logger):
+    """Prints a line for each log and each entry of the history.
 
-    >>> from torch import nn
-    >>> from schedir import build
-    >>> from schedir.runtime import Executor
-    >>> from schedir.training import Monitor
-    >>> schedule = build("1f1b", ranks=1, microbatches=1)
-    >>> executor = Executor(schedule, {0: nn.Linear(4, 1)}, nn.MSELoss())
-    >>> [*Monitor(executor).figures()]
-    ['peak_memory_gib']
-
-    On a GPU a peak counts the tensors there; on the CPU it is the memory of the process. The
-    processes exchange their peaks at every log.
+    On a terminal it shows a bar of the steps, of `total` if that is known, and the log beside it.
     """
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, total: int | None) -> None:
+        # The stdout of this moment, in any locale.
+        self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+        self._bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=total)
 
-    def figures(self) -> Mapping[str, float]:
-        """The largest peak of all processes so far, in GiB."""
-        device = self._executor.device
-        if device.type == "cpu":
-            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    def before_training(self, step: int) -> None:
+        """Begin the bar, and say where a resumed training goes on."""
+        if step:
+            self._console.print(f"resumes after step {step}")
+        self._bar.update(self._task, completed=step)
+        self._bar.start()
+
+    def after_step(self, result: StepResult) -> None:
+        """Advance the bar."""
+        self._bar.advance(self._task)
+
+    def after_log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Show the figures."""
+        line = "  ".join(f"{name} {_short(value)}" for name, value in figures.items())
+        if self._console.is_terminal:
+            self._bar.update(self._task, description=line)
         else:
-            peak = torch.get_device_module(device).max_memory_allocated(device)
-        return {"peak_memory_gib": max(self._executor.gather(peak)) / 2**30}
+            self._console.print(f"step {step}  {line}")
+
+    def after_record(self, history: History) -> None:
+        """Print the new entry."""
+        line = str(history[-1])
+        if history.best and history.stale:
+            line += f"  {history.stale} after the best"
+        self._console.print(line)
+
+    def after_training(self, history: History) -> None:
+        """Remove the bar."""
+        self._bar.stop()
 
 
 def _needs(library: str) -> None:
     """Raise ExecutionError, with the command to run, if a library is not installed."""
     if find_spec(library) is None:
         raise ExecutionError(f"{library} is not installed: pip install 'schedir[{library}]'")
+
+
+def _short(value: float) -> str:
+    return rounded(value, 4) if abs(value) < 9999.5 else f"{value:,.0f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from operator import length_hint
@@ -18,18 +18,22 @@ import torch
 from schedir.errors import ExecutionError
 from schedir.ir import is_number
 from schedir.runtime import Executor, StepResult
-from schedir.training.callbacks import AfterRecord, Callback, callbacks_of, is_first, shown
+from schedir.training.callbacks import AfterRecord, Callback, callbacks_of, is_first
 from schedir.training.checkpoint.checkpoint import Checkpoint, Stateful
 from schedir.training.checkpoint.run_folder import RunFolder
 from schedir.training.data import Batches
 from schedir.training.evaluation import Metric, evaluate, measures, pairs
-from schedir.training.history import Evaluation, History, Mode
-from schedir.training.progress import Progress
+from schedir.training.history import Evaluation, History, Mode, Standing
+from schedir.training.loggers import ProgressBar
 from schedir.training.schedulers import takes_metric
 
 logger = logging.getLogger("schedir")
 
-_PROGRESS = "progress"
+_PROGRESS = "progress"  # the name of what a checkpoint has of the Trainer
+_NUMBERS = (
+    *("epochs", "max_steps", "eval_every", "save_every", "log_every"),
+    *("patience", "segment"),
+)
 
 
 class Trainer:
@@ -135,91 +139,106 @@ class Trainer:
         callbacks: Sequence[Callback | AfterRecord] = (),
         progress: bool = True,
     ) -> None:
-        numbers = {
-            "keep": keep,
-            "epochs": epochs,
-            "max_steps": max_steps,
-            "eval_every": eval_every,
-            "save_every": save_every,
-            "log_every": log_every,
-            "patience": patience,
-            "segment": segment,
-        }
-        for name, number in numbers.items():
-            if (name == "keep" or number is not None) and not (is_number(number) and number):
-                raise ExecutionError(f"{name} must be an int of at least 1, not {number!r}")
-        if epochs is None and max_steps is None:
-            raise ExecutionError("nothing says when the training ends: pass epochs= or max_steps=")
-        for name, given in {"metrics": metrics, "patience": patience, "best": best}.items():
-            if given and evaluation is None:
-                raise ExecutionError(f"{name} needs an evaluation set: pass evaluation= as well")
-        held_out = () if evaluation is None else evaluation
-        by_epochs = epochs or scheduler_by == "epoch" or (evaluation is not None and not eval_every)
-        for name, pairs_given in {"batches": batches, "evaluation": held_out}.items():
-            if not isinstance(pairs_given, Iterable):
-                raise ExecutionError(
-                    f"{name} must be an iterable of pairs (inputs, target), not "
-                    f"{type(pairs_given).__name__}"
-                )
-            is_endless = isinstance(pairs_given, Batches) and pairs_given.endless
-            if is_endless and (by_epochs or name == "evaluation"):
-                raise ExecutionError(
-                    f"{name} never ends, so no epoch ends: leave out repeat=True, or, for batches, "
-                    'use steps: max_steps, eval_every, and scheduler_by="step" or "evaluation"'
-                )
-        if scaler is not None and scaler is not executor.scaler:
-            raise ExecutionError("scaler must be the executor's: Executor(…, scaler=scaler)")
-        half = () if executor.scaler is None else (torch.float16,)
-        if autocast not in (None, torch.bfloat16, *half):
-            raise ExecutionError(
-                "autocast must be torch.bfloat16 or None, or torch.float16 with Executor(…, "
-                f"scaler=…), not {autocast}"
-            )
-        self.executor, self.batches = executor, batches
-        self.epochs, self.max_steps = epochs, max_steps
+        self.executor, self.batches, self.evaluation = executor, batches, evaluation
+        self.epochs, self.max_steps, self.patience = epochs, max_steps, patience
         self.eval_every, self.save_every, self.log_every = eval_every, save_every, log_every
-        self.evaluation, self.metrics = evaluation, measures(metrics)
-        if best not in (None, "loss", *self.metrics):
-            raise ExecutionError(f'best must be "loss" or the name of a metric, not {best!r}')
-        if best_mode not in ("min", "max"):
-            raise ExecutionError(f'best_mode must be "min" or "max", not {best_mode!r}')
-        if scheduler_by not in ("step", "epoch", "evaluation"):
-            raise ExecutionError(
-                f'scheduler_by must be "step", "epoch" or "evaluation", not {scheduler_by!r}'
-            )
-        self._by_metric = scheduler is not None and takes_metric(scheduler)
-        evaluated = scheduler_by == "evaluation" or (scheduler_by == "epoch" and not eval_every)
-        if self._by_metric and (evaluation is None or not evaluated):
-            raise ExecutionError(
-                f"a {type(scheduler).__name__} needs the evaluation loss or a metric: pass "
-                'evaluation= and scheduler_by="evaluation"'
-            )
         self.scheduler, self.scheduler_by = scheduler, scheduler_by
-        self.best, self.patience = best, patience
+        self.metrics, self.best = measures(metrics), best
         self.autocast, self.segment, self.unit, self.progress = autocast, segment, unit, progress
         self.callbacks = callbacks_of(callbacks)
+        self._by_metric = scheduler is not None and takes_metric(scheduler)
+        for wrong, message in self._rules(keep, best_mode, scaler, checkpoint, others or {}):
+            if wrong:
+                raise ExecutionError(message)
         self.optimizer = executor.optimizer  # refused at once where there is none
         self._length = length_hint(batches)
-        self._progress = Progress(
+        self._now = Standing(
             History((), best or "loss", best_mode), executor.nonfinite == "skip", segment
         )
         self.stopped = False
         self._folder: RunFolder | None = None
-        if checkpoint is None:
-            return
-        if not hasattr(batches, "state_dict"):
-            raise ExecutionError(
-                f"a {type(batches).__name__} does not know where it is, so no training can resume "
-                "from a checkpoint: wrap it, as in batches=Batches(…)"
+        if checkpoint is not None:
+            data: Any = batches
+            if hasattr(evaluation, "state_dict"):  # a shuffled set's order changes how sums round
+                data = _Data(data, evaluation)
+            others = {_PROGRESS: self._now, **(others or {})}
+            saves = Checkpoint(executor, scheduler=scheduler, batches=data, others=others)
+            self._folder = RunFolder(Path(checkpoint), saves, keep, executor, async_save)
+
+    def _rules(
+        self, keep: int, best_mode: str, scaler: object, checkpoint: object, others: Collection[str]
+    ) -> Iterator[tuple[object, str]]:
+        """What may be wrong with the arguments: whether it is, and the error's words.
+
+        A rule relies on the rules before it.
+        """
+        evaluation, by = self.evaluation, self.scheduler_by
+        for name in _NUMBERS:
+            number = getattr(self, name)
+            unfit = number is not None and not (is_number(number) and number)
+            yield unfit, f"{name} must be an int of at least 1, not {number!r}"
+        yield not (is_number(keep) and keep), f"keep must be an int of at least 1, not {keep!r}"
+        yield (
+            self.epochs is None and self.max_steps is None,
+            "nothing says when the training ends: pass epochs= or max_steps=",
+        )
+        for name in ("metrics", "patience", "best"):
+            yield (
+                getattr(self, name) and evaluation is None,
+                f"{name} needs an evaluation set: pass evaluation= as well",
             )
-        if others and _PROGRESS in others:
-            raise ExecutionError(f"others: the Trainer itself uses {_PROGRESS!r}; use another name")
-        data: Any = batches
-        if hasattr(evaluation, "state_dict"):  # a shuffled set's order changes how sums round
-            data = _Data(data, evaluation)
-        others = {_PROGRESS: self._progress, **(others or {})}
-        saves = Checkpoint(executor, scheduler=scheduler, batches=data, others=others)
-        self._folder = RunFolder(Path(checkpoint), saves, keep, executor, async_save)
+        each_epoch = evaluation is not None and not self.eval_every
+        by_epochs = self.epochs or by == "epoch" or each_epoch
+        held_out = () if evaluation is None else evaluation
+        for name, given in {"batches": self.batches, "evaluation": held_out}.items():
+            yield (
+                not isinstance(given, Iterable),
+                f"{name} must be an iterable of pairs (inputs, target), not {type(given).__name__}",
+            )
+            is_endless = isinstance(given, Batches) and given.endless
+            yield (
+                is_endless and (by_epochs or name == "evaluation"),
+                f"{name} never ends, so no epoch ends: leave out repeat=True, or, for batches, "
+                'use steps: max_steps, eval_every, and scheduler_by="step" or "evaluation"',
+            )
+        own = self.executor.scaler
+        yield (
+            scaler is not None and scaler is not own,
+            "scaler must be the executor's: Executor(…, scaler=scaler)",
+        )
+        half = () if own is None else (torch.float16,)
+        yield (
+            self.autocast not in (None, torch.bfloat16, *half),
+            "autocast must be torch.bfloat16 or None, or torch.float16 with Executor(…, "
+            f"scaler=…), not {self.autocast}",
+        )
+        yield (
+            self.best not in (None, "loss", *self.metrics),
+            f'best must be "loss" or the name of a metric, not {self.best!r}',
+        )
+        yield (
+            best_mode not in ("min", "max"),
+            f'best_mode must be "min" or "max", not {best_mode!r}',
+        )
+        yield (
+            by not in ("step", "epoch", "evaluation"),
+            f'scheduler_by must be "step", "epoch" or "evaluation", not {by!r}',
+        )
+        evaluated = by == "evaluation" or (by == "epoch" and not self.eval_every)
+        yield (
+            self._by_metric and (evaluation is None or not evaluated),
+            f"a {type(self.scheduler).__name__} needs the evaluation loss or a metric: pass "
+            'evaluation= and scheduler_by="evaluation"',
+        )
+        yield (
+            checkpoint is not None and not hasattr(self.batches, "state_dict"),
+            f"a {type(self.batches).__name__} does not know where it is, so no training can resume "
+            "from a checkpoint: wrap it, as in batches=Batches(…)",
+        )
+        yield (
+            checkpoint is not None and _PROGRESS in others,
+            f"others: the Trainer itself uses {_PROGRESS!r}; use another name",
+        )
 
     def fit(self) -> History:
         """Train to the end, or until patience ends or a stop is asked for; return the history.
@@ -227,7 +246,7 @@ class Trainer:
         A training that has a checkpoint is resumed from it; see `Trainer`. Called again, `fit`
         trains on if the training has not ended.
         """
-        now, self.stopped = self._progress, False
+        now, self.stopped = self._now, False
         if now.step:
             now.begin_epoch()
         elif self._folder is not None:
@@ -235,10 +254,13 @@ class Trainer:
         if self._is_over():
             return self.history
         ends = (self.epochs or 0) * self._length, self.max_steps
-        total = min(filter(None, ends), default=None)
-        self._called = [*shown(total, self.progress), *self.callbacks]
+        bar = [ProgressBar(min(filter(None, ends), default=None))] if self.progress else []
+        self._called = callbacks_of([*bar, *self.callbacks])
         begun: list[Callback] = []
-        try:
+        with ExitStack() as stack:  # whatever fails, all that has begun ends
+            stack.callback(self._end, begun)
+            if self._folder is not None:
+                stack.callback(self._folder.end)
             for callback in self._called:
                 callback.before_training(now.step)
                 begun.append(callback)
@@ -249,20 +271,17 @@ class Trainer:
             if self.stopped and is_first():
                 saved = "" if self._folder is None else ", and has saved a checkpoint"
                 logger.warning("the training stops after step %d, as asked%s", now.step, saved)
-        except BaseException:
-            if self._folder is not None:
-                self._folder.end()
-            raise
-        finally:
-            with ExitStack() as stack:  # of all that have begun, whichever of them fails
-                for callback in reversed(begun):
-                    stack.callback(callback.after_training, self.history)
         return self.history
+
+    def _end(self, begun: Sequence[Callback]) -> None:
+        with ExitStack() as stack:  # of all callbacks, whichever of them fails
+            for callback in reversed(begun):
+                stack.callback(callback.after_training, self.history)
 
     @property
     def history(self) -> History:
         """The entries so far."""
-        return self._progress.history
+        return self._now.history
 
     @property
     def is_stale(self) -> bool:
@@ -278,13 +297,13 @@ class Trainer:
             return evaluate(self.executor, self.evaluation, self.metrics)
 
     def _is_over(self) -> bool:
-        now, ever = self._progress, math.inf
+        now, ever = self._now, math.inf
         ends = now.epoch >= (self.epochs or ever) or now.step >= (self.max_steps or ever)
         return ends or self.is_stale
 
     def _train(self) -> None:
         """Train to the end of the epoch, or to the last step."""
-        now, size = self._progress, self.executor.schedule.microbatches
+        now, size = self._now, self.executor.schedule.microbatches
         source = pairs(self.batches, "training", now.in_epoch)
         batches = islice(source, self.max_steps and self.max_steps - now.step)
         together = (self.segment or size) // size  # steps
@@ -325,7 +344,7 @@ class Trainer:
             yield following
 
     def _count(self, result: StepResult) -> None:
-        now = self._progress
+        now = self._now
         now.step, now.in_epoch = now.step + 1, now.in_epoch + 1
         now.lr = self.optimizer.param_groups[0]["lr"]
         now.loss.add(result)
@@ -336,7 +355,7 @@ class Trainer:
 
     def _is_due(self, every: int | None, before: int) -> bool:
         """Whether a multiple of `every` steps was reached since step `before`."""
-        return every is not None and self._progress.step // every > before // every
+        return every is not None and self._now.step // every > before // every
 
     @property
     def _is_asked_to_stop(self) -> bool:
@@ -348,7 +367,7 @@ class Trainer:
 
         These steps began at the time `began`, and `result` is that of the last one.
         """
-        now, asked = self._progress, self._is_asked_to_stop
+        now, asked = self._now, self._is_asked_to_stop
         figures = {}
         loss = now.logged.mean  # reading it waits for the last step
         now.seconds += perf_counter() - began
@@ -393,8 +412,8 @@ class Trainer:
     def _rates(self, result: StepResult) -> dict[str, float]:
         """The throughput since the last log, the bubble of the last step, and the figures of
         callbacks."""
-        _, samples = self._progress.logged.totals
-        found = {f"{self.unit}_per_second": samples / self._progress.seconds}
+        _, samples = self._now.logged.totals
+        found = {f"{self.unit}_per_second": samples / self._now.seconds}
         times = self.executor.gather((result.busy, result.elapsed))
         busy, elapsed = map(sum, zip(*times, strict=True))
         if len(times) > 1 and not math.isnan(busy):

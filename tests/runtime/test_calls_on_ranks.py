@@ -47,11 +47,6 @@ def evaluate(executor: Executor, rows: int) -> object:
     return executor.evaluate(x, target=y).loss
 
 
-def hand_out(executor: Executor, rows: int) -> object:
-    values = [*range(executor.schedule.ranks)]
-    return executor.hand_out(None if executor.rank else values)
-
-
 def save(executor: Executor, rows: int) -> None:
     with TemporaryDirectory() as folder:
         Checkpoint(executor).save(folder)
@@ -67,7 +62,6 @@ CALLS: dict[str, Callable[[Executor, int], object]] = {
     ],
     "gather": Executor.gather,
     "collect": Executor.collect,
-    "hand_out": hand_out,
     "timelines": lambda executor, rows: executor.timelines(),
     "save": save,
     "close": lambda executor, rows: executor.close(),
@@ -102,7 +96,7 @@ def assert_differing_calls_are_named(
     else:
         said = message_of(CALLS[name], executor, rows if rank else 8)
     everyone("all others have failed")
-    if name in ("infer", "collect", "hand_out") and not said:
+    if name in ("infer", "collect") and not said:
         said = message_of(CALLS[name], executor, 8)  # who only sends is told in the next call
     assert time.monotonic() - started < LONG / 4
     texts = everyone(said)
@@ -136,7 +130,7 @@ OTHERS = [pair for pair in PAIRS if "step" in pair and "step(update=False)" not 
 ODD_ONES = [(3, odd, names) for odd in range(3) for names in ODD_CALLS]
 ODD_ONES += [(4, odd, names) for odd in (0, 2) for names in OTHERS]
 QUICK_ONES = [(3, 1, ODD_CALLS[1]), (3, 1, ODD_CALLS[2])]
-QUICK_ONES += [(4, 2, ("step", "hand_out")), (4, 2, ("gather", "step"))]
+QUICK_ONES += [(4, 2, ("step", "collect")), (4, 2, ("gather", "step"))]
 
 
 @on_ranks()

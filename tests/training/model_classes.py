@@ -114,7 +114,7 @@ _BEHIND = """
 ## What can't be cut
 
 - **Encoder-decoders** (T5, BART, Whisper): each stage of the decoder needs the encoder's output.
-  The error names the classes of the family that can be cut, such as `BartForCausalLM`.
+  Cut a decoder alone, such as `BartForCausalLM`.
 - **Two towers** (`CLIPModel`): each tower takes its own input. Cut one of them, such as
   `CLIPTextModelWithProjection`.
 - **Blocks that share a result of one block**: the position bias of `T5EncoderModel`, DeBERTa's

@@ -17,11 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import WeightedRandomSampler
 from transformers import BatchEncoding
 
-import schedir
 from schedir.errors import ExecutionError
-from schedir.runtime import Executor
 from schedir.training import Batches
-from tests.runtime.kit import MSE, linear_stages, numbered
 from tests.sweeps import sweep
 
 
@@ -283,18 +280,6 @@ def test_a_state_of_other_data_is_refused() -> None:
         list(other)
     with pytest.raises(ExecutionError, match=r"has 1 generators of its own, .* that has 0"):
         resumed_from(states[0], "own generator")
-
-
-def test_one_that_reads_for_nobody_else_reads_as_ever() -> None:
-    """In one process, which runs all ranks."""
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    with Executor(schedule, numbered(linear_stages()), MSE, in_process=True) as executor:
-        batches = batches_of("shuffled", reader="first", executor=executor)
-        assert values(batches) == values(batches_of("shuffled"))
-    with pytest.raises(ExecutionError, match=r"needs the executor .* executor="):
-        batches_of("list", reader="first")
-    with pytest.raises(ExecutionError, match=r"reader must be .all. or .first., not 'last'"):
-        batches_of("list", reader="last")
 
 
 def test_what_has_no_end_has_no_length() -> None:

@@ -20,10 +20,14 @@ import schedir
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, deferred, gathered_state, partition
 from schedir.training.checkpoint import storage, whole_names
+from tests.literals import listed
 from tests.runtime.kit import MSE, adamw, everyone, message_of, momentum, random_batches
 from tests.runtime.on_ranks import on_ranks
-from tests.training.test_batches_on_ranks import REPLICATED
 from tests.training.test_checkpoint import assert_same, built, executor_of, layers, step_plainly
+
+_REST = "0REDUCE_GRAD 0OPTIM_STEP"
+# Each rank has all stages, and no rank all microbatches.
+REPLICATED = listed(4, "0,1", f"0F0 0B0 0F2 0B2 {_REST}", f"0F1 0B1 0F3 0B3 {_REST}")
 
 
 @on_ranks(2)

@@ -160,6 +160,9 @@ def test_a_loss_alone_is_no_stage() -> None:
     assert layers_by("Et|ttL", layers, 2) == [3, 2]  # and not 2 and 3, a layer each
     with pytest.raises(ExecutionError, match="leaves stage 2 empty: L stands for the loss alone"):
         layers_by("Et|tt|L", layers, 3)
+    assert layers_by("Et|ttL", layers[2:], 2) == [1, 2]
+    with pytest.raises(ExecutionError, match="leaves stage 0 empty: E stands for nothing, bec"):
+        layers_by("E|tttL", layers[2:], 2)
 
 
 def named(x: object) -> object:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers.optimization import GreedyLR
 
-from schedir.runtime import Executor
 from schedir.training import (
     Batches,
     Callback,
@@ -85,22 +84,13 @@ def shuffled() -> DataLoader[Any]:
     return DataLoader(DATA, batch_size=8, shuffle=True)  # three batches
 
 
-SOURCES: dict[str, Callable[[Executor], Batches]] = {
-    "sized": lambda _: Batches(shuffled()),
-    "unsized": lambda _: Batches(Unsized(shuffled())),
-    "endless": lambda _: Batches(shuffled(), repeat=True),
-    "stream": lambda _: Batches(DataLoader(Stream(), 8)),
-    "stream that ends": lambda _: Batches(DataLoader(Stream(24), 8)),
+SOURCES: dict[str, Callable[[], Batches]] = {
+    "sized": lambda: Batches(shuffled()),
+    "unsized": lambda: Batches(Unsized(shuffled())),
+    "endless": lambda: Batches(shuffled(), repeat=True),
+    "stream": lambda: Batches(DataLoader(Stream(), 8)),
+    "stream that ends": lambda: Batches(DataLoader(Stream(24), 8)),
 }
-
-
-def reads(name: str, reader: str, executor: Executor) -> Batches:
-    """One of these that every rank reads, or the first one alone."""
-    if reader == "all":
-        return SOURCES[name](executor)
-    loader: Any = DataLoader(Stream(), 8) if name == "stream" else shuffled()
-    given = None if executor.rank else loader
-    return Batches(given, repeat=name == "endless", reader=reader, executor=executor)
 
 
 Log: TypeAlias = tuple[int, float, float]
@@ -130,7 +120,6 @@ def fitted(
     make: MakeScheduler = cosine,
     *,
     rank: int | None = None,
-    reader: str = "all",
     **options: Any,
 ) -> Fitted:
     """A training of 13 steps, which may be interrupted before."""
@@ -139,13 +128,13 @@ def fitted(
         given: dict[str, Any] = {
             "max_steps": 13,
             "scheduler": make(executor.optimizer),
-            "evaluation": reads("sized", reader, executor),
+            "evaluation": SOURCES["sized"](),
             "metrics": {"accuracy": accuracy},
             "checkpoint": folder,
             "callbacks": [keeps(logged), *([] if ends is None else [Ends(executor, ends)])],
             **options,
         }
-        batches = reads(source, reader, executor) if isinstance(source, str) else source
+        batches = SOURCES[source]() if isinstance(source, str) else source
         trainer = trainer_of(executor, batches, **given)
         with nullcontext() if ends is None else pytest.raises(KeyboardInterrupt):
             trainer.fit()
@@ -176,12 +165,11 @@ def test_it_goes_on_from_any_step_bit_for_bit(name: str, ends: int, tmp_path: Pa
 
 @on_ranks(2)
 @sweep("name", ["sized", "endless", "stream"], quick=["stream"])
-@pytest.mark.parametrize("reader", ["all", "first"])
-def test_it_goes_on_from_any_step_on_ranks(name: str, reader: str, rank: int, folder: Path) -> None:
+def test_it_goes_on_from_any_step_on_ranks(name: str, rank: int, folder: Path) -> None:
     whole = fitted(name, rank=rank, **EVERY)
     assert everyone(whole.history) == [whole.history] * 2
-    fitted(name, folder, ends=8, rank=rank, reader=reader, **EVERY)
-    resumed = fitted(name, folder, rank=rank, reader=reader, **EVERY)
+    fitted(name, folder, ends=8, rank=rank, **EVERY)
+    resumed = fitted(name, folder, rank=rank, **EVERY)
     assert resumed.history == whole.history
     assert_same(resumed.weights, whole.weights)
 
@@ -458,7 +446,7 @@ def test_a_scheduler_that_can_not_be_stepped_is_refused(
 )
 def test_what_does_not_go_with_endless_batches_is_refused(options: Any, text: str) -> None:
     with an_executor(None) as executor:
-        assert text in message_of(trainer_of, executor, SOURCES["endless"](executor), **options)
+        assert text in message_of(trainer_of, executor, SOURCES["endless"](), **options)
         assert executor.steps == 0
 
 

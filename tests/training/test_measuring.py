@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from schedir import ExecutionError
 from schedir.runtime.processes import clocks
-from schedir.training import deferred, measured_costs, partition, pop, stash
+from schedir.training import deferred, measured_costs, partition, pop, stages_of, stash
 from tests.runtime.kit import MSE, differing, everyone, message_of
 from tests.runtime.on_ranks import on_ranks
+from tests.training.model_classes import CLASSES
 
 X, Y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
 
@@ -66,6 +68,19 @@ def test_forward_backward_and_loss_count() -> None:
     assert measured_costs(layers, X, loss_fn, Y) == [11, 2, 0, 13, 0.5]
     costs = measured_costs(layers, X, loss_fn, Y)
     assert [stage.cost for stage in partition(layers, 2, costs=costs).summaries] == [13, 13.5]
+
+
+def test_the_layers_of_a_model_of_transformers_are_measured() -> None:
+    config = LlamaConfig(**CLASSES["LlamaForCausalLM"])
+    model: Any = LlamaForCausalLM(config)
+    ends = model.model.embed_tokens, model.lm_head
+    for seconds, module in enumerate((*model.model.layers, *ends), 1):
+        module.register_forward_pre_hook(lambda *_, taken=seconds: taking(taken)(None))
+    ids = torch.ones(2, 8, dtype=torch.long)
+    costs = measured_costs(model, ids)
+    assert costs == [1 + 5, 2, 3, 4 + 6]
+    assert [of.cost for of in stages_of(model, 2, costs=costs).summaries] == [11, 10]
+    assert measured_costs(config, ids) == [0] * 4
 
 
 def test_the_median_counts_and_the_first_run_does_not() -> None:

@@ -89,7 +89,7 @@ def test_pipedream_is_compared_and_equals_its_recurrence(
 def test_models_of_transformers_equal_themselves_uncut(model: str, run: Run) -> None:
     options = f"--model {model} --batch 9 --steps 2 --epochs 2 --warmup 1"
     if out := run(f"train_transformers.py {SMALL} {options}"):
-        assert re.search(r"^stage 1: .*lm_head; [\d,]+ parameters$", out, re.MULTILINE)
+        assert re.search(r"^stage 1: .*lm_head Linear; [\d,]+ parameters$", out, re.MULTILINE)
         assert re.search(EQUAL.format(4), out, re.MULTILINE)
 
 

@@ -156,11 +156,7 @@ class Control:
 
     def send(self, value: object, rank: int) -> None:
         """Send any object; `receive` on the other side takes it."""
-        self.send_packed(packed(value), rank)
-
-    def send_packed(self, content: Tensor, rank: int) -> None:
-        """Send an object that was packed before."""
-        self._post(content, self._numbers[rank])
+        self._post(packed(value), self._numbers[rank])
 
     def receive(self, rank: int) -> Any:
         """Receive what `send` sends."""

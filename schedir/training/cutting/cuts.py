@@ -16,11 +16,17 @@ from itertools import accumulate, groupby, islice, pairwise
 import numpy as np
 
 from schedir.errors import ExecutionError
-from schedir.ir import is_number
-from schedir.training.cutting.deferred import type_name
-from schedir.training.cutting.layers import Layer
-from schedir.training.cutting.shared_parameters import Inventory
-from schedir.training.cutting.stages import Span
+from schedir.ir import Schedule, is_number
+from schedir.training.cutting.stages import (
+    Part,
+    Span,
+    Stages,
+    StageSummary,
+    Uncut,
+    held_stages,
+    parameters_of,
+    ties_across,
+)
 
 _WAYS = (
     'by= is "parameters", "uniform", "type:REGEX" of the layers\' classes, or a layout such as '
@@ -80,49 +86,73 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
     return tuple(pairwise([*cuts, layers]))
 
 
-def spans_of(starts: Sequence[int], layers: int) -> tuple[Span, ...]:
-    """The layers of each stage: the first stage begins at layer 0, the others at `starts`."""
-    return tuple(pairwise([0, *starts, layers]))
+def cut(
+    model: Uncut,
+    stages: Schedule | int,
+    by: str | None,
+    costs: Sequence[float] | None,
+    boundaries: Sequence[int | str] | None,
+    rank: int | None,
+) -> Stages:
+    """Cut a model by the arguments of `partition`, and make the stages of this process.
+
+    Raises ExecutionError for several ways at once, an unknown one, or one that does not fit.
+    """
+    parts = model.parts
+    number = stages.stages if isinstance(stages, Schedule) else stages
+    _check_number(len(parts), number)
+    spans, told = _spans(parts, number, by, costs, boundaries)
+    here = held_stages(stages, rank)
+    ties = ties_across(parts, spans)
+    summaries = tuple(
+        StageSummary(
+            tuple(name for part in parts[first:end] for name in part.layers),
+            parameters_of(parts[first:end]),
+            None if told is None else sum(told[first:end]),
+            tuple(kind for part in parts[first:end] for kind in part.layers.values()),
+        )
+        for first, end in spans
+    )
+    return Stages(dict(model.make(spans, here)), ties, summaries)
 
 
-def cut_of(
-    inventory: Inventory,
+def spans_of(starts: Sequence[int], parts: int) -> tuple[Span, ...]:
+    """The parts of each stage: the first stage begins at part 0, the others at `starts`."""
+    return tuple(pairwise([0, *starts, parts]))
+
+
+def _spans(
+    parts: Sequence[Part],
     stages: int,
     by: str | None,
     costs: Sequence[float] | None,
     boundaries: Sequence[int | str] | None,
 ) -> tuple[tuple[Span, ...], Sequence[float] | None]:
-    """Cut a model by the arguments of `partition`.
-
-    Returns the layers of each stage and, for cuts by costs or by types, the cost of each layer.
-    Raises ExecutionError for several ways at once, an unknown one, or one that does not fit.
-    """
-    layers = inventory.layers
+    """The parts of each stage and, for cuts by costs or by types, the cost of each part."""
     given = {"by": by, "costs": costs, "boundaries": boundaries}
     ways = [f"{name}=" for name, value in given.items() if value is not None]
     if len(ways) > 1:
         raise ExecutionError(f"{' and '.join(ways)}: a model is cut in one way; pass one of them")
-    _check_number(len(layers), stages)
     told = costs
     if costs is not None:
         if not isinstance(costs, (Sequence, np.ndarray)):
             raise ExecutionError(
                 f"costs: a list of numbers, one per layer, not {type(costs).__name__}"
             )
-        if len(costs) != len(layers):
+        if len(costs) != len(parts):
             raise ExecutionError(
-                f"costs: {len(costs)} numbers for {len(layers)} layers; give one for each"
+                f"costs: {len(costs)} numbers for {len(parts)} layers; give one for each"
             )
     elif boundaries is not None:
-        return spans_of(_starts(boundaries, layers, stages), len(layers)), None
+        return spans_of(_starts(boundaries, parts, stages), len(parts)), None
     elif by == "uniform":
-        costs = [1] * len(layers)
+        costs = [1] * len(parts)
     elif by is None or by == "parameters":
-        costs = [inventory.parameters((number, number + 1)) for number in range(len(layers))]
+        costs = [parameters_of([part]) for part in parts]
     elif isinstance(by, str) and by.lower().startswith("type:"):
-        costs = told = _matching(by[len("type:") :], layers)
+        costs = told = _matching(by[len("type:") :], parts)
     elif isinstance(by, str) and ("|" in by or by.startswith("E")):
-        return _layout_spans(by, layers, stages), None
+        return _layout_spans(by, parts, stages), None
     else:
         raise ExecutionError(f"{_WAYS}, not {by!r}")
     return balanced(costs, stages), told
@@ -135,12 +165,12 @@ def _check_number(layers: int, stages: int) -> None:
     if stages > layers:
         raise ExecutionError(
             f"{stages} stages can't be made of {layers} layer{'s' * (layers != 1)}, because no "
-            "stage may be empty; take fewer stages, or list more and smaller layers"
+            "stage may be empty; take fewer stages, or cut the model into more and smaller layers"
         )
 
 
-def _starts(boundaries: Sequence[int | str], layers: Sequence[Layer], stages: int) -> Sequence[int]:
-    """The numbers of the layers that `boundaries` names."""
+def _starts(boundaries: Sequence[int | str], parts: Sequence[Part], stages: int) -> Sequence[int]:
+    """The numbers of the parts that `boundaries` names."""
     if isinstance(boundaries, str) or not isinstance(boundaries, Sequence):
         raise ExecutionError(f"boundaries: a list of layers, by number or name, not {boundaries!r}")
     if len(boundaries) != stages - 1:
@@ -148,14 +178,14 @@ def _starts(boundaries: Sequence[int | str], layers: Sequence[Layer], stages: in
             f"boundaries: {stages} stages have {stages - 1} between them, but there are "
             f"{len(boundaries)}; name the first layer of each stage except stage 0"
         )
-    names = {layer.name: number for number, layer in enumerate(layers)}
+    names = {part.name: number for number, part in enumerate(parts)}
     starts: list[int] = []
     for boundary in boundaries:
         start = names.get(boundary) if isinstance(boundary, str) else boundary
-        if isinstance(start, bool) or not isinstance(start, int) or start not in range(len(layers)):
+        if isinstance(start, bool) or not isinstance(start, int) or start not in range(len(parts)):
             raise ExecutionError(
-                f"boundaries: there is no layer {boundary!r}, only {layers[0].name} to "
-                f"{layers[-1].name}, or numbers below {len(layers)}"
+                f"boundaries: there is no layer {boundary!r}, only {parts[0].name} to "
+                f"{parts[-1].name}, or numbers below {len(parts)}"
             )
         if start <= (starts[-1] if starts else 0):
             raise ExecutionError(
@@ -166,15 +196,15 @@ def _starts(boundaries: Sequence[int | str], layers: Sequence[Layer], stages: in
     return starts
 
 
-def _matching(pattern: str, layers: Sequence[Layer]) -> list[int]:
-    """The cost 1 for each layer whose class or function's name matches, and 0 for the others."""
+def _matching(pattern: str, parts: Sequence[Part]) -> list[int]:
+    """How many layers of each part have a class or function whose name matches."""
     try:
         expression = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise ExecutionError(f"by='type:{pattern}' is no regular expression: {error}") from None
-    found = [int(bool(expression.search(type_name(layer.given)))) for layer in layers]
+    found = [sum(bool(expression.search(kind)) for kind in part.layers.values()) for part in parts]
     if not any(found):
-        kinds = ", ".join(dict.fromkeys(type_name(layer.given) for layer in layers))
+        kinds = ", ".join(dict.fromkeys(kind for part in parts for kind in part.layers.values()))
         raise ExecutionError(f"by='type:{pattern}' matches none of the layers, which are {kinds}")
     return found
 
@@ -223,7 +253,7 @@ def written_out(layout: str) -> str:
     return written
 
 
-def _layout_spans(layout: str, layers: Sequence[Layer], stages: int) -> tuple[Span, ...]:
+def _layout_spans(layout: str, layers: Sequence[Part], stages: int) -> tuple[Span, ...]:
     """Find the layers of each stage of a layout.
 
     Raises ExecutionError if the layout is not well formed, or does not fit the layers or the number
@@ -242,14 +272,19 @@ def _layout_spans(layout: str, layers: Sequence[Layer], stages: int) -> tuple[Sp
     spans = tuple(pairwise([0, *ends]))
     for stage, (first, end) in enumerate(spans):
         if first == end:
+            nothing = (
+                f"the loss alone, because no layer follows {layers[-1]}"
+                if stage
+                else f"nothing, because no layer comes before {layers[0]}"
+            )
             raise ExecutionError(
-                f"the layout {layout!r} leaves stage {stage} empty: {parts[stage]} stands for the "
-                f"loss alone, because no layer follows {layers[-1]}"
+                f"the layout {layout!r} leaves stage {stage} empty: {parts[stage]} stands for "
+                + nothing
             )
     return spans
 
 
-def _sizes(layout: str, letters: str, layers: Sequence[Layer]) -> list[int]:
+def _sizes(layout: str, letters: str, layers: Sequence[Part]) -> list[int]:
     """The number of layers that each letter stands for."""
     blocks, predictions = letters.count("t"), letters.count("m")
     if letters != f"E{'t' * blocks}{'m' * predictions}L":
@@ -257,20 +292,20 @@ def _sizes(layout: str, letters: str, layers: Sequence[Layer]) -> list[int]:
             f"the layout {layout!r} must begin with one E and end with one L, and have its t "
             "before its m"
         )
-    kinds = [type_name(layer.given) for layer in layers]
+    kinds = [layer.kind for layer in layers]
     runs = groupby(range(len(kinds)), key=kinds.__getitem__)
     longest = max((list(run) for _, run in runs), key=len)  # of several the first
     first, length = longest[0], len(longest)
     rest = len(layers) - first - length - predictions
-    if length == blocks and first and rest >= 0:
+    if length == blocks and rest >= 0:
         return [first, *[1] * (blocks + predictions), rest]
     if len(layers) != len(letters):
         run = f"{layers[first].name} to {layers[longest[-1]].name}"
         raise ExecutionError(
             f"the layout {layout!r} has {blocks} t and {predictions} m, but of {len(layers)} "
-            f"layers the longest run of one class is {length} × {kinds[first]}, layers {run}, with "
-            f"{first} before it and {len(layers) - first - length} after; write one t for each "
-            "layer of that run: E is all layers before it, m one layer after it, and L the rest"
+            f"layers the longest run of one class is {length} × {kinds[first]}, layers {run}, "
+            f"with {first} before it and {len(layers) - first - length} after; write one t for "
+            "each layer of that run: E is all layers before it, m one layer after, and L the rest"
         )
     return [1] * len(letters)
 

@@ -1,4 +1,6 @@
-"""A model as a list of layers, each with its name in the whole, and skip connections among them.
+"""A model as a list of layers: modules, functions, deferred layers, and skip connections.
+
+A deferred layer is made later, and only on the rank that owns it.
 
 `stash` puts a value aside, and a later `pop` takes it up. Between the two the value crosses the
 boundaries of stages beside the layers' values, so any cut computes the same. The idea is
@@ -9,6 +11,7 @@ talk to each other.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dis import get_instructions
 from functools import partial
@@ -17,13 +20,68 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
-from schedir.training.cutting.deferred import Deferred, type_name
 
-Layers: TypeAlias = nn.Sequential | Sequence[Any] | Mapping[str, Any]
+Layers: TypeAlias = (
+    nn.Sequential | nn.ModuleList | nn.ModuleDict | Sequence[Any] | Mapping[str, Any]
+)
 """Modules, functions and deferred layers, in the order in which they run."""
+
+
+@attrs.frozen(eq=False)
+class Deferred:
+    """A layer that `make(*args, **kwargs)` makes; see `deferred`."""
+
+    make: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    key: str | None = None
+    use: Callable[..., Any] | None = None
+
+    def tied(self, key: str, use: Callable[..., Any] | None = None) -> Deferred:
+        """Tie the layer to others: all layers with the same `key` share all their parameters.
+
+        Make them all alike. The key, not the layer's name, seeds their weights. With `use`, the
+        stage calls `use(layer, x)` instead of `layer(x)`: a head may use an embedding's transposed
+        weight, say. `x` is all that the layer before gives, in one piece even if that is a tuple.
+
+        Raises ExecutionError if the key is no string, or empty.
+        """
+        if not isinstance(key, str) or not key:
+            raise ExecutionError(f"a tied layer's key must be a string, not {key!r}")
+        return attrs.evolve(self, key=key, use=use)
+
+
+def deferred(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred:
+    """A layer for `partition` that is made only on the rank that owns it.
+
+    >>> from torch import nn
+    >>> from schedir.training import deferred, partition
+    >>> print(partition([deferred(nn.Linear, 8, 8), deferred(nn.Linear, 8, 2)], 2))
+    stage 0: 0 Linear; 72 parameters
+    stage 1: 1 Linear; 18 parameters
+
+    `make(*args, **kwargs)` returns the layer. Every rank makes it on the device meta, one layer at
+    a time, to count its parameters. The rank that owns it makes it with memory too, from torch's
+    random numbers, seeded by the `seed` of `partition` and the layer's name, so its weights do not
+    depend on the cut. It is DeepSpeed's LayerSpec, and with `.tied("key")` its TiedLayerSpec.
+
+    Raises ExecutionError if `make` is not callable, or is a module already.
+    """
+    if not callable(make):
+        raise ExecutionError(
+            "deferred takes a function or class that makes the layer, and its arguments, not "
+            f"{type(make).__name__}"
+        )
+    if isinstance(make, nn.Module):
+        raise ExecutionError(
+            "deferred takes the class of the layer, such as nn.Linear, but this "
+            f"{type(make).__name__} is made already; list it as it is"
+        )
+    return Deferred(make, args, kwargs)
 
 
 @attrs.frozen(eq=False)
@@ -130,8 +188,9 @@ def layers_of(given: Layers) -> list[Layer]:
     return found
 
 
-def kept_before(layers: Sequence[object]) -> list[tuple[str, ...]]:
-    """For each layer, the names of the values that were stashed before it and are still needed.
+def stashed_before(layers: Sequence[object]) -> list[tuple[str, ...]]:
+    """For each layer, the names of the values that were stashed before it and are still to be taken
+    up.
 
     Raises ExecutionError for a `stash` without a `pop`, and the other way round.
     """
@@ -153,6 +212,50 @@ def kept_before(layers: Sequence[object]) -> list[tuple[str, ...]]:
             f"stash({name!r})"
         )
     return kept
+
+
+def made_on_meta(name: str, layer: Deferred) -> Any:
+    """Make a layer on the device meta: with shapes, without memory.
+
+    Raises ExecutionError if it can't be made there.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        try:
+            return made(name, layer)
+        except ExecutionError:
+            raise
+        except Exception as error:
+            raise ExecutionError(
+                f"layer {name} can't be made on the device meta, where schedir counts its "
+                f"parameters ({type(error).__name__}: {error}); if making it needs a tensor's "
+                "values, compute them outside, and pass the result as an argument",
+                cause=error,
+            ) from error
+
+
+def made(name: str, layer: Deferred) -> Any:
+    """Make a deferred layer. Raises ExecutionError if that is no layer."""
+    found = layer.make(*layer.args, **layer.kwargs)
+    if not callable(found):
+        raise ExecutionError(
+            f"layer {name}: {type_name(layer)} has made no layer, a module or function, but "
+            f"{type(found).__name__}"
+        )
+    return found
+
+
+def type_name(layer: object) -> str:
+    """The name of a layer's class or function; of a deferred layer, the one that makes it."""
+    if isinstance(layer, Deferred):
+        layer = layer.make
+    if isinstance(layer, nn.Module):
+        return type(layer).__name__
+    return getattr(layer, "__name__", type(layer).__name__)
+
+
+def seed_of(text: str) -> int:
+    """Hash a text to a seed, the same in every process, unlike `hash`."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def _check(layer: Layer) -> None:

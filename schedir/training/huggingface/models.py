@@ -1,10 +1,11 @@
-"""Make Hugging Face models, and copies of them on meta; refuse models that can't be cut."""
+"""Make Hugging Face models, on meta or with weights that do not depend on the cut."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
+from schedir.training.cutting.layers import seed_of
 
 
 @attrs.frozen(eq=False)
@@ -104,6 +106,38 @@ def small_inputs(model: Model) -> dict[str, Tensor]:
     )
 
 
+def materialise(
+    model: Any, owned: Collection[str], seed: int, device: torch.device, kind: str
+) -> None:
+    """Give the owned modules and parameters of a model on meta memory on `device` and values.
+
+    The model's own code initialises them. A module's random values depend only on the seed and its
+    name. All buffers get values, because every stage may read them.
+
+    Raises ExecutionError if the model's code leaves a tensor without values.
+    """
+    wanted = [b for b in model.buffers() if b.is_meta]
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if within(name, owned):
+            wanted.append(p)
+    real = {id(tensor): empty_like(tensor, device) for tensor in wanted}
+    for tensor in real.values():
+        if tensor.is_floating_point():  # NaN shows which tensors stay unwritten
+            torch.nn.init.constant_(tensor, torch.nan)
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            held.update((key, real[id(x)]) for key, x in held.items() if id(x) in real)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _seeding(model, seed):
+        model.initialize_weights()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any()):
+            raise ExecutionError(
+                f"{kind} can't be made stage by stage: its code does not initialise {name}; pass "
+                "stages_of a model in place of a config"
+            )
+
+
 def on_meta(model: nn.Module) -> nn.Module:
     """Copy a model without memory for its tensors, and without hooks."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -169,3 +203,24 @@ def _configs_of(model: nn.Module) -> list[Any]:
     """The configs of a model and its parts."""
     held = [module.config for module in model.modules() if hasattr(module, "config")]
     return list({id(config): config for config in held}.values())
+
+
+@contextmanager
+def _seeding(model: nn.Module, seed: int) -> Iterator[None]:
+    """Inside, the model's code initialises each module with memory from random numbers of its
+    own."""
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def seeded(init: Callable[[nn.Module], object], module: nn.Module) -> None:
+        if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            torch.manual_seed(seed_of(f"{seed} {names[id(module)]}"))
+            init(module)
+
+    models: list[Any] = [one for one in model.modules() if hasattr(one, "_init_weights")]
+    for one in models:
+        one._init_weights = partial(seeded, one._init_weights)
+    try:
+        yield
+    finally:
+        for one in models:
+            del one._init_weights

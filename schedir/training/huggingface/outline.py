@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedir.errors import ExecutionError
-from schedir.training.cutting.deferred import tied_names
+from schedir.training.cutting.stages import tied_names
 from schedir.training.huggingface.models import on_meta, within, without_values
 
 _LOG = logging.getLogger(FakeTensorMode.__module__)

@@ -1,23 +1,45 @@
-"""Cut a Hugging Face model into stages: `stages_of` an instance, or of its config alone."""
+"""Cut a Hugging Face model into stages: `stages_of` an instance, or of its config alone.
+
+A stage runs the model's own forward, over a copy of the model that has stand-ins for the modules of
+other stages.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
+import copy
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.runtime.arguments import TieOf
-from schedir.training.cutting.cuts import balanced, spans_of
-from schedir.training.cutting.deferred import tied_names
-from schedir.training.cutting.stages import Span, Stages, StageSummary, held_stages, ties_of
-from schedir.training.huggingface.models import Model, model_of, on_meta, small_inputs, within
+from schedir.training.cutting.cuts import cut
+from schedir.training.cutting.stages import (
+    Part,
+    Span,
+    Stages,
+    Uncut,
+    holdings_of,
+    own_modules,
+)
+from schedir.training.huggingface.models import (
+    Model,
+    materialise,
+    model_of,
+    on_meta,
+    small_inputs,
+    without_values,
+)
 from schedir.training.huggingface.outline import (
+    Call,
     Outline,
     fake_values,
     fakes_of,
@@ -25,8 +47,8 @@ from schedir.training.huggingface.outline import (
     joined,
     outline_of,
 )
-from schedir.training.huggingface.stage_module import assembled
-from schedir.training.huggingface.weights import materialise
+
+_HIDDEN, _GIVEN = "hidden_states", "inputs"
 
 
 def stages_of(
@@ -34,8 +56,9 @@ def stages_of(
     schedule: Schedule | int,
     *,
     model_class: Any = None,
-    by: str = "parameters",
-    boundaries: Sequence[int] | None = None,
+    by: str | None = None,
+    costs: Sequence[float] | None = None,
+    boundaries: Sequence[int | str] | None = None,
     rank: int | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -57,13 +80,11 @@ def stages_of(
     - `model_class`: for a config, the class of the model, such as
       `AutoModelForSequenceClassification`. By default it is the one of `config.architectures`,
       otherwise a causal language model (for images, a classifier).
-    - `by`: "parameters" balances the parameters of the stages; the embedding counts with the first
-      block, the head with the last. "uniform" balances the blocks.
-    - `boundaries`: in place of `by`, the number of the first block of each stage except stage 0.
+    - `by`, `costs` and `boundaries` say where to cut, as in `partition`. The layers are the model's
+      repeated blocks: 3 in `boundaries`, or "model.layers.3", is block 3. What comes before the
+      blocks, the embedding, belongs to the first one, and what comes after them to the last.
     - `rank`: this process's rank in the schedule, by default the one that torchrun gave it.
     - `device`: where the modules are made, or moved to; for a config the CPU by default.
-
-    The repeated blocks of the model are cut into contiguous stages, none of them empty.
 
     A step's `inputs` are a tensor of input_ids, (rows, tokens), or of pixel_values, (rows,
     channels, height, width), or a mapping of the model's inputs by name: attention_mask and others
@@ -72,156 +93,99 @@ def stages_of(
     has the names of the whole model.
 
     Raises ExecutionError if transformers is not installed, for more stages than blocks, and for a
-    model that can't be cut, with the reason: an encoder-decoder or a model of two towers, with the
-    classes of its family that can be cut, or a model whose blocks take more from other stages than
-    hidden states.
+    model that can't be cut, with the reason: an encoder-decoder, a model of two towers, or a model
+    whose blocks take more from other stages than hidden states.
+    """
+    model = uncut_pretrained(model_or_config, model_class, seed, device)
+    return cut(model, schedule, by, costs, boundaries, rank)
+
+
+def uncut_pretrained(
+    model_or_config: Any, model_class: Any, seed: int, device: torch.device | str | None
+) -> Uncut:
+    """The parts of a Hugging Face model: its blocks.
+
+    The first has what comes before the blocks too, and the last what comes after them.
+
+    Raises ExecutionError for a model that can't be cut, with the reason.
     """
     model = model_of(model_or_config, model_class)
-    if _is_encoder_decoder(model.skeleton):
-        raise _refusal(
-            model,
-            "it is an encoder-decoder, and its decoder needs the encoder's output in each stage",
-        )
+    _check_encoder_decoder(model)
     inputs = small_inputs(model)
     try:
         outline = outline_of(model.skeleton, inputs, model.kind)
     except ExecutionError:
-        if len(towers := _towers(model.skeleton)) < 2:
-            raise
-        named = " and ".join(f"{name} ({given})" for given, name in towers.items())
-        raise _refusal(model, f"its towers take different inputs, {named}") from None
-    number = schedule if isinstance(schedule, int) else schedule.stages
-    if number > len(outline.calls):
-        raise ExecutionError(
-            f"{number} stages can't be made of the {len(outline.calls)} blocks of {model.kind} "
-            f"({outline.blocks}); take fewer stages"
-        )
-    spans = _spans(model.skeleton, outline, number, by, boundaries)
-    parts = [_parts_of(model.skeleton, outline, span) for span in spans]
-    like = on_meta(model.skeleton)
-    tried = [assembled(like, like, outline, range(*span), {}) for span in spans]
-    _try_out(tried, inputs, model.kind)
-    held = range(number) if isinstance(schedule, int) else held_stages(schedule, rank)
-    real = model.real
-    if real is None:
-        real = on_meta(model.skeleton)
-        owned = {name for stage in held for name in parts[stage]}
-        materialise(real, owned, seed, torch.device(device or "cpu"), model.kind)
-    ties, copies = _ties(model.skeleton, real, parts, held)
-    stages = {
-        stage: assembled(model.skeleton, real, outline, range(*spans[stage]), copies.get(stage, {}))
-        for stage in held
-    }
-    if device is not None:
-        for one in stages.values():  # of an instance only the parts that this process owns
-            one.to(device)
-    summaries = [StageSummary(tuple(own), _parameters(model.skeleton, own)) for own in parts]
-    return Stages(stages, ties, tuple(summaries))
+        _check_towers(model)
+        raise
+    whole = model.skeleton if model.real is None else model.real
+    named: dict[str, Any] = dict(whole.named_parameters(remove_duplicate=False))
+    named |= dict(whole.named_modules(remove_duplicate=False))
+    blocks = [joined(outline.blocks, str(number)) for number in range(len(outline.calls))]
+    groups = [[name] for name in blocks]
+    groups[0] = [*(name for name in named if name in outline.first), *groups[0]]
+    groups[-1] += [name for name in named if name in outline.last]
+    parts = [
+        _part(block, {name: named[name] for name in group})
+        for block, group in zip(blocks, groups, strict=True)
+    ]
+
+    def module_of(span: Span, own: Mapping[str, nn.Module]) -> nn.Module:
+        real = model.real
+        if real is None:
+            real = on_meta(model.skeleton)
+            owned = {name for part in parts[slice(*span)] for name in part.layers}
+            materialise(real, owned, seed, torch.device(device or "cpu"), model.kind)
+        stage = _assembled(model.skeleton, real, outline, range(*span), own)
+        return stage if device is None else stage.to(device)
+
+    def make(spans: Sequence[Span], stages: Iterable[int]) -> Iterator[tuple[int, nn.Module]]:
+        like = on_meta(model.skeleton)
+        tried = [_assembled(like, like, outline, range(*span), {}) for span in spans]
+        _try_out(tried, inputs, model.kind)
+        own = {} if model.real is None else own_modules(parts, spans, stages)
+        for stage in stages:
+            yield stage, module_of(spans[stage], own.get(stage, {}))
+
+    return Uncut(parts, make)
 
 
-def _is_encoder_decoder(model: Any) -> bool:
-    """Whether a model has both parts; some classes of such a family have only one."""
-    parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    return bool(getattr(model.config, "is_encoder_decoder", False)) and parts >= {
+def _part(block: str, members: Mapping[str, Any]) -> Part:
+    """A block, with modules and single parameters that are on its stage."""
+    modules = {name: one for name, one in members.items() if isinstance(one, nn.Module)}
+    parameters = [
+        *((name, one) for name, one in members.items() if name not in modules),
+        *(
+            named
+            for name, one in modules.items()
+            for named in one.named_parameters(name, remove_duplicate=False)
+        ),
+    ]
+    kinds = {name: type(one).__name__ for name, one in members.items()}
+    return Part(block, kinds, holdings_of(parameters), modules)
+
+
+def _check_encoder_decoder(model: Model) -> None:
+    """Raise ExecutionError if a model has both parts; some classes of such a family have one."""
+    parts = {name.rpartition(".")[2] for name, _ in model.skeleton.named_modules()}
+    if getattr(model.skeleton.config, "is_encoder_decoder", False) and parts >= {
         "encoder",
         "decoder",
-    }
+    }:
+        raise ExecutionError(
+            f"{model.kind} can't be cut: it is an encoder-decoder, and its decoder needs the "
+            "encoder's output in each stage"
+        )
 
 
-def _towers(model: Any) -> dict[str, str]:
-    """The parts of a model that are models themselves, by their main input."""
-    named = [(name, one) for name, one in model.named_modules() if name]
-    return {one.main_input_name: name for name, one in named if hasattr(one, "main_input_name")}
-
-
-def _refusal(model: Model, reason: str) -> ExecutionError:
-    """Say why a model can't be cut, and which classes of its family can be: each is tried."""
-    own = model.skeleton.config
-    parts = [getattr(own, name) for name in getattr(own, "sub_configs", ())]
-    configs = {type(config): config for config in (own, *parts)}
-    family = sys.modules[type(model.skeleton).__module__]
-    found = [name for name in getattr(family, "__all__", ()) if _can_be_cut(family, name, configs)]
-    those = f"of its family, {', '.join(found)} can be" if found else "nor can its family"
-    return ExecutionError(f"{model.kind} can't be cut: {reason}; {those}")
-
-
-def _can_be_cut(family: Any, name: str, configs: Mapping[type, Any]) -> bool:
-    """Whether one of a family's classes can be cut."""
-    made = getattr(family, name)
-    try:
-        model = model_of(configs[made.config_class], made)
-        outline_of(model.skeleton, small_inputs(model), model.kind)
-    except Exception:  # for any reason
-        return False
-    return not _is_encoder_decoder(model.skeleton)
-
-
-def _spans(
-    skeleton: nn.Module,
-    outline: Outline,
-    number: int,
-    by: str,
-    boundaries: Sequence[int] | None,
-) -> tuple[Span, ...]:
-    blocks = len(outline.calls)
-    if boundaries is not None:
-        starts = [0, *boundaries, blocks]
-        if len(starts) != number + 1 or any(a >= b for a, b in pairwise(starts)):
-            raise ExecutionError(
-                f"boundaries: {number} stages need {number - 1} first blocks (of each stage except "
-                f"stage 0), rising, from 1 to {blocks - 1} at most, not {list(boundaries)}"
-            )
-        return spans_of(boundaries, blocks)
-    if by == "uniform":
-        return balanced([1] * blocks, number)
-    if by != "parameters":
-        raise ExecutionError(f'by must be "parameters" or "uniform", not {by!r}')
-    costs = [_parameters(skeleton, [joined(outline.blocks, str(i))]) for i in range(blocks)]
-    costs[0] += _parameters(skeleton, outline.first)
-    costs[-1] += _parameters(skeleton, outline.last)
-    return balanced(costs, number)
-
-
-def _parameters(model: nn.Module, parts: Collection[str]) -> int:
-    """Count the numbers in some parts of a model; shared parameters count once."""
-    named = model.named_parameters(remove_duplicate=False)
-    return sum({id(p): p.numel() for name, p in named if within(name, parts)}.values())
-
-
-def _parts_of(model: nn.Module, outline: Outline, span: Span) -> list[str]:
-    """List the parts of a model that a stage owns, in the order in which they run."""
-    named = [*model.named_parameters(remove_duplicate=False)]
-    named += model.named_modules(remove_duplicate=False)
-    parts = [joined(outline.blocks, str(i)) for i in range(*span)]
-    if span[0] == 0:
-        parts = [*(name for name, _ in named if name in outline.first), *parts]
-    if span[1] == len(outline.calls):
-        parts += [name for name, _ in named if name in outline.last]
-    return parts
-
-
-def _ties(
-    skeleton: nn.Module, real: nn.Module, parts: Sequence[Collection[str]], held: Collection[int]
-) -> tuple[tuple[TieOf, ...], dict[int, dict[str, nn.Parameter]]]:
-    """Find the parameters that several stages share, and make copies for the stages in `held`."""
-    stage_of = {
-        name: stage
-        for stage, own in enumerate(parts)
-        for name, _ in skeleton.named_parameters(remove_duplicate=False)
-        if within(name, own)
-    }
-    tied = tied_names(skeleton)
-    copies: dict[int, dict[str, nn.Parameter]] = {}
-    for names in tied:
-        home = stage_of[names[0]]
-        own: dict[int, nn.Parameter] = {}
-        for name in names:
-            if (stage := stage_of[name]) != home and stage in held:
-                p = real.get_parameter(name)
-                if stage not in own:
-                    own[stage] = nn.Parameter(p.detach().clone(), p.requires_grad)
-                copies.setdefault(stage, {})[name] = own[stage]
-    return ties_of((stage_of[x], names[0], x) for names in tied for x in names), copies
+def _check_towers(model: Model) -> None:
+    """Raise ExecutionError if several parts of a model are models with inputs of their own."""
+    named = [(name, one) for name, one in model.skeleton.named_modules() if name]
+    towers = {one.main_input_name: name for name, one in named if hasattr(one, "main_input_name")}
+    if len(towers) > 1:
+        shown = " and ".join(f"{name} ({given})" for given, name in towers.items())
+        raise ExecutionError(
+            f"{model.kind} can't be cut: its towers take different inputs, {shown}; cut one of them"
+        ) from None
 
 
 def _try_out(stages: Sequence[nn.Module], inputs: Mapping[str, Tensor], kind: str) -> None:
@@ -241,3 +205,199 @@ def _try_out(stages: Sequence[nn.Module], inputs: Mapping[str, Tensor], kind: st
                     f"{kind} can't be cut: stage {number} of {len(stages)} does not run without "
                     f"the modules of the others: {error}"
                 ) from error
+
+
+class PretrainedStage(nn.Module):
+    """A stage of a Hugging Face model. Its state dict has the names of the whole model.
+
+    The first stage takes the model's inputs, as a tensor or by name. It passes on the hidden states
+    and, beside them, the model's inputs, because masks and positions are computed from those. The
+    last stage returns the logits, (rows, …), or the model's other outputs.
+
+    The children are those of `model`, a copy of the whole model with stand-ins for the modules that
+    the stage does not own.
+    """
+
+    def __init__(self, model: nn.Module, received: _Received, main_input: str) -> None:
+        super().__init__()
+        self._model = (model,)  # in a tuple: as a child it would add a prefix to all names
+        self._received = received
+        self._main_input = main_input
+        self._modules, self._parameters = model._modules, model._parameters
+        self._buffers = model._buffers
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+        self._takes = tuple(inspect.signature(model.forward).parameters)
+
+    def train(self, mode: bool = True) -> PretrainedStage:
+        """Set the mode of all modules, including those that contain others."""
+        self._model[0].train(mode)
+        self.training = mode
+        return self
+
+    def forward(self, boundary: Any, /) -> Any:
+        """Run the model; returns the hidden states and inputs for the next stage, or the output."""
+        hidden: Tensor | None = None
+        if isinstance(boundary, Mapping) and _HIDDEN in boundary and _GIVEN in boundary:
+            hidden, given = boundary[_HIDDEN], boundary[_GIVEN]
+        else:
+            given = self._named(boundary)
+        main, name = given.get(self._main_input), self._main_input
+        inputs, carried = dict(given), dict(given)
+        # Only the first stage reads images or sound; later ones get the shape of a sample.
+        if isinstance(main, Tensor) and main.is_floating_point():
+            carried[name] = tuple(main.shape[1:])
+        elif hidden is not None and isinstance(main, tuple):
+            inputs[name] = hidden.new_full((), math.nan).expand(hidden.shape[0], *main)
+        self._received.hidden = hidden
+        fakes = any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(boundary))
+        try:
+            with without_values(self._model[0]) if fakes else nullcontext():
+                output = self._model[0](**inputs)
+        except _EndOfStage as end:
+            return {_HIDDEN: end.hidden, _GIVEN: carried}
+        finally:
+            self._received.hidden = None
+        # The logits; without logits, the only tensor, or all tensors by name.
+        if "logits" in output:
+            return output["logits"]
+        found = {name: value for name, value in output.items() if isinstance(value, Tensor)}
+        return next(iter(found.values())) if len(found) == 1 else found
+
+    def _named(self, inputs: Any) -> dict[str, Any]:
+        """Name the model's inputs."""
+        if isinstance(inputs, Tensor):
+            return {self._main_input: inputs}
+        if not isinstance(inputs, Mapping):
+            raise ExecutionError(
+                f"a step's inputs must be {self._main_input} or a mapping of the model's inputs by "
+                f"name, not {type(inputs).__name__}"
+            )
+        given = {name: value for name, value in inputs.items() if value is not None}
+        if "labels" in given:
+            raise ExecutionError("the model's labels go into target=, not into a step's inputs")
+        for name in given:
+            if name not in self._takes:
+                raise ExecutionError(f"the model takes no {name}, only {', '.join(self._takes)}")
+        return given
+
+
+def _assembled(
+    skeleton: nn.Module,
+    real: nn.Module,
+    outline: Outline,
+    blocks: range,
+    own: Mapping[str, nn.Module],
+) -> PretrainedStage:
+    """Make the stage that owns `blocks` of `real`.
+
+    The stage takes the modules of `real` as they are, or those of `own` in their place. For what it
+    does not own it has the modules of `skeleton`, the same model on meta.
+    """
+    received = _Received()
+    dropped: set[str] = set()
+    if blocks.start > 0:
+        dropped |= outline.first
+    if blocks.stop < len(outline.calls):
+        dropped |= outline.last
+    held: nn.Module = nn.ModuleList()
+    held.training = real.training
+    for i, block in enumerate(real.get_submodule(outline.blocks).children()):
+        name = joined(outline.blocks, str(i))
+        if i not in blocks:
+            like = skeleton.get_submodule(name)
+            block = _BlockStandIn(like, received, outline.calls[i], earlier=i < blocks.start)
+        held.add_module(str(i), own.get(name, block))
+    for name in reversed(outline.ancestors):
+        source = real.get_submodule(name)
+        container = _shallow(skeleton.get_submodule(name))
+        container.training = source.training
+        container._buffers = copy.deepcopy(source._buffers)
+        for key, p in source._parameters.items():
+            container._parameters[key] = None if joined(name, key) in dropped else p
+        for key, child in source._modules.items():
+            path = joined(name, key)
+            if path == outline.blocks or path in outline.ancestors:
+                child = held
+            elif path in dropped:
+                child = _StandIn(skeleton.get_submodule(path), received)
+            elif path in outline.first | outline.last:
+                child = own.get(path, child)
+            else:
+                child = copy.deepcopy(child)  # without parameters: every stage has its own
+            container._modules[key] = child
+        held = container
+    return PretrainedStage(held, received, getattr(real, "main_input_name", "input_ids"))
+
+
+@attrs.define(eq=False)
+class _Received:
+    """The hidden states that the current forward of a stage was given."""
+
+    hidden: Tensor | None = None
+
+
+class _EndOfStage(Exception):  # noqa: N818 (it is no error)
+    """Raised when the forward comes to a block of the next stage."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _StandIn(nn.Module):
+    """Stands for a module of the first stage in later stages: the real module's attributes, without
+    its parameters.
+
+    The model's code may use its output only before blocks of earlier stages, which ignore it. The
+    output is NaN, so any other use would show.
+    """
+
+    def __init__(self, real: nn.Module, received: _Received) -> None:
+        super().__init__()
+        self._real = (real,)  # in a tuple, so that it is no child
+        self._received = received
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_real"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return NaN in the hidden states' shape. Raises ExecutionError on the first stage."""
+        hidden = self._received.hidden
+        if hidden is None:
+            kind = type(self._real[0]).__name__
+            raise ExecutionError(
+                f"with these inputs {kind} runs before the blocks, but only the last stage has it; "
+                "pass only the model's main input, for which it was cut"
+            )
+        return hidden.new_full(hidden.shape, math.nan)  # in full: it may be changed in place
+
+
+class _BlockStandIn(_StandIn):
+    """Stands for a block of another stage. If that is an earlier one, its output is the stage's
+    input; if it is a later one, its input is the stage's output."""
+
+    def __init__(self, real: nn.Module, received: _Received, call: Call, earlier: bool) -> None:
+        super().__init__(real, received)
+        self._call, self._earlier = call, earlier
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states that the stage was given; end the forward at a later stage."""
+        keyword, values = self._call.keyword, self._call.values
+        if not self._earlier:
+            raise _EndOfStage(args[0] if keyword is None else kwargs[keyword])
+        hidden = self._received.hidden
+        return hidden if values is None else (hidden, *[None] * (values - 1))
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    """Copy a module that keeps the same children, parameters and settings."""
+    like = module.__new__(type(module))
+    like.__dict__ = {
+        name: value.copy() if isinstance(value, dict) else value
+        for name, value in module.__dict__.items()
+    }
+    return like

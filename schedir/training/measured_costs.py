@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -19,24 +19,24 @@ from schedir.runtime import rng
 from schedir.runtime.arguments import LossFunction
 from schedir.runtime.boundaries.calling import convention_of
 from schedir.runtime.processes import clocks
-from schedir.runtime.processes.failure import describe
 from schedir.runtime.processes.groups import init_process_group
-from schedir.training.cutting.deferred import Making
-from schedir.training.cutting.layers import Layers, kept_before, layers_of
-from schedir.training.cutting.partition import stage_module
+from schedir.training.checkpoint.collective import everywhere
+from schedir.training.cutting.partition import uncut_layers
+from schedir.training.huggingface.stages import uncut_pretrained
 
 
 def measured_costs(
-    layers: Layers,
+    layers: Any,
     inputs: Any,
     loss_fn: LossFunction | None = None,
     target: Any = None,
     *,
+    model_class: Any = None,
     seed: int = 0,
     device: torch.device | str | None = None,
     repeats: int = 5,
 ) -> list[float]:
-    """Measure the seconds that each layer takes, forward and backward: the `costs` of `partition`.
+    """Measure the seconds that each layer takes, forward and backward: the `costs` of a cut.
 
     >>> import torch
     >>> from torch import nn
@@ -46,6 +46,7 @@ def measured_costs(
     >>> len(costs), min(costs) > 0
     (3, True)
 
+    `layers` is what `partition` takes, or what `stages_of` takes, with the same `model_class`.
     `inputs` is a microbatch of the size that you will train with. Each layer runs on the output of
     the layer before it, once to warm up and then `repeats` times; the median counts. With a
     `loss_fn`, the time of `loss_fn(output, target)` is added to the last layer. Deferred layers are
@@ -59,22 +60,22 @@ def measured_costs(
     """
     if not (is_number(repeats) and repeats):
         raise ExecutionError(f"repeats must be an int of at least 1, not {repeats!r}")
-    listed = layers_of(layers)
-    kept = kept_before([layer.given for layer in listed])
-    making = Making(seed, torch.device(device) if device is not None else None)
-
-    def timed(number: int, given: Any) -> tuple[float, Any]:
-        # A stage of one layer; only one exists at a time.
-        layer = stage_module(listed, (number, number + 1), kept, making)
-        return _timed(partial(convention_of(layer, given, None), layer), layer, given, repeats)
+    if isinstance(layers, (nn.Sequential, nn.ModuleList, nn.ModuleDict, Sequence, Mapping)):
+        model = uncut_layers(layers, seed, device)
+    else:
+        model = uncut_pretrained(layers, model_class, seed, device)
 
     def measure() -> list[float]:
         costs = []
         value = inputs
+        number = len(model.parts)
         with rng(seed, 0, 0, 0):
-            for number in range(len(listed)):
-                cost, value = timed(number, value)
+            # Stages of one layer, of which only one exists at a time.
+            for _, layer in model.make([(at, at + 1) for at in range(number)], range(number)):
+                run = partial(convention_of(layer, value, None), layer)
+                cost, value = _timed(run, layer, value, repeats)
                 costs.append(cost)
+                del layer, run
             if loss_fn is not None:
                 held = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
                 costs[-1] += _timed(lambda x: loss_fn(x, target), held, value, repeats)[0]
@@ -86,21 +87,17 @@ def measured_costs(
     if made:
         init_process_group(None)
     try:
-        # The costs, or the reason of the failure: the other processes wait for one of them.
-        told: list[Any] = [None, None]
-        if dist.get_rank() == 0:
-            try:
-                told[0] = measure()
-            except Exception as error:
-                told[1] = str(error) if isinstance(error, ExecutionError) else describe(error)
-        dist.broadcast_object_list(told)
+        return everywhere(_gathered, lambda: [] if dist.get_rank() else measure())[0]
     finally:
         if made:
             dist.destroy_process_group()
-    if told[1] is not None:
-        raise ExecutionError(told[1])
-    costs: list[float] = told[0]
-    return costs
+
+
+def _gathered(value: Any) -> list[Any]:
+    """The values of all processes, on each of them."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _timed(
