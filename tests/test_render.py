@@ -229,6 +229,10 @@ def test_the_overview_is_the_timeline_with_a_piece_cut_out() -> None:
         before, after = row.split("…")
         assert full_row.startswith(before)
         assert full_row.endswith(after[1:].lstrip("- "))
+    # If it needs more columns than there are, it goes on below, and keeps its labels.
+    folded = plain(overview_blocks(simulated("1f1b", 4, 48), 80, 24))
+    assert folded.count("\nrank  ") > 1
+    assert {"F0", "F47", "B0", "B47"} <= set(re.findall(r"[FB]\d+", folded))
 
 
 def test_a_name_is_no_markup() -> None:
