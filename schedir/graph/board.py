@@ -371,4 +371,4 @@ def most_held(steps: Steps, order: Sequence[int], limit: float = math.inf) -> fl
             most = held
             if most > limit:
                 return math.inf
-    return most
+    return most if most <= limit else math.inf
