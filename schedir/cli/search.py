@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.exact:
             seconds = EXACT_SECONDS if args.seconds is None else args.seconds
-            found = exactly(Terms(**terms), seconds, args.seed)
+            found = exactly(**terms, seconds=seconds, seed=args.seed)
         else:
             with _interruptible() as stop, progress("searching") as advance:
                 found = find(
