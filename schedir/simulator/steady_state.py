@@ -103,7 +103,7 @@ def full_pipeline(
 
 def _lengthened(schedule: Schedule, longer: Longer) -> Iterator[Schedule]:
     """A complete schedule, longer each time, up to the most actions."""
-    most = _MOST_ACTIONS // max(len(schedule.columns), 1)
+    most = _MOST_ACTIONS // len(schedule.columns)
     multiples = range(2, most + 1)
     while multiples:
         for multiple in multiples[:_MULTIPLES]:
@@ -122,7 +122,8 @@ def _lengthened(schedule: Schedule, longer: Longer) -> Iterator[Schedule]:
 def _continues(longer: Schedule, schedule: Schedule) -> bool:
     """True if every rank lists the same in both, up to its last forward in the shorter one, but for
     communication, which may have to be added to the longer one."""
-    here, there = (strip_communication(each).columns for each in (schedule, longer))
+    here = strip_communication(schedule).columns
+    there = strip_communication(longer).columns
     if longer.placement != schedule.placement:
         return False
     forwards, last = here.where(Kind.FORWARD), np.full(here.ranks, -1)
