@@ -359,8 +359,7 @@ def test_what_is_wrong_is_said() -> None:
 
 
 def test_a_list_is_simulated_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a command that needs its own times and those of the steady state, which a longer one
-    shows."""
+    """Though its own times are asked for, and those of the steady state."""
     simulated: list[int] = []
 
     def counted(schedule: schedir.Schedule, costs: CostModel, *, channel: str | None) -> Timeline:

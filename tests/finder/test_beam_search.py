@@ -21,11 +21,8 @@ BYTES = CostModel(backward=3, input_bytes=1, activation_bytes=3, deferred_bytes=
 
 
 def terms(ranks: int, microbatches: int, chunks: int = 1, **options: Any) -> Terms:
-    defaults: dict[str, Any] = {"costs": CostModel(), "placement": "wrapped", "held_until": "W"}
-    defaults |= {"memory_limit": None, "max_activations": None, "recompute": None, "split": True}
-    defaults |= {"objective": "makespan", "channel": None}
-    shape = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
-    return Terms(**{**defaults, **shape, **options})
+    options = {"placement": "wrapped", **options}
+    return Terms(ranks=ranks, microbatches=microbatches, chunks=chunks, **options)
 
 
 def best_of(task: Task) -> float:
