@@ -202,7 +202,7 @@ def test_a_latency_is_on_the_way_down_and_up_of_as_many_microbatches_as_are_in_f
 
 def test_the_slowest_stage_sets_the_pace() -> None:
     costs = CostModel(forward=(1, 2, 1, 1), backward=(2, 3, 1, 2))
-    steady = found("pipedream", costs)
+    steady = found("pipedream", lambda stages: costs)
     assert steady.time_per_microbatch == 5
     assert steady.bubble_fraction == pytest.approx(1 - (3 + 5 + 2 + 3) / 20)
 
@@ -358,9 +358,21 @@ def test_what_is_wrong_is_said() -> None:
         steady_state("pipedream", replicas=2)
 
 
-def test_costs_may_follow_from_the_number_of_stages() -> None:
-    steady = found("pipedream", lambda stages: CostModel(forward=(2,) * stages))
-    assert steady.time_per_microbatch == 4
+def test_a_list_is_simulated_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its own times are asked for, and those of the steady state."""
+    simulated: list[int] = []
+
+    def counted(schedule: schedir.Schedule, costs: CostModel, *, channel: str | None) -> Timeline:
+        simulated.append(schedule.microbatches)
+        return simulate(schedule, costs, channel=channel)
+
+    for module in ("finder.comparing", "cli.timelines", "simulator.steady_state"):
+        monkeypatch.setattr(f"schedir.{module}.simulate", counted)
+    for command in (["compare", "groups.py"], ["show", "groups.py", "--steady"]):
+        simulated.clear()
+        run.prints(*command, "--ranks", "2", "--microbatches", "4")
+        assert simulated[0] == 4 < simulated[-1]
+        assert len(set(simulated)) == len(simulated)
 
 
 def test_compare_takes_the_unit_of_the_others(run: Run) -> None:

@@ -142,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
     costs = costs_of(args)
     terms.update(
         costs=costs,
+        seed=args.seed,
         ranks=args.ranks or costs.ranks or DEFAULT_RANKS,
         microbatches=args.microbatches or DEFAULT_MICROBATCHES,
         chunks=args.chunks or 1,
@@ -155,12 +156,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.exact:
             seconds = EXACT_SECONDS if args.seconds is None else args.seconds
-            found = exactly(Terms(**terms), seconds, args.seed)
+            found = exactly(**terms, seconds=seconds)
         else:
             with _interruptible() as stop, progress("searching") as advance:
-                found = find(
-                    **terms, seconds=args.seconds, seed=args.seed, progress=advance, stop=stop
-                )
+                found = find(**terms, seconds=args.seconds, progress=advance, stop=stop)
     except ValueError as error:
         raise SchedirError(str(error)) from None
     write_out(listed(found.schedule), args.output)

@@ -101,7 +101,7 @@ def drawn_full(args: argparse.Namespace) -> tuple[Timeline, Timeline, SteadyStat
             "pipeline drains at every update"
         )
     with redirect_stdout(sys.stderr):  # text that a user's generator prints is not the result
-        full, steady = full_pipeline(schedule, costs, schedule.rebuild, args.channel)
+        full, steady = full_pipeline(line, costs, schedule.rebuild, args.channel)
     if steady is None:
         many = count(full.schedule.microbatches, "microbatch", "es")
         raise SchedirError(

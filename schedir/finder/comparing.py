@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -43,9 +43,12 @@ from schedir.simulator import (
     unmeasured,
 )
 from schedir.simulator.costs import OF_A_PART
+from schedir.simulator.steady_state import SteadyState, full_pipeline, steady_in_unit
 
-if TYPE_CHECKING:
-    from schedir.simulator.steady_state import SteadyState
+Target: TypeAlias = str | Path | Generator | GeneratorFunction | Schedule | Timeline
+"""What names, or is, something to compare."""
+SWEPT = ("microbatches", "chunks")
+"""The arguments that a comparison may try several values of."""
 
 
 def compare(
@@ -98,16 +101,19 @@ def compare(
     fill-drain              15  1.000   20.0%                 4      0
     """
     costs = costs or CostModel()
-    job = _Job(costs, channel, memory_limit)
-    tried = variants(targets, Shapes(ranks, microbatches, chunks, sweep or {}, parameters, costs))
+    channel = None if channel is None else channel_model(channel)
+    if memory_limit is not None and not memory_limit >= 0:
+        raise ValueError(f"memory_limit must be a number of bytes >= 0, not {memory_limit}")
+    shape = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+    tried = [*_rows(targets, shape, sweep or {}, costs, parameters)]
     if add_steps:
-        tried = [attrs.evolve(each, make=partial(_with_steps, each)) for each in tried]
+        tried = [attrs.evolve(row, make=partial(_with_steps, row.make)) for row in tried]
     rows = []
-    for done, variant in enumerate(tried, 1):
-        rows.append(job.row(variant))
+    for done, row in enumerate(tried, 1):
+        rows.append(_with_figures(row, costs, channel, memory_limit))
         if progress is not None:
             progress(done, len(tried))
-    return job.comparison(rows)
+    return _ranked(rows, costs, channel, memory_limit)
 
 
 def steady_state(
@@ -144,173 +150,12 @@ def steady_state(
     if isinstance(target, Schedule):
         schedule, longer = target, None
     else:
-        shape: dict[str, Any] = {"ranks": ranks, "chunks": chunks, "costs": costs, **parameters}
-        schedule = load(target, microbatches=microbatches, **shape)
+        schedule = load(
+            target, ranks=ranks, microbatches=microbatches, chunks=chunks, costs=costs, **parameters
+        )
         longer = schedule.rebuild
     model = costs(schedule.stages) if callable(costs) else costs
-    if not schedule.is_asynchronous:
-        simulate(schedule, model, channel=channel)  # raises what is wrong with either
-        return None
-    from schedir.simulator.steady_state import full_pipeline  # which few schedules need
-
-    return full_pipeline(schedule, model, longer, channel)[1]
-
-
-@attrs.frozen
-class _Job:
-    """What all rows share."""
-
-    costs: CostModel | Callable[[int], CostModel]
-    channel: str | None = attrs.field(converter=attrs.converters.optional(channel_model))
-    memory_limit: float | None = attrs.field()
-    _ranks: set[int] = attrs.field(factory=set, init=False)  # of what the costs priced
-
-    @memory_limit.validator
-    def _check_limit(self, attribute: object, value: float | None) -> None:
-        if value is not None and not value >= 0:
-            raise ValueError(f"memory_limit must be a number of bytes >= 0, not {value}")
-
-    def row(self, variant: Variant) -> Row:
-        """The row of a target in a shape."""
-        row = Row(
-            target=variant.name,
-            microbatches=variant.microbatches,
-            chunks=variant.chunks,
-            make=lambda: _schedule_of(variant.make()),
-        )
-        try:
-            made = variant.make()
-            if isinstance(made, Timeline) and made.measured is not None:
-                return self._figures(row, made)  # it has run: what it is for is not asked
-            complete, problem = self._proved(_schedule_of(made))
-            row = attrs.evolve(row, problem=problem)
-            if complete is None:
-                return row
-            if isinstance(made, Timeline):
-                return self._figures(row, made)
-            channel = None if problem else self.channel  # what blocks there has no time there
-            line = simulate(complete, self._of(complete), channel=channel)
-            if isinstance(self.costs, CostModel):
-                row = attrs.evolve(row, unmeasured=unmeasured(complete, self.costs))
-            steady = self._steady(_schedule_of(made), variant.grows, channel)
-            row = attrs.evolve(row, steady=steady)
-        except SchedirError as error:
-            return attrs.evolve(row, problem=Problem(None, str(error)))
-        return self._figures(row, line)
-
-    def _figures(self, row: Row, line: Timeline) -> Row:
-        """The row with the figures of a timeline, and whether it is within the limit."""
-        schedule, sizes = line.schedule, [rank.peak_bytes for rank in line.ranks]
-        peak = max((size for size in sizes if size is not None), default=None)
-        limit = self.memory_limit
-        return attrs.evolve(
-            row,
-            ranks=schedule.ranks,
-            stages=schedule.stages,
-            unit=line.unit,
-            makespan=line.makespan,
-            edge_makespan=line.edge_makespan,
-            bubble_fraction=line.bubble_fraction,
-            span_bubble_fraction=line.span_bubble_fraction,
-            peak_activations=max(rank.peak_activations for rank in line.ranks),
-            peak_bytes=peak,
-            delay=int(delays(schedule).max(initial=0)),
-            fits=None if peak is None or limit is None else peak <= limit,
-        )
-
-    def comparison(self, rows: list[Row]) -> Comparison:
-        """All rows in one unit of time, ranked."""
-        self._expect_one_model()
-        timed = [row for row in rows if row.makespan is not None]
-        if self.memory_limit is not None and all(row.peak_bytes is None for row in timed):
-            raise SchedirError(
-                "a memory limit needs bytes to compare with: give the costs activation_bytes, "
-                "weight_bytes and the other sizes"
-            )
-        units = {row.unit for row in timed}
-        if len(units) > 1:
-            if None in units and self.costs == CostModel():
-                raise SchedirError(
-                    "a measured timeline has a unit of time, and the textbook's costs have none: "
-                    "give costs for the other schedules"
-                )
-            largest = next(unit for unit in UNITS if unit in units)
-            rows = [_in_unit(row, largest) for row in rows]
-        unit = next((row.unit for row in rows if row.unit is not None), None)
-        model = self.channel or DEFAULT_CHANNEL
-        is_timed = self.channel is not None
-        found = Comparison(tuple(rows), model, self.memory_limit, unit, is_timed)
-        return attrs.evolve(found, rows=tuple(sorted(rows, key=partial(_order, found))))
-
-    def _expect_one_model(self) -> None:
-        """Raise SchedirError if a cost of each stage is one number, and numbers of ranks differ."""
-        if len(self._ranks) < 2 or not isinstance(self.costs, CostModel):
-            return
-        costs = {name: getattr(self.costs, name) for name in OF_A_PART}
-        single = [name for name, cost in costs.items() if cost and not isinstance(cost, tuple)]
-        if single:
-            ranks = " and ".join(map(str, sorted(self._ranks)))
-            raise SchedirError(
-                f"the schedules have {ranks} ranks, and with one number for {', '.join(single)} "
-                "each would train another model: give these costs by stage, or compare schedules "
-                "of the same number of ranks"
-            )
-
-    def _of(self, schedule: Schedule) -> CostModel:
-        if isinstance(self.costs, CostModel):
-            self._ranks.add(schedule.ranks)
-            return recut(self.costs, schedule.stages, of=schedule.ranks)
-        return self.costs(schedule.stages)
-
-    def _steady(self, schedule: Schedule, grows: bool, channel: str | None) -> SteadyState | None:
-        if not schedule.is_asynchronous:
-            return None
-        from schedir.simulator.steady_state import full_pipeline  # which few schedules need
-
-        longer = schedule.rebuild if grows else None
-        return full_pipeline(schedule, self._of(schedule), longer, channel)[1]
-
-    def _proved(self, schedule: Schedule) -> tuple[Schedule | None, Problem | None]:
-        """The complete form, if it runs under any model, and why it does not under this one."""
-        report = prove(schedule, self.channel or DEFAULT_CHANNEL)
-        if report.ok:
-            return report.schedule, None
-        worst = next(each for each in report.diagnostics if each.severity == "error")
-        problem = Problem(worst.code, worst.message)
-        return prove(schedule, CHANNELS[-1]).schedule, problem
-
-
-def _with_steps(variant: Variant) -> Schedule | Timeline:
-    made = variant.make()
-    return made if isinstance(made, Timeline) else append_steps(made)
-
-
-def _schedule_of(made: Schedule | Timeline) -> Schedule:
-    return made.schedule if isinstance(made, Timeline) else made
-
-
-def _order(comparison: Comparison, row: Row) -> tuple[float, ...]:
-    """The sort key of a row."""
-    time = comparison.time(row)
-    if time is None:
-        return (math.inf,)
-    activations = (row.peak_activations or 0) * float(row.share)
-    # Sums of floats in another order are no reason to be before another.
-    return float(f"{time:.9g}"), row.peak_bytes or 0, activations, row.delay or 0
-
-
-def _in_unit(row: Row, unit: Unit) -> Row:
-    if row.makespan is None:
-        return row
-    times, steady = factor(row.unit, unit), row.steady
-    if steady is not None:
-        from schedir.simulator.steady_state import steady_in_unit  # which few schedules need
-
-        steady = steady_in_unit(steady, unit)
-    least = None if row.edge_makespan is None else row.edge_makespan * times
-    return attrs.evolve(
-        row, makespan=row.makespan * times, edge_makespan=least, steady=steady, unit=unit
-    )
+    return full_pipeline(simulate(schedule, model, channel=channel), model, longer, channel)[1]
 
 
 @attrs.frozen
@@ -333,16 +178,16 @@ class Problem:
 class Row:
     """One schedule of a comparison in one shape; None stands for anything unknown.
 
-    `target` is the name that you gave. `chunks`, the stages per rank, is None for a list or a
-    timeline, which has a shape already. `edge_makespan` is that of `Timeline`. `peak_activations`
-    is the most (stage, microbatch) activations of any rank, `peak_bytes` the most that a rank
-    keeps. `delay` is the most updates between the weight version that a gradient is computed at and
-    the version that it is applied to. `fits` says whether the peak is within the memory limit.
-    `problem` says why there is no time; a schedule that deadlocks under the chosen channel model
-    has both, the time without a model. `unmeasured` names the costs that no run has shown, if costs
-    were fitted: the row's time is only as good as what was used for them. `steady` is the cost of
-    an asynchronous schedule while its pipeline is full, if it shows one. All other figures are of a
-    single call, which fills the pipeline and drains it.
+    `target` is the name that you gave, `timeline` the timeline, if you gave one. `chunks`, the
+    stages per rank, is None for a list or a timeline, which has a shape already. `edge_makespan` is
+    that of `Timeline`. `peak_activations` is the most (stage, microbatch) activations of any rank,
+    `peak_bytes` the most that a rank keeps. `delay` is the most updates between the weight version
+    that a gradient is computed at and the version that it is applied to. `fits` says whether the
+    peak is within the memory limit. `problem` says why there is no time; a schedule that deadlocks
+    under the chosen channel model has both, the time without a model. `unmeasured` names the costs
+    that no run has shown, if costs were fitted: the row's time is only as good as what was used for
+    them. `steady` is the cost of an asynchronous schedule while its pipeline is full, if it shows
+    one. All other figures are of a single call, which fills the pipeline and drains it.
 
     >>> import schedir
     >>> row = schedir.compare(["1f1b"], ranks=2, microbatches=4).rows[0]
@@ -353,6 +198,7 @@ class Row:
     target: str
     microbatches: int
     chunks: int | None = None
+    timeline: Timeline | None = None
     ranks: int | None = None
     stages: int | None = None
     unit: Unit | None = None
@@ -378,7 +224,7 @@ class Row:
     def share(self) -> Fraction:
         """The size of a stage, relative to a stage of a model cut into as many stages as there are
         ranks."""
-        return Fraction(self.ranks, self.stages) if self.ranks and self.stages else Fraction(1)
+        return Fraction(self.ranks or 1, self.stages or 1)  # both are known, or neither
 
     def build(self) -> Schedule:
         """The complete schedule, made again: a comparison of many would not fit in memory.
@@ -424,8 +270,8 @@ class Comparison(DisplayedComparison):
     @cached_property
     def best(self) -> Row | None:
         """The quickest that runs under the channel model and is within the memory limit, if any."""
-        allowed = (True,) if self.memory_limit is not None else (None, True)
-        return next((row for row in self.rows if row.problem is None and row.fits in allowed), None)
+        runs = [row for row in self.rows if row.problem is None]
+        return next((row for row in runs if row.fits or self.memory_limit is None), None)
 
     @cached_property
     def measured(self) -> Row | None:
@@ -444,133 +290,212 @@ class Comparison(DisplayedComparison):
         return time / least if time is not None and least else None
 
 
-Target: TypeAlias = str | Path | Generator | GeneratorFunction | Schedule | Timeline
-"""What names, or is, something to compare."""
-SWEPT = ("microbatches", "chunks")
-"""The arguments that a comparison may try several values of."""
-_RUN = ".json"
-
-
-@attrs.frozen
-class Shapes:
-    """The shapes to try: `swept` maps a name to several values; the others have one value or none.
-
-    Raises ValueError or TypeError for a name or values that can't be swept.
-    """
-
-    ranks: int | None
-    microbatches: int | None
-    chunks: int | None
-    swept: Mapping[str, Sequence[int]]
-    parameters: Mapping[str, Parameter]
-    costs: Costs = None
-
-    def __attrs_post_init__(self) -> None:
-        for name, values in self.swept.items():
-            if name not in SWEPT:
-                raise ValueError(f"{name!r} can't be swept; there are {', '.join(SWEPT)}")
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} has one value and is swept too: leave one of them out")
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"sweep of {name}: give some values, each once, not {values!r}")
-            for value in values:
-                if type(value) is not int or value < 1:
-                    raise ValueError(f"sweep of {name}: {value!r} is not an int >= 1")
-
-    def several(self, name: str) -> Sequence[int | None]:
-        """The values of `microbatches` or `chunks` to try."""
-        return self.swept.get(name, [getattr(self, name)])
-
-
-@attrs.frozen
-class Variant:
-    """A target in one shape. `make` makes it, or raises LoadError or ParseError. A target that
-    `grows` has a generator, which may be asked for more microbatches."""
-
-    name: str
-    microbatches: int
-    chunks: int | None
-    make: Callable[[], Schedule | Timeline]
-    grows: bool = False
-
-
-def variants(targets: Iterable[Target], shapes: Shapes) -> list[Variant]:
-    """All targets in all shapes. A list or a timeline keeps its shape; if all of them agree, the
-    other targets take from it what is left open.
+def _rows(
+    targets: Iterable[Target],
+    shape: dict[str, Any],
+    sweep: Mapping[str, Sequence[int]],
+    costs: Costs,
+    parameters: Mapping[str, Parameter],
+) -> Iterator[Row]:
+    """All targets in all shapes, without figures. A list or a timeline keeps its shape; if all of
+    them agree, the other targets take from it what is left open.
 
     Raises LoadError or ParseError if a target can't be found or read, or if no generator has one of
-    the parameters. Raises TypeError if `targets` is a single target.
+    the parameters. Raises TypeError if `targets` is a single target, ValueError for what can't be
+    swept.
     """
+    for name, values in sweep.items():
+        if name not in SWEPT:
+            raise ValueError(f"{name!r} can't be swept; there are {', '.join(SWEPT)}")
+        if shape[name] is not None:
+            raise ValueError(f"{name} has one value and is swept too: leave one of them out")
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"sweep of {name}: give some values, each once, not {values!r}")
     if isinstance(targets, (str, Path)):
         raise TypeError(f"targets must be a list: [{str(targets)!r}]")
-    found = [(target, _found(target)) for target in targets]
+    found = [_found(target) for target in targets]
     if not found:
         raise LoadError("there is nothing to compare: name some schedules")
-    generators = [each for _, each in found if isinstance(each, Generator)]
-    lists = [_schedule_of(each) for _, each in found if not isinstance(each, Generator)]
-    shapes = _completed(shapes, lists)
-    for name in shapes.parameters:
-        if not any(_has(generator, name) for generator in generators):
+    for name in parameters:
+        if not any(generator and _has(generator, name) for _, generator in found):
             raise LoadError(f"no schedule here has a parameter {name!r}")
-    return [variant for target, each in found for variant in _shaped(target, each, shapes)]
-
-
-def _completed(shapes: Shapes, fixed: Sequence[Schedule]) -> Shapes:
+    lists = [row.make() for row, generator in found if generator is None]
     for name in ("ranks", "microbatches"):
-        had = {getattr(each, name) for each in fixed} or {getattr(shapes.costs, name, None)}
-        if getattr(shapes, name) is None and name not in shapes.swept and len(had) == 1:
-            shapes = attrs.evolve(shapes, **{name: had.pop()})
-    return shapes
+        had = {getattr(each, name) for each in lists} or {getattr(costs, name, None)}
+        if shape[name] is None and name not in sweep and len(had) == 1:
+            shape[name] = had.pop()
+    seen = costs
+    if isinstance(costs, CostModel):  # of the same model, whatever the number of stages
+        seen = partial(recut, costs, of=shape["ranks"] or DEFAULT_RANKS)
+    for row, generator in found:
+        if generator is None:
+            yield attrs.evolve(row, make=partial(_as_it_is, row, shape))
+            continue
+        own = {name: value for name, value in parameters.items() if _has(generator, name)}
+        for microbatches, chunks in product(*(sweep.get(name, [shape[name]]) for name in SWEPT)):
+            asked = {**shape, **own, "microbatches": microbatches, "chunks": chunks}
+            yield attrs.evolve(
+                row,
+                microbatches=row.microbatches if microbatches is None else microbatches,
+                chunks=chunks or row.chunks,
+                make=partial(load, generator, costs=seen, **asked),
+            )
 
 
-def _found(target: Target) -> Generator | Schedule | Timeline:
+def _found(target: Target) -> tuple[Row, Generator | None]:
+    """The row of a target in its usual shape, and its generator, if it has one."""
+    file = str(target) if isinstance(target, (str, Path)) else ""
+    made: Schedule | Timeline
     if isinstance(target, (Schedule, Timeline)):
-        return target
-    if isinstance(target, (str, Path)):
-        if str(target).endswith(_RUN):
-            timelines = load_timelines(target)
-            if not timelines:
-                raise LoadError(f"{target} holds no timeline")
-            return median_step(timelines)
-        if is_list(target):
-            return load(target)
-    return generator_of(target)
-
-
-def _shaped(
-    target: Target, found: Generator | Schedule | Timeline, shapes: Shapes
-) -> Iterator[Variant]:
-    named = name_of(target) if isinstance(target, (str, Path)) else None
-    if not isinstance(found, Generator):
-        schedule = _schedule_of(found)
-        name = named or schedule.name
-        yield Variant(name, schedule.microbatches, None, partial(_as_it_is, name, found, shapes))
-        return
-    own = {key: value for key, value in shapes.parameters.items() if _has(found, key)}
-    seen = shapes.costs
-    if isinstance(seen, CostModel):  # of the same model, whatever the number of stages
-        seen = partial(recut, seen, of=shapes.ranks or DEFAULT_RANKS)
-    for microbatches, chunks in product(*map(shapes.several, SWEPT)):
-        make = partial(
-            load,
-            found,
-            ranks=shapes.ranks,
-            microbatches=microbatches,
-            chunks=chunks,
-            costs=seen,
-            **own,
+        made = target
+    elif file.endswith(".json"):
+        timelines = load_timelines(file)
+        if not timelines:
+            raise LoadError(f"{file} holds no timeline")
+        made = median_step(timelines)
+    elif is_list(file):
+        made = load(file)
+    else:
+        generator = generator_of(target)
+        row = Row(
+            target=name_of(file) or generator.name,
+            microbatches=DEFAULT_MICROBATCHES,
+            chunks=generator.chunks,
+            make=partial(load, generator),
         )
-        many = DEFAULT_MICROBATCHES if microbatches is None else microbatches
-        yield Variant(named or found.name, many, chunks or found.chunks, make, grows=True)
-
-
-def _as_it_is(name: str, found: Schedule | Timeline, shapes: Shapes) -> Schedule | Timeline:
-    for what in ("ranks", "microbatches"):
-        asked, has = getattr(shapes, what), getattr(_schedule_of(found), what)
-        if asked not in (None, has):
-            raise LoadError(f"{name} has {has} {what}, not {asked}")
-    return found
+        return row, generator
+    line, schedule = (made, made.schedule) if isinstance(made, Timeline) else (None, made)
+    row = Row(
+        target=name_of(file) or schedule.name,
+        microbatches=schedule.microbatches,
+        timeline=line,
+        make=lambda: schedule,
+    )
+    return row, None
 
 
 def _has(generator: Generator, parameter: str) -> bool:
     return generator.takes_any_parameter or parameter in generator.parameters
+
+
+def _as_it_is(row: Row, shape: Mapping[str, Any]) -> Schedule:
+    """The schedule of a list or a timeline. Raises LoadError if another shape is asked for."""
+    schedule = row.make()
+    for what in ("ranks", "microbatches"):
+        asked, has = shape[what], getattr(schedule, what)
+        if asked not in (None, has):
+            raise LoadError(f"{row.target} has {has} {what}, not {asked}")
+    return schedule
+
+
+def _with_steps(make: Callable[[], Schedule]) -> Schedule:
+    return append_steps(make())
+
+
+def _with_figures(
+    row: Row,
+    costs: CostModel | Callable[[int], CostModel],
+    channel: str | None,
+    limit: float | None,
+) -> Row:
+    """The row with all that is known of its schedule, which is simulated unless it is a timeline's
+    already."""
+    line = row.timeline
+    try:
+        schedule = row.make()
+        if line is None or line.measured is None:  # what has run is not judged
+            report = prove(schedule, channel or DEFAULT_CHANNEL)
+            if not report.ok:
+                worst = report.errors[0]
+                row = attrs.evolve(row, problem=Problem(worst.code, worst.message))
+                # What blocks under this model has no time under it.
+                report, channel = prove(schedule, CHANNELS[-1]), None
+            if report.schedule is None:
+                return row
+            schedule = report.schedule
+        if line is None:
+            if isinstance(costs, CostModel):
+                model = recut(costs, schedule.stages, of=schedule.ranks)
+                missing = unmeasured(schedule, costs)
+            else:
+                model, missing = costs(schedule.stages), ()
+            line = simulate(schedule, model, channel=channel)
+            longer = None if row.chunks is None else schedule.rebuild
+            steady = full_pipeline(line, model, longer, channel)[1]
+            row = attrs.evolve(row, steady=steady, unmeasured=missing)
+    except SchedirError as error:
+        return attrs.evolve(row, problem=Problem(None, str(error)))
+    sizes = [rank.peak_bytes for rank in line.ranks if rank.peak_bytes is not None]
+    peak = max(sizes, default=None)
+    return attrs.evolve(
+        row,
+        ranks=line.schedule.ranks,
+        stages=line.schedule.stages,
+        unit=line.unit,
+        makespan=line.makespan,
+        edge_makespan=line.edge_makespan,
+        bubble_fraction=line.bubble_fraction,
+        span_bubble_fraction=line.span_bubble_fraction,
+        peak_activations=max(rank.peak_activations for rank in line.ranks),
+        peak_bytes=peak,
+        delay=int(delays(line.schedule).max(initial=0)),
+        fits=None if peak is None or limit is None else peak <= limit,
+    )
+
+
+def _ranked(rows: list[Row], costs: Costs, channel: str | None, limit: float | None) -> Comparison:
+    """The rows in one unit of time, the quickest first."""
+    _expect_one_model(costs, {row.ranks for row in rows if row.ranks and row.timeline is None})
+    if limit is not None and all(row.fits is None for row in rows):
+        raise SchedirError(
+            "a memory limit needs bytes to compare with: give the costs activation_bytes, "
+            "weight_bytes and the other sizes"
+        )
+    units = {row.unit for row in rows if row.makespan is not None}
+    if len(units) > 1 and None in units and costs == CostModel():
+        raise SchedirError(
+            "a measured timeline has a unit of time, and the textbook's costs have none: "
+            "give costs for the other schedules"
+        )
+    unit = next((unit for unit in UNITS if unit in units), None)
+    if unit is not None:
+        rows = [_in_unit(row, unit) for row in rows]
+    rows = sorted(rows, key=_order)
+    return Comparison(tuple(rows), channel or DEFAULT_CHANNEL, limit, unit, channel is not None)
+
+
+def _expect_one_model(costs: Costs, ranks: set[int]) -> None:
+    """Raise SchedirError if a cost of each stage is one number, and numbers of ranks differ."""
+    if len(ranks) < 2 or not isinstance(costs, CostModel):
+        return
+    single = [name for name in OF_A_PART if not isinstance(getattr(costs, name) or (), tuple)]
+    if single:
+        many = " and ".join(map(str, sorted(ranks)))
+        raise SchedirError(
+            f"the schedules have {many} ranks, and with one number for {', '.join(single)} "
+            "each would train another model: give these costs by stage, or compare schedules "
+            "of the same number of ranks"
+        )
+
+
+def _in_unit(row: Row, unit: Unit) -> Row:
+    if row.makespan is None:
+        return row
+    times, least, steady = factor(row.unit, unit), row.edge_makespan, row.steady
+    return attrs.evolve(
+        row,
+        makespan=row.makespan * times,
+        edge_makespan=None if least is None else least * times,
+        steady=None if steady is None else steady_in_unit(steady, unit),
+        unit=unit,
+    )
+
+
+def _order(row: Row) -> tuple[float, ...]:
+    """The sort key of a row."""
+    time = row.time_per_microbatch
+    if time is None:
+        return (math.inf,)
+    activations = (row.peak_activations or 0) * float(row.share)
+    # Sums of floats in another order are no reason to be before another.
+    return float(f"{time:.9g}"), row.peak_bytes or 0, activations, row.delay or 0

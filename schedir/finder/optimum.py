@@ -15,10 +15,11 @@ change places give the same schedule by other names.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
-from functools import cached_property, reduce
-from itertools import combinations, pairwise
+from functools import reduce
+from itertools import combinations, pairwise, product
 from typing import Any, TypeAlias
 
 import attrs
@@ -74,46 +75,53 @@ def exact(
     >>> schedir.simulate(schedule).makespan
     7
     """
-    given = locals()
-    terms = Terms(**{field.name: given[field.name] for field in attrs.fields(Terms)})
-    return exactly(terms, seconds, seed).schedule
+    return exactly(**locals()).schedule  # all that it was called with
 
 
-def exactly(terms: Terms, seconds: float, seed: int) -> Found:
+def exactly(
+    ranks: int,
+    microbatches: int,
+    chunks: int = 1,
+    *,
+    seconds: float = EXACT_SECONDS,
+    seed: int = 0,
+    **limits: Any,
+) -> Found:
     """`exact`, with everything known about the schedule that it found.
 
-    `terms` are the work and its limits.
+    `limits` are the other arguments of `exact`. Raises what `exact` raises.
 
     >>> from schedir import finder
-    >>> from schedir.finder.terms import Terms
-    >>> found = finder.exactly(Terms(ranks=2, microbatches=2, chunks=1), seconds=60, seed=0)
+    >>> found = finder.exactly(ranks=2, microbatches=2)
     >>> found.value == found.lower_bound
     True
     """
+    terms = Terms(ranks=ranks, microbatches=microbatches, chunks=chunks, **limits)
     if terms.counts_boundaries:
         raise SchedirError(
             "the exact search can't count the bytes of boundaries: leave boundary_bytes out of the "
             "costs, or limit activations"
         )
-    best: list[tuple[Fraction, Task, Schedule]] = []
+    best = []
     for named in terms.placements:
         task = terms.task(named)
         _expect_time(task)
-        whole, scale = _in_whole_numbers(task)
-        solved = solve(whole, seconds, seed)
-        if solved is not None:
-            best.append((solved.value / scale, task, _schedule(solved, task, terms.proved_under)))
+        lists = _solved(_in_whole_numbers(task), seconds, seed)
+        if lists is not None:
+            bare = append_steps(Schedule.of("exact", task.placement, lists, microbatches))
+            schedule = prove(bare, terms.proved_under).proved()
+            best.append((terms.value(simulate(schedule, terms.costs)), named, schedule))
     if not best:
         raise SchedirError("no schedule of this work is within the limit")
-    _, task, schedule = min(best, key=lambda each: each[0])
+    least, named, schedule = min(best, key=lambda each: each[0])
     line = simulate(schedule, terms.costs, channel=terms.channel)
     return Found(
         schedule=schedule,
         timeline=line,
         objective=terms.objective,
         value=terms.value(line),
-        lower_bound=terms.value(simulate(schedule, terms.costs)),
-        placement=task.named,
+        lower_bound=least,
+        placement=named,
         origin=None,
         candidates=len(terms.placements),
         seed=seed,
@@ -131,61 +139,34 @@ def _expect_time(task: Task) -> None:
             )
 
 
-def _in_whole_numbers(task: Task) -> tuple[Task, Fraction]:
-    """The task with whole numbers alone, and how many of these are one of its unit of time."""
-    times = attrs.asdict(
-        task.costs, recurse=False, filter=lambda field, _: field.name != "placement"
-    )
-    scale = _scale(value for values in times.values() for value in values)
-    whole = {
-        name: tuple(round(Fraction(str(value)) * scale) for value in values)
-        for name, values in times.items()
-    }
-    costs: StageCosts = attrs.evolve(task.costs, **whole)
-    return attrs.evolve(task, costs=costs, memory=_whole_memory(task.memory)), scale
+def _in_whole_numbers(task: Task) -> Task:
+    """The task with whole numbers alone: what is kept is rounded up, and the limit down."""
+    placement, *times = attrs.astuple(task.costs, recurse=False)
+    *kept, limit = attrs.astuple(task.memory, recurse=False)
+    costs, memory = StageCosts(placement, *_whole(times, _scale(times), round)), task.memory
+    if memory.limited:
+        scale = _scale(kept)
+        memory = Memory(*_whole(kept, scale, math.ceil), *_whole([limit], scale, math.floor))
+    return attrs.evolve(task, costs=costs, memory=memory)
 
 
-def _whole_memory(memory: Memory) -> Memory:
-    """What is kept rounded up, and the limit down."""
-    if not memory.limited:
-        return memory
-    kept = [memory.full, memory.lean, memory.rest, memory.gradient]
-    scale = _scale(size for sizes in kept for size in sizes)
-    full, lean, rest, gradient = (
-        tuple(math.ceil(Fraction(str(size)) * scale) for size in sizes) for sizes in kept
-    )
-    limit = tuple(math.floor(Fraction(str(room)) * scale) for room in memory.limit)
-    return Memory(full, lean, rest, gradient, limit)
-
-
-def _scale(values: Iterable[float]) -> Fraction:
-    """What makes all whole, or all as fine as they need be."""
-    exactly = [Fraction(str(value)) for value in values]
-    whole, most = reduce(math.lcm, (value.denominator for value in exactly), 1), max(exactly)
+def _scale(rows: Iterable[Iterable[float]]) -> Fraction:
+    """What makes all numbers whole, or all as fine as they need be."""
+    numbers = [Fraction(str(number)) for row in rows for number in row]
+    whole, most = reduce(math.lcm, (each.denominator for each in numbers), 1), max(numbers)
     return Fraction(whole) if whole * most <= 10**3 * _FINEST else _FINEST / most
 
 
-def _schedule(solved: Solved, task: Task, channel: str) -> Schedule:
-    """The complete schedule, proved."""
-    lists = [[Action(*action) for action in actions] for actions in solved.lists]
-    bare = Schedule.of("exact", task.placement, lists, task.microbatches)
-    return prove(append_steps(bare), channel).proved()
+def _whole(
+    rows: Iterable[Iterable[float]], scale: Fraction, rounded: Callable[[Fraction], int]
+) -> Iterator[tuple[int, ...]]:
+    for row in rows:
+        yield tuple(rounded(Fraction(str(number)) * scale) for number in row)
 
 
-Expression: TypeAlias = Any
-"""A variable of the model, or a sum of some."""
-
-
-@attrs.frozen
-class Solved:
-    """The best there is: `lists[rank]` are its actions, (kind, stage, microbatch), in order."""
-
-    value: int
-    lists: list[list[tuple[Kind, int, int]]]
-
-
-def solve(task: Task, seconds: float, seed: int) -> Solved | None:
-    """The best order of a task whose numbers are all whole, None where its limits allow none.
+def _solved(task: Task, seconds: float, seed: int) -> list[list[Action]] | None:
+    """The lists of the best order of a task whose numbers are all whole, None where its limits
+    allow none.
 
     Raises SchedirError where OR-Tools is not installed, or where the time is over before an order
     is proved to be the best.
@@ -197,8 +178,9 @@ def solve(task: Task, seconds: float, seed: int) -> Solved | None:
             "the exact optimum is found by OR-Tools, which is not installed: "
             "pip install 'schedir[exact]'"
         ) from None
+    if min(task.memory.limit) < 0:
+        return None  # what is kept all the time is too much
     model = _Model(task, cp_model.CpModel())
-    model.constrain()
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.random_seed = seed
@@ -215,26 +197,43 @@ def solve(task: Task, seconds: float, seed: int) -> Solved | None:
             f"below {solver.best_objective_bound:g}, both in the costs' smallest step; give it "
             "more `seconds`, or search for a good one"
         )
-    return Solved(round(solver.objective_value), model.lists(solver))
+    return [
+        [
+            action
+            for start, _, there, action in sorted(own, key=lambda each: solver.value(each[0]))
+            if solver.value(there)
+        ]
+        for own in model.on_rank
+    ]
+
+
+Expression: TypeAlias = Any
+"""A variable of the model, or a sum of some."""
 
 
 @attrs.frozen
-class _Actions:
+class _Cell:
     """The variables of one (stage, microbatch).
 
-    `forward`, `backward` (the start of its B or I), `weight` and `again` are starts; `split` and
-    `runs_again` say whether the last two are there; `returned` is when the gradient of the input is
-    made, `complete` when all of it is over.
+    `split` and `runs_again` say whether it has a W and an R. `forward`, `again`, `backward` (of its
+    B or I) and `weight` are starts: without an R, `again` is that of the forward; without a W,
+    `weight` is the end of the backward. `returned` is when the gradient of the input is made,
+    `complete` when all of it is over.
     """
 
-    forward: Expression
-    backward: Expression
-    weight: Expression
-    again: Expression
     split: Expression
     runs_again: Expression
+    forward: Expression
+    again: Expression
+    backward: Expression
     returned: Expression
+    weight: Expression
     complete: Expression
+
+
+_Stream: TypeAlias = tuple[list[tuple[Expression, Expression]], float, float]
+"""The transfers between two stages: when each payload is made and used; how long a transfer takes,
+and how long it occupies its channel."""
 
 
 class _Model:
@@ -243,70 +242,52 @@ class _Model:
     def __init__(self, task: Task, model: Any) -> None:
         self.task, self.model, self.costs = task, model, task.costs
         # One after the other takes no longer than this.
-        costs = self.costs
-        backwards = costs.backward, costs.backward_input, costs.backward_weight
-        each = costs.forward, *backwards, costs.recompute, costs.down, costs.up
-        self.horizon = int(task.microbatches * sum(map(sum, each)) + sum(costs.optim_step))
-        self.on_rank: list[list[Any]] = [[] for _ in costs.ranks]
-        self.cells = [
-            [self._cell(stage) for _ in range(task.microbatches)] for stage in costs.stages
-        ]
-
-    def _time(self) -> Any:
-        return self.model.new_int_var(0, self.horizon, "")
-
-    def _switch(self, free: bool) -> Any:
-        """Whether something is there: to be chosen, or not."""
-        return self.model.new_bool_var("") if free else self.model.new_constant(0)
-
-    def _cell(self, stage: int) -> _Actions:
-        task, costs, model = self.task, self.costs, self.model
-        cell = _Actions(
-            forward=self._time(),
-            backward=self._time(),
-            weight=self._time() if task.split else 0,
-            again=self._time() if task.recompute else 0,
-            split=self._switch(task.split),
-            runs_again=self._switch(task.recompute),
-            returned=self._time(),
-            complete=self._time(),
-        )
-        busy = self.on_rank[costs.placement[stage]]
-        whole, part = costs.backward[stage], costs.backward_input[stage]
-        busy.append(model.new_fixed_size_interval_var(cell.forward, costs.forward[stage], ""))
-        if not task.split:
-            busy.append(model.new_fixed_size_interval_var(cell.backward, whole, ""))
-        else:
-            last = costs.backward_weight[stage]
-            optional = model.new_optional_fixed_size_interval_var
-            busy.append(optional(cell.backward, whole, ~cell.split, ""))
-            busy.append(optional(cell.backward, part, cell.split, ""))
-            busy.append(optional(cell.weight, last, cell.split, ""))
-            model.add(cell.weight >= cell.returned).only_enforce_if(cell.split)
-            model.add(cell.complete == cell.weight + last).only_enforce_if(cell.split)
-            model.add(cell.weight == 0).only_enforce_if(~cell.split)
-        model.add(cell.returned == cell.backward + whole + (part - whole) * cell.split)
-        model.add(cell.complete == cell.returned).only_enforce_if(~cell.split)
-        if task.recompute:
-            time = costs.recompute[stage]
-            busy.append(
-                model.new_optional_fixed_size_interval_var(cell.again, time, cell.runs_again, "")
-            )
-            forward = cell.forward + costs.forward[stage]
-            model.add(cell.again >= forward).only_enforce_if(cell.runs_again)
-            model.add(cell.backward >= cell.again + time).only_enforce_if(cell.runs_again)
-            model.add(cell.again == 0).only_enforce_if(~cell.runs_again)
-        return cell
-
-    def constrain(self) -> None:
-        """Add all constraints, and the objective."""
+        times = attrs.astuple(task.costs, recurse=False)[1:]
+        self.horizon = int(task.microbatches * sum(map(sum, times)))
+        # By rank, the actions that it may run: start, duration, whether it does.
+        self.on_rank: list[list[tuple[Any, int, Any, Action]]] = [[] for _ in self.costs.ranks]
+        microbatches = range(task.microbatches)
+        self.cells = [[self._cell(stage, m) for m in microbatches] for stage in self.costs.stages]
         self._in_order()
         self._transfers()
-        for intervals in self.on_rank:
-            self.model.add_no_overlap(intervals)
-        for rank in self.costs.ranks:
+        for rank, actions in enumerate(self.on_rank):
+            optional = model.new_optional_fixed_size_interval_var
+            model.add_no_overlap(optional(*timed, "") for *timed, _ in actions)
             self._hold(rank)
         self._minimise()
+
+    def _time(self) -> Expression:
+        return self.model.new_int_var(0, self.horizon, "")
+
+    def _cell(self, stage: int, microbatch: int) -> _Cell:
+        """The variables, with what holds for them alone."""
+        costs, model = self.costs, self.model
+        switches = (
+            model.new_bool_var("") if free else model.new_constant(0)
+            for free in (self.task.split, self.task.recompute)
+        )
+        cell = _Cell(*switches, *(self._time() for _ in range(6)))
+        split, again = cell.split, cell.runs_again
+        takes: dict[Kind, int] = {}
+        for kind, start, there in (
+            (Kind.FORWARD, cell.forward, True),
+            (Kind.RECOMPUTE, cell.again, again),
+            (Kind.BACKWARD, cell.backward, ~split),
+            (Kind.BACKWARD_INPUT, cell.backward, split),
+            (Kind.BACKWARD_WEIGHT, cell.weight, split),
+        ):
+            takes[kind] = getattr(costs, kind.cost_name)[stage]
+            listed = start, takes[kind], there, Action(kind, stage, microbatch)
+            self.on_rank[costs.placement[stage]].append(listed)
+        shorter = takes[Kind.BACKWARD] - takes[Kind.BACKWARD_INPUT]
+        model.add(cell.returned == cell.backward + takes[Kind.BACKWARD] - shorter * split)
+        model.add(cell.complete == cell.weight + takes[Kind.BACKWARD_WEIGHT] * split)
+        model.add(cell.weight >= cell.returned)
+        model.add(cell.weight == cell.returned).only_enforce_if(~split)
+        model.add(cell.backward >= cell.again + takes[Kind.RECOMPUTE] * again)
+        model.add(cell.again >= cell.forward + takes[Kind.FORWARD] * again)
+        model.add(cell.again == cell.forward).only_enforce_if(~again)
+        return cell
 
     def _in_order(self) -> None:
         """Microbatches, by each of their actions."""
@@ -315,98 +296,73 @@ class _Model:
             for cell, following in pairwise(cells):
                 model.add(following.forward >= cell.forward + costs.forward[stage])
                 model.add(following.backward >= cell.returned)
-            if self.task.split:
-                for cell, later in combinations(cells, 2):
-                    model.add(later.weight >= cell.complete).only_enforce_if(
-                        cell.split, later.split
-                    )
+            for cell, later in combinations(cells, 2):
+                model.add(later.weight >= cell.complete).only_enforce_if(cell.split, later.split)
 
     def _transfers(self) -> None:
         """What a stage needs of its neighbours, over channels that are first in, first out."""
-        model, costs = self.model, self.costs
-        channels: dict[tuple[int, int], list[list[tuple[Any, Any, float]]]] = {}
-        for stage in costs.stages[1:]:
-            low, high = costs.placement[stage - 1], costs.placement[stage]
-            cells = list(zip(self.cells[stage - 1], self.cells[stage], strict=True))
-            done = costs.forward[stage - 1]
-            downward = [(below.forward + done, above.forward) for below, above in cells]
-            upward = [(above.returned, below.backward) for below, above in cells]
-            for ends, way, takes, holds in (
-                ((low, high), downward, costs.down[stage], costs.down_holds[stage]),
-                ((high, low), upward, costs.up[stage - 1], costs.up_holds[stage - 1]),
-            ):
-                stream = []
-                for made, used in way:
-                    begin = self._time() if ends in self.queues else made
-                    model.add(begin >= made)
-                    model.add(used >= begin + takes)
-                    stream.append((made, begin, holds))
-                channels.setdefault(ends, []).append(stream)
+        costs = self.costs
+        channels: dict[tuple[int, int], list[_Stream]] = defaultdict(list)
+        for stage, (below, above) in enumerate(pairwise(self.cells)):
+            low, high = costs.placement[stage : stage + 2]
+            done = costs.forward[stage]
+            cells = [*zip(below, above, strict=True)]
+            down = [(source.forward + done, target.forward) for source, target in cells]
+            up = [(source.returned, target.backward) for target, source in cells]
+            channels[low, high].append((down, costs.down[stage + 1], costs.down_holds[stage + 1]))
+            channels[high, low].append((up, costs.up[stage], costs.up_holds[stage]))
         for cell in self.cells[-1]:
-            model.add(cell.backward >= cell.forward + costs.forward[-1])
-        for ends in self.queues:
-            self._first_in_first_out(channels[ends])
+            self.model.add(cell.backward >= cell.forward + costs.forward[-1])
+        for streams in channels.values():
+            self._first_in_first_out(streams)
 
-    @cached_property
-    def queues(self) -> set[tuple[int, int]]:
-        """The channels that some transfer occupies, so that others wait for it."""
-        costs, found = self.costs, set()
-        for stage in costs.stages[1:]:
-            low, high = costs.placement[stage - 1], costs.placement[stage]
-            if low != high:
-                found |= {(low, high)} if costs.down_holds[stage] else set()
-                found |= {(high, low)} if costs.up_holds[stage - 1] else set()
-        return found
-
-    def _first_in_first_out(self, streams: list[list[tuple[Any, Any, float]]]) -> None:
-        """Transfers of one channel, by when they are made."""
-        for stream in streams:
-            for (_, begin, holds), (_, following, _) in pairwise(stream):
-                self.model.add(following >= begin + holds)
-        for one, other in combinations(streams, 2):
-            for made, begin, holds in one:
-                for made_there, begin_there, holds_there in other:
-                    before = self._switch(free=True)
-                    for is_so, early, late in (
-                        (before, (made, begin, holds), (made_there, begin_there)),
-                        (~before, (made_there, begin_there, holds_there), (made, begin)),
-                    ):
-                        self.model.add(early[0] <= late[0]).only_enforce_if(is_so)
-                        self.model.add(early[1] + early[2] <= late[1]).only_enforce_if(is_so)
+    def _first_in_first_out(self, streams: list[_Stream]) -> None:
+        """Transfers of one channel, by when they are made; if none occupies it, none waits."""
+        model, queued = self.model, any(holds for _, _, holds in streams)
+        sent = []
+        for way, takes, holds in streams:
+            stream = [(made, self._time() if queued else made, holds) for made, _ in way]
+            for (made, begin, _), (_, used) in zip(stream, way, strict=True):
+                model.add(begin >= made)
+                model.add(used >= begin + takes)
+            for (_, begin, _), (_, following, _) in pairwise(stream):
+                model.add(following >= begin + holds)
+            sent.append(stream)
+        for one, other in combinations(sent, 2) if queued else ():
+            for pair in product(one, other):
+                before = model.new_bool_var("")
+                for is_so, (early, late) in ((before, pair), (~before, pair[::-1])):
+                    model.add(early[0] <= late[0]).only_enforce_if(is_so)
+                    model.add(early[1] + early[2] <= late[1]).only_enforce_if(is_so)
 
     def _hold(self, rank: int) -> None:
         """Never more than the limit at once."""
-        model, memory, stages = self.model, self.task.memory, self.costs.stages_of(rank)
-        held = [self.task.microbatches * memory.full[s] + memory.gradient[s] for s in stages]
-        if sum(held) <= memory.limit[rank]:
+        task, model, memory, end = self.task, self.model, self.task.memory, self.horizon + 1
+        stages = self.costs.stages_of(rank)
+        most = sum(task.microbatches * memory.full[s] + memory.gradient[s] for s in stages)
+        if most <= memory.limit[rank]:
             return
-        lasting: list[tuple[Any, Any, float]] = []
+        lasting: list[tuple[Expression, Expression, float]] = []
         for stage in stages:
-            full, lean, rest = memory.full[stage], memory.lean[stage], memory.rest[stage]
-            for cell in self.cells[stage]:
-                since = cell.forward
-                if self.task.recompute:
-                    since = self._time()
-                    model.add(since == cell.forward).only_enforce_if(~cell.runs_again)
-                    model.add(since == cell.again).only_enforce_if(cell.runs_again)
-                    lasting.append((cell.forward, since, lean))
-                lasting.append((since, cell.returned, full))
-                lasting.append((cell.returned, cell.complete, rest))
-            first = self._time()
-            model.add_min_equality(first, [cell.complete for cell in self.cells[stage]])
-            lasting.append((first, self.horizon + 1, memory.gradient[stage]))
+            cells, first = self.cells[stage], self._time()
+            model.add_min_equality(first, [cell.complete for cell in cells])
+            lasting.append((first, end, memory.gradient[stage]))
+            for cell in cells:
+                lasting += [
+                    (cell.forward, cell.again, memory.lean[stage] * task.recompute),
+                    (cell.again, cell.returned, memory.full[stage]),
+                    (cell.returned, cell.complete, memory.rest[stage]),
+                ]
         kept = [each for each in lasting if each[2]]
-        intervals = [self._lasting(start, end) for start, end, _ in kept]
-        model.add_cumulative(intervals, [size for _, _, size in kept], max(0, memory.limit[rank]))
-
-    def _lasting(self, start: Any, end: Any) -> Any:
-        return self.model.new_interval_var(
-            start, self.model.new_int_var(0, self.horizon + 1, ""), end, ""
-        )
+        intervals = [
+            model.new_interval_var(start, model.new_int_var(0, end, ""), until, "")
+            for start, until, _ in kept
+        ]
+        model.add_cumulative(intervals, [size for _, _, size in kept], memory.limit[rank])
 
     def _minimise(self) -> None:
         model, costs = self.model, self.costs
-        longest = model.new_int_var(0, self.horizon, "")
+        longest = self._time()
         for rank in costs.ranks:
             own = costs.stages_of(rank)
             after = sum(costs.optim_step[stage] for stage in own)
@@ -416,39 +372,9 @@ class _Model:
                 since = sum(costs.forward[: own[0]]) + sum(costs.down[: own[0] + 1])
                 model.add(self.cells[own[0]][0].forward == since)
             # Said once more: what a rank does all in all is no sum that its order shows.
-            model.add(longest >= after + sum(self._busy(stage) for stage in own))
+            busy = sum(takes * there for _, takes, there, _ in self.on_rank[rank])
+            model.add(longest >= after + busy)
             for stage in own:
                 for cell in self.cells[stage]:
                     model.add(longest >= cell.complete + after - since)
         model.minimize(longest)
-
-    def _busy(self, stage: int) -> Any:
-        """How long the actions of a stage take, of all microbatches."""
-        costs, cells = self.costs, self.cells[stage]
-        whole = costs.backward[stage]
-        more = costs.backward_input[stage] + costs.backward_weight[stage] - whole
-        return (
-            len(cells) * (costs.forward[stage] + whole)
-            + more * sum(cell.split for cell in cells)
-            + costs.recompute[stage] * sum(cell.runs_again for cell in cells)
-        )
-
-    def lists(self, solver: Any) -> list[list[tuple[Kind, int, int]]]:
-        """The actions of each rank in the order of time."""
-        timed: list[list[tuple[int, Kind, int, int]]] = [[] for _ in self.costs.ranks]
-        for stage, cells in enumerate(self.cells):
-            for microbatch, cell in enumerate(cells):
-                timed[self.costs.placement[stage]] += [
-                    (solver.value(start), kind, stage, microbatch)
-                    for start, kind in self._kinds(cell, solver)
-                ]
-        return [[action[1:] for action in sorted(actions)] for actions in timed]
-
-    def _kinds(self, cell: _Actions, solver: Any) -> Iterator[tuple[Any, Kind]]:
-        split = solver.value(cell.split)
-        yield cell.forward, Kind.FORWARD
-        yield cell.backward, Kind.BACKWARD_INPUT if split else Kind.BACKWARD
-        if split:
-            yield cell.weight, Kind.BACKWARD_WEIGHT
-        if solver.value(cell.runs_again):
-            yield cell.again, Kind.RECOMPUTE

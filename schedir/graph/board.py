@@ -343,7 +343,7 @@ def most_held(steps: Steps, order: Sequence[int], limit: float = math.inf) -> fl
     kept: dict[int, deque[int]] = {}
     gradient = [*steps.gradient]
     held: float = 0
-    most: float = 0
+    most = -1.0  # so that a limit below 0 is noticed, also where no step adds anything
     for step in order:
         queue = queues[step]
         turn = turns[queue]

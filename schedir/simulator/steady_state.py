@@ -23,6 +23,7 @@ import numpy as np
 
 from schedir.errors import SchedirError
 from schedir.ir import COMPLETES_GRADIENTS, KINDS, Bools, Columns, Ints, Kind, Schedule
+from schedir.passes import strip_communication
 from schedir.simulator.costs import CostModel
 from schedir.simulator.simulation import simulate
 from schedir.simulator.timeline import Timeline
@@ -78,17 +79,19 @@ def steady_in_unit(steady: SteadyState, unit: Unit) -> SteadyState:
 
 
 def full_pipeline(
-    schedule: Schedule, costs: CostModel | None, longer: Longer | None, channel: str | None = None
+    line: Timeline, costs: CostModel | None, longer: Longer | None, channel: str | None = None
 ) -> tuple[Timeline, SteadyState | None]:
     """The timeline of the shortest list tried that shows the steady state of an asynchronous
     schedule, and the steady state; if none shows it, the timeline of the longest list, and None.
 
-    The lists are the schedule's own, and those that `longer` makes for more microbatches, as long
-    as they continue it. None: only its own. Raises what `simulate` raises for the schedule itself.
+    The lists are that of `line`, simulated at the same costs under the same channel model, and
+    those that `longer` makes for more microbatches, as long as they continue it. None: only its
+    own. A synchronous schedule has no steady state.
     """
-    line = simulate(schedule, costs, channel=channel)
+    if not line.schedule.is_asynchronous:
+        return line, None
     steady = steady_state_of(line)
-    lists = iter(()) if longer is None else _lengthened(schedule, longer)
+    lists = iter(()) if longer is None else _lengthened(line.schedule, longer)
     try:
         while steady is None:
             line = simulate(next(lists), costs, channel=channel)
@@ -99,9 +102,8 @@ def full_pipeline(
 
 
 def _lengthened(schedule: Schedule, longer: Longer) -> Iterator[Schedule]:
-    """The same schedule, longer each time, up to the most actions."""
-    # Sends and receives may have to be added to what is written, one of each for a compute.
-    most = _MOST_ACTIONS // (1 if schedule.is_complete else 2) // max(len(schedule.columns), 1)
+    """A complete schedule, longer each time, up to the most actions."""
+    most = _MOST_ACTIONS // len(schedule.columns)
     multiples = range(2, most + 1)
     while multiples:
         for multiple in multiples[:_MULTIPLES]:
@@ -118,8 +120,10 @@ def _lengthened(schedule: Schedule, longer: Longer) -> Iterator[Schedule]:
 
 
 def _continues(longer: Schedule, schedule: Schedule) -> bool:
-    """True if every rank lists the same in both, up to its last forward in the shorter one."""
-    here, there = schedule.columns, longer.columns
+    """True if every rank lists the same in both, up to its last forward in the shorter one, but for
+    communication, which may have to be added to the longer one."""
+    here = strip_communication(schedule).columns
+    there = strip_communication(longer).columns
     if longer.placement != schedule.placement:
         return False
     forwards, last = here.where(Kind.FORWARD), np.full(here.ranks, -1)

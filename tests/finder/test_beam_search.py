@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import attrs
 import pytest
 
 from schedir import CostModel
@@ -20,11 +21,8 @@ BYTES = CostModel(backward=3, input_bytes=1, activation_bytes=3, deferred_bytes=
 
 
 def terms(ranks: int, microbatches: int, chunks: int = 1, **options: Any) -> Terms:
-    defaults: dict[str, Any] = {"costs": CostModel(), "placement": "wrapped", "held_until": "W"}
-    defaults |= {"memory_limit": None, "max_activations": None, "recompute": None, "split": True}
-    defaults |= {"objective": "makespan", "channel": None}
-    shape = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
-    return Terms(**{**defaults, **shape, **options})
+    options = {"placement": "wrapped", **options}
+    return Terms(ranks=ranks, microbatches=microbatches, chunks=chunks, **options)
 
 
 def best_of(task: Task) -> float:
@@ -56,7 +54,7 @@ def test_it_ends_at_the_exact_optimum(work: Terms) -> None:
     (named,) = work.placements
     task = work.task(named)
     assert is_small(task)
-    assert best_of(task) == exactly(work, 30, 0).value
+    assert best_of(task) == exactly(**attrs.asdict(work, recurse=False), seconds=30).value
 
 
 def test_it_ends_where_nothing_is_quicker_than_what_is_known() -> None:

@@ -90,6 +90,10 @@ def test_nothing_fits() -> None:
     assert least(work) is None
     with pytest.raises(SchedirError, match="no schedule of this work is within the limit"):
         exact(1, 1, 2, max_activations=1)
+    weights = CostModel(weight_bytes=(5, 0, 5, 0))  # on one rank if the placement is wrapped
+    assert exact(2, 1, 2, costs=weights, memory_limit=5).placement == ((0,), (1,), (1,), (0,))
+    with pytest.raises(SchedirError, match="no schedule of this work is within the limit"):
+        exact(2, 1, 2, costs=weights, memory_limit=4)
 
 
 @pytest.mark.parametrize(("limit", "like"), [(45, 3), (35, 2), (25, 1)])

@@ -28,7 +28,7 @@ def test_it_writes_a_schedule_and_says_what_it_is_like(run: Run) -> None:
     ("options", "says"),
     [
         (["--max-activations", "0"], "the least that works is 1"),
-        (["--memory-limit", "1", "--cost", "activation_bytes=4"], "the least that works is 4"),
+        (["--memory-limit", "1", "--cost", "weight_bytes=4"], "the least that works is 4"),
         (["--memory-limit", "1GiB"], "a memory limit needs bytes"),
         (["--memory-limit", "1", "--max-activations", "1"], "not allowed with"),
         (["--placement", "spiral"], "invalid choice"),
