@@ -3,6 +3,7 @@
     python tools/bench_search.py                  # the A100 rows of zero bubble's paper
     python tools/bench_search.py --exact 200      # random work of up to 40 actions, beside `exact`
     python tools/bench_search.py --large          # 64 ranks × 256 microbatches, with seconds
+    python tools/bench_search.py --hard 5         # 13 hard terms, 5 seeds: the gap to the bound
 
 The rows are those of Qi et al., arXiv 2401.10241: the bubble of the longest span, limits from P to
 3 P activations, which count until the W, or until the I as in the paper's memory model.
@@ -35,14 +36,98 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--exact", type=int, metavar="N", help="N random pieces of work")
     parser.add_argument("--large", action="store_true", help="64 ranks × 256 microbatches")
+    parser.add_argument("--hard", type=int, metavar="N", help="13 hard terms, N seeds")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each search")
     args = parser.parse_args()
-    if args.exact:
+    if args.hard:
+        hard(args.hard)
+    elif args.exact:
         beside_exact(args.exact, args.seconds)
     elif args.large:
         large(args.seconds)
     else:
         published(args.seconds)
+
+
+def _zero_bubble(f: int, i: int, w: int, latency: int) -> CostModel:
+    return CostModel(
+        forward=f, backward=i + w, backward_input=i, backward_weight=w, latency=latency
+    )
+
+
+def _uneven(times: tuple[int, ...], latency: int) -> CostModel:
+    """Stages of which each half of a backward takes as long as the forward."""
+    whole = tuple(2 * each for each in times)
+    return CostModel(
+        forward=times, backward=whole, backward_input=times, backward_weight=times, latency=latency
+    )
+
+
+_EIGHT = (10, 12, 9, 11, 10, 13, 8, 14)
+_SIXTEEN = (*_EIGHT, 9, 10, 12, 11, 10, 9, 13, 12)
+_BYTES = CostModel(
+    forward=2,
+    backward=4,
+    backward_input=2,
+    backward_weight=2,
+    activation_bytes=8,
+    input_bytes=1,
+    deferred_bytes=4,
+    boundary_bytes=1,
+    weight_bytes=4,
+    gradient_bytes=4,
+    bandwidth=10,
+)
+# Ranks, microbatches and chunks, and what else is asked for.
+HARD: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
+    ((4, 8, 2), {"placement": "wave", "max_activations": 5}),
+    (
+        (5, 10, 2),
+        {
+            "max_activations": 5,
+            "objective": "span",
+            "costs": _zero_bubble(9256, 9043, 4668, 601),
+        },
+    ),
+    (
+        (8, 24, 1),
+        {
+            "max_activations": 7,
+            "objective": "span",
+            "costs": _zero_bubble(18522, 18086, 9337, 601),
+        },
+    ),
+    (
+        (16, 48, 1),
+        {
+            "max_activations": 32,
+            "objective": "span",
+            "costs": _zero_bubble(11347, 11248, 8132, 377),
+        },
+    ),
+    ((8, 16, 2), {"split": False, "max_activations": 11, "costs": CostModel(latency=0.25)}),
+    ((4, 12, 1), {"max_activations": 3, "costs": _uneven((10, 12, 9, 11), 1)}),
+    ((8, 16, 1), {"max_activations": 6, "costs": _uneven(_EIGHT, 2)}),
+    ((4, 8, 2), {"memory_limit": 60, "costs": _BYTES}),
+    ((4, 8, 1), {"max_activations": 2, "recompute": True}),
+    ((8, 32, 2), {"max_activations": 12}),
+    ((8, 16, 1), {"max_activations": 6, "objective": "span", "costs": _uneven(_EIGHT, 2)}),
+    ((8, 16, 2), {"max_activations": 11, "costs": _uneven(_SIXTEEN, 1)}),
+    ((16, 64, 1), {"max_activations": 14, "costs": _uneven(_SIXTEEN, 1)}),
+)
+
+
+def hard(seeds: int) -> None:
+    """What is found for each of the hard terms, by seed, and the mean gap to the bound."""
+    gaps = []
+    for shape, terms in HARD:
+        found = [find(*shape, **terms, seed=seed) for seed in range(seeds)]
+        gaps.append(sum(each.distance for each in found) / seeds)
+        values = " ".join(f"{each.value:g}" for each in found)
+        print(
+            f"{shape}: bound {found[0].lower_bound:g}, found {values}: {gaps[-1]:.2%}", flush=True
+        )
+    print(f"mean gap {sum(gaps) / len(gaps):.2%}")
 
 
 def published(seconds: float) -> None:

@@ -19,13 +19,14 @@ from schedir.cli.arguments import (
     add_costs,
     add_sizes,
     at_least,
+    costs_given,
     costs_of,
     note_unmeasured,
     quantity,
     size,
 )
 from schedir.cli.export import listed, write_out
-from schedir.cli.terminal import progress
+from schedir.cli.terminal import about, progress
 from schedir.errors import SchedirError
 from schedir.files import check_writable
 from schedir.finder import (
@@ -36,9 +37,11 @@ from schedir.finder import (
     exactly,
     find,
 )
-from schedir.finder.terms import Terms
+from schedir.finder.planning import Cuts
+from schedir.finder.terms import STEPS, Terms
 from schedir.graph.alive import HELD_UNTIL
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
+from schedir.simulator import CostModel
 
 EXAMPLES = (
     "schedir search --ranks 2 --microbatches 4 -o found.sched",
@@ -107,13 +110,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "flush (default: %(default)s)",
     )
     parser.add_argument(
+        "--steps",
+        choices=STEPS,
+        default=STEPS[0],
+        help="where a rank updates its stages: last, at the end of its list, or anywhere, where it "
+        "would wait (default: %(default)s)",
+    )
+    parser.add_argument(
         "--seconds",
         type=quantity,
         metavar="N",
         help="how long to search. The amount of work is fixed: what a slow core does in N seconds "
-        f"(default {DEFAULT_SECONDS:g}). If you give N, the search also stops after N seconds on "
-        "this machine; the same seed may then find another schedule. With --exact: the most "
-        f"seconds for each placement (default {EXACT_SECONDS:g})",
+        f"on each placement (default {DEFAULT_SECONDS:g}). If you give N, the search also stops "
+        "after N seconds on each placement on this machine; the same seed may then find another "
+        f"schedule. With --exact: the most seconds for each placement (default {EXACT_SECONDS:g})",
     )
     parser.add_argument(
         "--exact",
@@ -134,37 +144,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ones the one is taken that is quickest under it",
     )
     add_costs(parser)
+    by_layer = parser.add_argument_group("costs of layers, in place of --costs")
+    by_layer.add_argument(
+        "--layers",
+        metavar="FILE",
+        help="a file of costs with a number for each layer in place of each stage. The layers are "
+        "cut into stages, so that the slowest stage takes the least time; the .sched file has the "
+        "boundaries",
+    )
+    by_layer.add_argument(
+        "--cut", action="store_true", help="search where the layers are best cut, too"
+    )
+    by_layer.add_argument(
+        "--stage-costs", metavar="FILE", help="write the costs of the stages to FILE, for --costs"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the schedule that the search finds, and its figures to stderr."""
-    terms: dict[str, Any] = {field.name: getattr(args, field.name) for field in attrs.fields(Terms)}
-    costs = costs_of(args)
+    names = attrs.fields_dict(Terms)
+    terms: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
+    costs, layers = costs_of(args), None
+    if args.layers is not None:
+        if costs_given(args):
+            raise SchedirError("--layers has all costs, layer by layer: leave out --costs, --cost")
+        with about("costs-file"):
+            layers = CostModel.load(args.layers)
+    elif args.cut:
+        raise SchedirError("--cut needs the costs of each layer: --layers FILE")
+    if args.exact and args.cut:
+        raise SchedirError("--exact takes the balanced cut of the layers: leave out --cut")
     terms.update(
-        costs=costs,
+        costs=layers or costs,
         seed=args.seed,
         ranks=args.ranks or costs.ranks or DEFAULT_RANKS,
         microbatches=args.microbatches or DEFAULT_MICROBATCHES,
         chunks=args.chunks or 1,
     )
-    try:
-        if args.output is not None:
-            check_writable(args.output)
-    except OSError as error:
-        why = f"can't be written, so the schedule would be lost: {error.strerror}"
-        raise SchedirError(f"{args.output} {why}") from None
+    for file in filter(None, (args.output, args.stage_costs)):
+        try:
+            check_writable(file)
+        except OSError as error:
+            why = f"can't be written, so the result would be lost: {error.strerror}"
+            raise SchedirError(f"{file} {why}") from None
     try:
         if args.exact:
             seconds = EXACT_SECONDS if args.seconds is None else args.seconds
+            if layers is not None:
+                cuts = Cuts(Terms(**{name: terms[name] for name in names if name in terms}))
+                of_stages = cuts.terms_of(cuts.balanced)
+                terms.update(costs=of_stages.costs, boundaries=of_stages.boundaries)
             found = exactly(**terms, seconds=seconds)
         else:
+            if layers is not None:
+                terms.update(costs=None, layers=layers, cut=args.cut)
             with _interruptible() as stop, progress("searching") as advance:
                 found = find(**terms, seconds=args.seconds, progress=advance, stop=stop)
     except ValueError as error:
         raise SchedirError(str(error)) from None
+    if args.stage_costs is not None:
+        found.costs.save(args.stage_costs)
     write_out(listed(found.schedule), args.output)
     print(found, file=sys.stderr)
-    note_unmeasured(found.schedule, costs)
+    note_unmeasured(found.schedule, found.costs)
     return 0
 
 

@@ -1,11 +1,10 @@
 """Which schedule is best: compare schedules of the same work under the same costs, or find one."""
 
-from schedir.finder.candidates import DEFAULT_SECONDS
 from schedir.finder.comparing import SWEPT, Comparison, Problem, Row, compare
 from schedir.finder.optimum import EXACT_SECONDS, exact, exactly
-from schedir.finder.replicas import ReplicaPlan, plan_replicas
+from schedir.finder.planning import ReplicaPlan, plan_replicas, stage_costs
 from schedir.finder.searching import Found, find, search
-from schedir.finder.terms import OBJECTIVES, PLACEMENT_NAMES
+from schedir.finder.terms import DEFAULT_SECONDS, OBJECTIVES, PLACEMENT_NAMES
 
 __all__ = [
     "DEFAULT_SECONDS",
@@ -24,4 +23,5 @@ __all__ = [
     "find",
     "plan_replicas",
     "search",
+    "stage_costs",
 ]

@@ -1,28 +1,42 @@
 """What no schedule can be quicker than: lower bounds of the makespan, and of the longest span.
 
-For each rank, and each stage on it, three times are known: how early its first forward can start
-(`head`), how soon after a forward the gradient can be back (`turn`), and how long other ranks need
-after its last input gradient (`rest`):
+For each stage and microbatch it is known how early its forward and its backward can start (`head`)
+and what must follow their end (`tail`), if every rank had all the time in the world:
 
-    rank 0   F0                               B0        rank 1: head 1, turn 7, rest 2
-    rank 1      F0                      B0---
+    rank 0   F0                               B0        rank 1: F0 has head 1 and tail 9,
+    rank 1      F0                      B0---                   B0 has head 8 and tail 2
     rank 2         F0             B0---
     rank 3            F0    B0---
 
-In between, a rank has all its work to do. Memory bounds the time too. An activation is held for at
-least its turn, so M of them take M × turn / limit (Little's law). A stage whose limit is k is one
-turn further after k microbatches. And no more than the limit can be done before the first gradient
-is back, or after the last forward. The largest of these bounds counts.
+But a rank runs one action at a time. So the best order of its own work with these heads and tails
+is a bound; if actions could be interrupted, the one with the longest tail would always run first
+(Carlier 1982: one machine with heads and tails).
+
+Memory bounds the time too. A stage of which a rank can hold k activations begins forward n + k
+after it has completed backward n, which makes heads and tails longer. And an activation is held for
+at least its turn, so M of them take M × turn / limit (Little's law). The largest of these bounds
+counts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from heapq import heappop, heappush, heapreplace
+from typing import TypeAlias
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
-from schedir.finder.terms import Objective, StageCosts, memory_in_activations, memory_in_bytes
+from schedir.finder.terms import (
+    Memory,
+    Objective,
+    StageCosts,
+    memory_in_activations,
+    memory_in_bytes,
+)
 from schedir.simulator import CostModel
 
 
@@ -47,38 +61,27 @@ def lower_bound(
     other memory only makes schedules slower.
 
     The bound holds for every list of these stages that updates each stage at least once, in any
-    order, without overlapped pairs. The time to compute it is linear in stages and does not depend
-    on microbatches.
+    order, without overlapped pairs. The time to compute it is linear in stages and microbatches.
 
     Raises SchedirError if the costs belong to other stages, or lack a link.
     """
     costs = CostModel() if costs is None else costs
-    of = Work(StageCosts.of(placement, costs), microbatches, split, recompute)
-    memories = []
+    work = Work(StageCosts.of(placement, costs), microbatches, split, recompute)
+    memory = None
     if max_activations is not None:
-        memories.append(memory_in_activations(placement, max_activations, held_until))
-    if memory_limit is not None:
-        reserved = [0.0] * len(of.costs.ranks)
-        memories.append(memory_in_bytes(placement, costs, memory_limit, reserved))
-    found = [*of.bounds(objective)]
-    for rank in of.costs.ranks:
-        own = of.rank(rank)
-        found += own.busy(objective)
-        for memory in memories:
-            limit = _Limit(memory.full, memory.lean, memory.rest, memory.limit[rank])
-            found += own.held(limit, objective)
+        memory = memory_in_activations(placement, max_activations, held_until)
+    elif memory_limit is not None:
+        reserved = [0.0] * len(work.costs.ranks)
+        memory = memory_in_bytes(placement, costs, memory_limit, reserved)
+    found = [*_busy(work, memory, objective)]
+    if objective == "makespan":
+        found += _channels(work)
+    if memory is not None:
+        for rank in work.costs.ranks:
+            found.append(_flow(work, memory, rank, objective))
+            if not recompute:
+                found.append(_full(work, memory, rank, objective))
     return max(found)
-
-
-@attrs.frozen
-class _Limit:
-    """Of an activation of stage s a rank holds `sizes[s]`, or `inputs[s]` until it is made again,
-    and `parts[s]` from its I to its W; and `most` of all."""
-
-    sizes: Sequence[float]
-    inputs: Sequence[float]
-    parts: Sequence[float]
-    most: float
 
 
 # Not slotted, so that what is derived can be cached beside the fields.
@@ -101,6 +104,26 @@ class Work:
         """The least time to both of its gradients."""
         parts = zip(self.costs.backward_input, self.costs.backward_weight, strict=True)
         return self._backwards([i + w for i, w in parts])
+
+    @cached_property
+    def after(self) -> list[float]:
+        """The least time that a backward takes beyond the gradient of its input."""
+        return [whole - part for whole, part in zip(self.wholes, self.inputs, strict=True)]
+
+    def rests_of(self, stages: Sequence[int], objective: Objective) -> dict[int, float]:
+        """What follows the gradient of the input of each of a rank's stages, and counts."""
+        if objective == "makespan":
+            return {s: self.rests[s] for s in stages}
+        first = stages[0]
+        end = self.after[first] + self.costs.optim_step[first]
+        ways = {s: sum(self.costs.up[u] + self.inputs[u] for u in range(first, s)) for s in stages}
+        return {s: way + end for s, way in ways.items()}
+
+    def last(self, stages: Sequence[int], objective: Objective) -> float:
+        """What follows the last backward of a rank, or part of one, and counts."""
+        if self.split:
+            return min(self.costs.optim_step[s] for s in stages)
+        return min(self.rests_of(stages, objective).values())
 
     def _backwards(self, split: Sequence[float]) -> list[float]:
         if not self.split:
@@ -141,168 +164,217 @@ class Work:
             rests.append(max(own, below))
         return rests
 
-    def rank(self, rank: int) -> _Rank:
-        """The work of one rank."""
-        return _Rank(self, self.costs.stages_of(rank))
 
-    def bounds(self, objective: Objective) -> Iterator[float]:
-        """Of one microbatch's way through all stages, and of the busiest channels."""
-        whole = self.turns[0] + self.inputs[0] + self.rests[0]
-        yield whole
-        if objective == "span":
-            return
-        costs = self.costs
-        ways: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
-        for s in costs.stages[1:]:
-            # Each transfer: how early the first can start, its time, what follows the last.
-            low, high = costs.placement[s - 1], costs.placement[s]
-            first = self.heads[s - 1] + costs.forward[s - 1]
-            after = costs.down[s] - costs.down_holds[s] + self.turns[s] + self.inputs[s]
-            ways.setdefault((low, high), []).append(
-                (first, costs.down_holds[s], after + self.rests[s])
-            )
-            first = self.heads[s] + self.turns[s] + self.inputs[s]
-            after = costs.up[s - 1] - costs.up_holds[s - 1] + self.inputs[s - 1]
-            ways.setdefault((high, low), []).append(
-                (first, costs.up_holds[s - 1], after + self.rests[s - 1])
-            )
-        for transfers in ways.values():
-            firsts, times, afters = zip(*transfers, strict=True)
-            yield min(firsts) + self.microbatches * sum(times) + min(afters)
+_Times: TypeAlias = npt.NDArray[np.float64]
+_NEVER = -math.inf
+
+
+def _busy(work: Work, memory: Memory | None, objective: Objective) -> Iterator[float]:
+    """Bounds of each rank's own work, all of which has heads and tails."""
+    ends = _Ends.of(work, memory, objective)
+    for rank in work.costs.ranks:
+        view = rank if objective == "span" else 0
+        jobs: list[tuple[float, float, float]] = []
+        for s in work.costs.stages_of(rank):
+            forward, back, after = work.costs.forward[s], work.inputs[s], work.after[s]
+            forwards, backs = ends.forwards[s, :, view].tolist(), ends.backs[s, :, view].tolist()
+            follows = (tails[s, :, view].tolist() for tails in ends.tails)
+            for f, b, *tail in zip(forwards, backs, *follows, strict=True):
+                jobs += (f, forward, tail[0]), (b, back, tail[1]), (b + back, after, tail[2])
+            jobs.append((backs[-1] + back + after, work.costs.optim_step[s], 0))
+        yield _one_machine(jobs)
+
+
+def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
+    """The least time in which jobs (head, time, tail) can all be done, one at a time, if they can
+    be interrupted."""
+    jobs.sort()
+    most = now = 0.0
+    waiting: list[tuple[float, float]] = []
+    for (head, time, tail), until in zip(
+        jobs, [*(job[0] for job in jobs[1:]), math.inf], strict=True
+    ):
+        now = max(now, head)
+        heappush(waiting, (-tail, time))
+        while waiting and now < until:
+            tail, left = waiting[0]
+            if left > until - now:
+                heapreplace(waiting, (tail, left - (until - now)))
+                now = until
+            else:
+                heappop(waiting)
+                now += left
+                most = max(most, now - tail)
+    return most
 
 
 @attrs.frozen
-class _Rank:
-    """One rank's part of the work."""
+class _Ends:
+    """By stage, microbatch and view: the heads of forwards and backwards, and the tails of
+    forwards, gradients of inputs and complete backwards.
 
-    work: Work
-    stages: list[int]
+    For the makespan there is one view, from the first forward to the end of everything. For the
+    span there is one for each rank, from its first forward to the end of its last compute.
+    """
 
-    def _sum(self, *parts: Sequence[float]) -> float:
-        return self.work.microbatches * sum(part[s] for part in parts for s in self.stages)
+    forwards: _Times
+    backs: _Times
+    tails: tuple[_Times, _Times, _Times]
 
-    @property
-    def _all(self) -> float:
-        """All of its compute but for the updates."""
-        work = self.work
-        return self._sum(work.costs.forward, work.wholes)
-
-    @property
-    def _steps(self) -> float:
-        return sum(self.work.costs.optim_step[s] for s in self.stages)
-
-    def _head(self, objective: Objective) -> float:
-        """What happens before its first forward, and counts."""
-        return self.work.heads[self.stages[0]] if objective == "makespan" else 0
-
-    def _local(self, stage: int) -> float:
-        """The least time from the gradient of this stage's input to the end of its last compute."""
-        work, first = self.work, self.stages[0]
-        way = sum(work.costs.up[u] + work.inputs[u] for u in range(first, stage))
-        return way + work.wholes[first] - work.inputs[first] + work.costs.optim_step[first]
-
-    def _rest(self, objective: Objective) -> dict[int, float]:
-        """What follows the gradient of the input of each stage, and counts."""
+    @classmethod
+    def of(cls, work: Work, memory: Memory | None, objective: Objective) -> _Ends:
+        """Those of some work."""
+        costs, many = work.costs, work.microbatches
+        stages, last = costs.stages, len(costs.stages) - 1
+        owners = np.array(costs.placement)[:, None]
+        # By stage and view: whether the stage's own updates count, and whether it begins the view.
+        counts = np.full((len(stages), 1), True)
+        if objective == "span":
+            counts = owners == np.arange(len(costs.ranks))
+        begins = np.where(counts & (np.cumsum(counts, axis=0) == 1), 0, _NEVER)
         if objective == "makespan":
-            return {s: self.work.rests[s] for s in self.stages}
-        return {s: self._local(s) for s in self.stages}
+            begins[1:] = _NEVER
+        window = [_window(work, memory, s) for s in stages]
+        whole = [_until_complete(memory, s) for s in stages]
+        shape = len(stages), many, counts.shape[1]
+        forwards, backs, *tails = (np.full(shape, _NEVER) for _ in range(5))
+        for m in range(many):
+            for s in stages:
+                at = begins[s]
+                if s:
+                    at = np.maximum(at, forwards[s - 1, m] + costs.forward[s - 1] + costs.down[s])
+                if m:
+                    at = np.maximum(at, forwards[s, m - 1] + costs.forward[s])
+                if m >= window[s]:
+                    held = work.inputs[s] + whole[s] * work.after[s]
+                    at = np.maximum(at, backs[s, m - window[s]] + held)
+                forwards[s, m] = at
+            for s in reversed(stages):
+                at = forwards[s, m] + costs.forward[s]
+                if s < last:
+                    at = np.maximum(at, backs[s + 1, m] + work.inputs[s + 1] + costs.up[s])
+                if m:
+                    at = np.maximum(at, backs[s, m - 1] + work.inputs[s])
+                backs[s, m] = at
+        after_forward, after_back, after_all = tails
+        updates = np.where(counts, np.array(costs.optim_step)[:, None], _NEVER)
+        for m in reversed(range(many)):
+            for s in stages:
+                at = updates[s]
+                if m + window[s] < many:
+                    freed = after_forward[s, m + window[s]] + costs.forward[s]
+                    if whole[s]:
+                        at = np.maximum(at, freed)
+                after_all[s, m] = at
+                at = at + work.after[s]
+                if m + window[s] < many:
+                    at = np.maximum(at, freed)
+                if s:
+                    at = np.maximum(at, after_back[s - 1, m] + work.inputs[s - 1] + costs.up[s - 1])
+                if m + 1 < many:
+                    at = np.maximum(at, after_back[s, m + 1] + work.inputs[s])
+                after_back[s, m] = at
+            for s in reversed(stages):
+                at = after_back[s, m] + work.inputs[s]
+                if s < last:
+                    at = np.maximum(
+                        at, after_forward[s + 1, m] + costs.forward[s + 1] + costs.down[s + 1]
+                    )
+                if m + 1 < many:
+                    at = np.maximum(at, after_forward[s, m + 1] + costs.forward[s])
+                after_forward[s, m] = at
+        return cls(forwards, backs, (after_forward, after_back, after_all))
 
-    def _tail(self, objective: Objective) -> float:
-        """What follows its last backward, or part of one."""
-        if self.work.split:
-            return self._steps
-        return max(self._steps, min(self._rest(objective).values()))
 
-    def busy(self, objective: Objective) -> Iterator[float]:
-        """Bounds of its work alone."""
-        work, head = self.work, self._head(objective)
-        yield head + self._all + self._tail(objective)
-        # When the last gradient of an input is there, all but some weights' gradients is done.
-        first = self._sum(work.costs.forward, work.inputs)
-        yield head + first + min(self._rest(objective).values())
+def _window(work: Work, memory: Memory | None, stage: int) -> int:
+    """How many activations of a stage its rank can hold; all if they can be made again."""
+    if memory is None or work.recompute or not memory.full[stage]:
+        return work.microbatches
+    most = memory.limit[work.costs.placement[stage]] // memory.full[stage]
+    return max(1, int(min(most, work.microbatches)))
 
-    def held(self, limit: _Limit, objective: Objective) -> Iterator[float]:
-        """Bounds of what it may hold at once."""
-        yield self._flow(limit, objective)
-        yield from self._rounds(limit, objective)
-        if not self.work.recompute:
-            yield self._ends(limit, objective)
 
-    def _after(self, stage: int) -> float:
-        """What a backward takes at least beyond the gradient of the input."""
-        return self.work.wholes[stage] - self.work.inputs[stage]
+def _until_complete(memory: Memory | None, stage: int) -> bool:
+    """True if an activation is held in full until its backward is complete."""
+    return memory is not None and memory.rest[stage] >= memory.full[stage]
 
-    def _flow(self, limit: _Limit, objective: Objective) -> float:
-        """Little's law: from the first forward to the last backward a rank can hold `most` for that
-        long, and each activation is held for its time. Making one again takes time, and saves some
-        of that: what saves most in its time is made again first."""
-        work, many = self.work, self.work.microbatches
-        time: float = self._all
-        held: float = 0
-        savings = []
-        for s in self.stages:
-            again, part = work.costs.recompute[s], limit.parts[s] * self._after(s)
-            full = limit.sizes[s] * (work.turns[s] + work.inputs[s]) + part
-            short = limit.sizes[s] * (again + work.inputs[s]) + part
-            short = min(full, short + limit.inputs[s] * max(0, work.turns[s] - again))
-            held += many * full
-            if work.recompute:
-                savings.append((full - short, again))
-        most = limit.most
-        if most <= 0:
-            return self._head(objective) + time + self._tail(objective)
-        for saving, again in sorted(savings, key=lambda each: -each[0] / (each[1] or 1e-300)):
-            # What is short is made up for by time alone, or by recomputing as many as it takes.
-            short = held - most * time
-            if short <= 0:
-                break
-            times = min(many, short / (saving + most * again)) if saving else 0
-            time, held = time + times * again, held - times * saving
-        return self._head(objective) + max(time, held / most) + self._tail(objective)
 
-    def _rounds(self, limit: _Limit, objective: Objective) -> Iterator[float]:
-        """Where k activations of a stage can be held, its forward n + k waits for backward n."""
-        work = self.work
-        rests = self._rest(objective)
-        for s in self.stages:
-            if not limit.sizes[s] or limit.most < limit.sizes[s]:
-                continue
-            turn, between = work.turns[s], work.costs.forward[s]
-            if work.recompute:  # held from where it is made again
-                turn, between = (min(time, work.costs.recompute[s]) for time in (turn, between))
-            rounds, left = divmod(work.microbatches - 1, int(limit.most // limit.sizes[s]))
-            hold = turn + work.inputs[s]
-            until = self._after(s) if limit.parts[s] >= limit.sizes[s] else 0
-            head = work.heads[s] if objective == "makespan" else 0
-            yield head + left * between + rounds * (hold + until) + hold + rests[s]
-
-    def _ends(self, limit: _Limit, objective: Objective) -> float:
-        """Until the first gradient is back nothing runs but as many forwards as can be held, and
-        after the last forward nothing but the backwards of what is held then."""
-        work = self.work
-        forwards = self._most_of(work.costs.forward, limit)
-        since = self.work.heads[self.stages[0]] - self._head(objective)
-        first = min(work.heads[s] + work.turns[s] for s in self.stages) - since
-        time = first + self._all - forwards
-        alone = time + self._tail(objective)
-        if self._sum(limit.sizes) <= limit.most:
-            return alone
-        rests = self._rest(objective)
-        last = min(
-            work.turns[s] - work.costs.forward[s] + work.inputs[s] + rests[s] for s in self.stages
+def _channels(work: Work) -> Iterator[float]:
+    """Bounds of the busiest channels."""
+    costs = work.costs
+    ways: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
+    for s in costs.stages[1:]:
+        # Each transfer: how early the first can start, its time, what follows the last.
+        low, high = costs.placement[s - 1], costs.placement[s]
+        first = work.heads[s - 1] + costs.forward[s - 1]
+        after = costs.down[s] - costs.down_holds[s] + work.turns[s] + work.inputs[s]
+        ways.setdefault((low, high), []).append((first, costs.down_holds[s], after + work.rests[s]))
+        first = work.heads[s] + work.turns[s] + work.inputs[s]
+        after = costs.up[s - 1] - costs.up_holds[s - 1] + work.inputs[s - 1]
+        ways.setdefault((high, low), []).append(
+            (first, costs.up_holds[s - 1], after + work.rests[s - 1])
         )
-        parts = [limit.parts[s] >= limit.sizes[s] for s in self.stages]
-        if work.split and not all(parts):
-            # Weights' gradients may wait beyond what is held.
-            time = first + self._sum(work.costs.forward, work.inputs) - forwards
-            return max(alone, time - self._most_of(work.inputs, limit) + last)
-        return max(alone, time - self._most_of(work.wholes, limit) + last)
+    for transfers in ways.values():
+        firsts, times, afters = zip(*transfers, strict=True)
+        yield min(firsts) + work.microbatches * sum(times) + min(afters)
 
-    def _most_of(self, times: Sequence[float], limit: _Limit) -> float:
-        """The most time that work on as many activations as can be held takes."""
-        left, most = max(0, limit.most), 0.0
-        for s in sorted(self.stages, key=lambda s: -times[s] / (limit.sizes[s] or 1e-300)):
-            size = limit.sizes[s]
-            many = min(self.work.microbatches, left / size if size else self.work.microbatches)
-            most, left = most + many * times[s], left - many * size
-        return most
+
+def _flow(work: Work, memory: Memory, rank: int, objective: Objective) -> float:
+    """Little's law: from the first forward to the last backward a rank can hold its limit for that
+    long, and each activation is held for its time. Making one again takes time, and saves some of
+    that: what saves most in its time is made again first."""
+    many, most, held = work.microbatches, memory.limit[rank], 0.0
+    stages = work.costs.stages_of(rank)
+    time: float = many * sum(work.costs.forward[s] + work.inputs[s] + work.after[s] for s in stages)
+    savings = []
+    for s in stages:
+        again, part = work.costs.recompute[s], memory.rest[s] * work.after[s]
+        full = memory.full[s] * (work.turns[s] + work.inputs[s]) + part
+        short = memory.full[s] * (again + work.inputs[s]) + part
+        short = min(full, short + memory.lean[s] * max(0, work.turns[s] - again))
+        held += many * full
+        if work.recompute:
+            savings.append((full - short, again))
+    head = work.heads[stages[0]] if objective == "makespan" else 0
+    tail = work.last(stages, objective)
+    if most <= 0:
+        return head + time + tail
+    for saving, again in sorted(savings, key=lambda each: -each[0] / (each[1] or 1e-300)):
+        # What is short is made up for by time alone, or by recomputing as many as it takes.
+        short = held - most * time
+        if short <= 0:
+            break
+        times = min(many, short / (saving + most * again)) if saving else 0
+        time, held = time + times * again, held - times * saving
+    return head + max(time, held / most) + tail
+
+
+def _full(work: Work, memory: Memory, rank: int, objective: Objective) -> float:
+    """Until the first gradient is back nothing runs but as many forwards as can be held, and after
+    the last forward nothing but the backwards of what is held then."""
+    costs, stages = work.costs, work.costs.stages_of(rank)
+    first = work.heads[stages[0]]
+    head = first if objective == "makespan" else 0
+    begin = min(work.heads[s] + work.turns[s] for s in stages) - first + head
+    forward = work.microbatches * sum(costs.forward[s] for s in stages)
+    forward -= _most_held(work, memory, rank, costs.forward)
+    whole = work.microbatches * sum(work.wholes[s] for s in stages)
+    alone = begin + forward + whole + work.last(stages, objective)
+    if work.microbatches * sum(memory.full[s] for s in stages) <= memory.limit[rank]:
+        return alone
+    rests = work.rests_of(stages, objective)
+    last = min(work.turns[s] - costs.forward[s] + work.inputs[s] + rests[s] for s in stages)
+    # Weights' gradients may wait beyond what is held.
+    waits = work.split and not all(_until_complete(memory, s) for s in stages)
+    backs = work.inputs if waits else work.wholes
+    back = work.microbatches * sum(backs[s] for s in stages)
+    return max(alone, begin + forward + back - _most_held(work, memory, rank, backs) + last)
+
+
+def _most_held(work: Work, memory: Memory, rank: int, times: Sequence[float]) -> float:
+    """The most time that work on as many activations as a rank can hold takes."""
+    left, most, sizes = max(0, memory.limit[rank]), 0.0, memory.full
+    for s in sorted(work.costs.stages_of(rank), key=lambda s: -times[s] / (sizes[s] or 1e-300)):
+        many = min(work.microbatches, left / sizes[s] if sizes[s] else work.microbatches)
+        most, left = most + many * times[s], left - many * sizes[s]
+    return most

@@ -1,5 +1,5 @@
-"""From a rule to an order: time advances, and a free rank takes the step that the rule ranks first
-among those that can start.
+"""From a style to an order: time advances, and a free rank takes the step that the style ranks
+first among those that can start.
 
     time     0   1   2   3   4   5   6
     rank 0   F0  F1  F2      I0  W0  I1      at 3 the I of microbatch 0 is known to arrive at 4:
@@ -8,6 +8,10 @@ among those that can start.
 
 Neighbours know what a rank has begun, and so when its result will arrive. A rank looks that far
 ahead, and may wait for a result that is under way.
+
+Each step is due at a time: that of an ideal pipeline which takes in a microbatch every *period*. A
+rank takes the step that is due first, and no forward earlier than `lead` periods before it is due,
+so that memory stays free for the microbatches that are further on.
 
 A FORWARD may start only if it leaves enough memory to finish the microbatches in flight one after
 the other, the oldest first (Dijkstra's banker): room is kept for the later chunks of a microbatch
@@ -30,80 +34,170 @@ from schedir.finder.terms import BACKWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
 from schedir.graph.board import BACK, DEFERRED, DOWN, KEPT, Board, Order, options, play
 
 NEVER, NEEDED, ALWAYS = range(3)
-"""Whether forwards of a stage are run again: never, if memory is short, or always."""
+"""Whether forwards are run again: never, if memory is short, or always."""
+_FIRST = 1000.0  # periods: before all others of its rank
 
 
-@attrs.frozen(eq=False)
-class Rule:
-    """What a rank takes first: the queue with the least `keys[queue][turn]`.
+@attrs.frozen(kw_only=True)
+class Style:
+    """How a list schedule ranks steps; times are in periods.
 
-    It waits for a better step for the part `patience` of the time until the first other step would
-    end; before its first backward for the part `eager`, after its last forward for the part `late`.
-    A rank keeps at most `cap[rank]`, in the unit of the memory limit. `split[stage]` says whether
-    backwards are split, `again[stage]` whether forwards are run again.
+    Backwards are due `urgent` earlier, forwards of each further chunk `deep` earlier, gradients of
+    weights `lazy` later. As the step advances these become due even later, by `lag` of a rank's
+    share for its last microbatches. A forward begins at most `lead` before it is due. A rank leaves
+    `spare` activations of its limit free. All due times of a stage are moved by up to `noise`,
+    drawn with `seed`.
+
+    A rank waits for a better step for the part `patience` of the time until the first other step
+    would end; before its first backward for the part `eager`, after its last forward for the part
+    `late`. `split` says whether backwards are split, `again` whether forwards are run again.
     """
 
-    keys: list[list[float]]
-    patience: float
-    eager: float
-    late: float
-    cap: list[float]
-    split: list[list[bool]]
-    again: list[list[int]]
+    patience: float = 0.3
+    eager: float = 1.0
+    late: float = 0.3
+    urgent: float = _FIRST
+    lazy: float = _FIRST
+    lag: float = 0.0
+    deep: float = 0.0
+    lead: float = math.inf
+    spare: int = 0
+    split: bool = True
+    again: int = NEVER
+    noise: float = 0.0
+    seed: int = 0
 
 
-def scheduled(task: Task, rule: Rule) -> Order | None:
-    """The order that a rule makes; None if it can't continue within the cap."""
-    ruled = _Ruled(task, rule)
-    return play(ruled.board, ruled.choose)
+_WAYS = (
+    Style(),
+    Style(eager=0.6),
+    Style(patience=0.0, eager=0.0, late=0.0),
+    Style(lead=1.0),
+    Style(lazy=0.0, urgent=0.0, lag=2.0),
+    Style(patience=0.0, eager=0.3, late=1.0),
+    Style(patience=0.6, late=1.0),
+    Style(urgent=0.0, late=1.0),
+    Style(urgent=0.0, lazy=0.0),
+    Style(urgent=-_FIRST),
+)
+_DRAWN: dict[str, tuple[float, ...]] = {
+    "patience": (0.0, 0.3, 0.6, 1.0),
+    "eager": (0.0, 0.3, 0.6, 1.0),
+    "late": (0.0, 0.3, 1.0),
+    "urgent": (_FIRST, _FIRST, 2.0, 1.0, 0.0, -1.0, -_FIRST),
+    "lazy": (_FIRST, _FIRST, 2.0, 1.0, 0.5, 0.0),
+    "lag": (0.0, 0.0, 1.0, 2.0),
+    "deep": (0.0, 0.5, 1.0, 2.0, _FIRST, -_FIRST),
+    "lead": (math.inf, 0.0, 0.5, 1.0, 2.0, 4.0),
+    "spare": (0, 0, 0, 1, 2),
+    "noise": (0.0, 0.0, 0.1, 0.3, 1.0),
+}
 
 
-class _Ruled:
-    """A Board, on which a rule chooses."""
+def styles(task: Task, random: Random) -> Iterator[Style]:
+    """The styles to try: the likeliest first, then drawn at random without end."""
+    splits = [True, False] if task.split else [False]
+    agains = [NEVER, NEEDED, ALWAYS] if task.recompute else [NEVER]
+    deeps = [0.0, 1.0, _FIRST, -_FIRST] if len(task.stages_of[0]) > 1 else [0.0]
+    turns = product(*map(range, map(len, (_WAYS, deeps, agains, splits))))
+    # Those that are likely in all respects come before those that are so in one alone.
+    for way, deep, again, split in sorted(turns, key=sum):
+        yield attrs.evolve(_WAYS[way], deep=deeps[deep], again=agains[again], split=splits[split])
+    while True:
+        drawn: dict[str, Any] = {name: random.choice(values) for name, values in _DRAWN.items()}
+        yield Style(
+            **drawn,
+            split=random.choice(splits),
+            again=random.choice(agains),
+            seed=random.randrange(1 << 30),
+        )
 
-    def __init__(self, task: Task, rule: Rule) -> None:
-        self.task, self.rule = task, rule
+
+def scheduled(task: Task, style: Style) -> Order | None:
+    """The order that a style makes; None if it can't continue within the limit."""
+    styled = _Styled(task, style)
+    return play(styled.board, styled.choose)
+
+
+class _Styled:
+    """A Board, on which a style chooses."""
+
+    def __init__(self, task: Task, style: Style) -> None:
+        self.task, self.style = task, style
+        self.split, self.again = style.split and task.split, style.again
         memory = task.memory
         self.gradients = [sum(memory.gradient[s] for s in held) for held in task.stages_of]
         # All gradients have their place from the beginning.
         self.board = Board.of(attrs.evolve(task.steps, gradient=[0] * task.stages))
         self.board.held = [*self.gradients]
-        self.limit = [min(most, cap) for most, cap in zip(memory.limit, rule.cap, strict=True)]
+        self.limit = [
+            most - style.spare * max(memory.full[s] for s in held)
+            for most, held in zip(memory.limit, task.stages_of, strict=True)
+        ]
         # The least that a microbatch of each stage needs, what running one again adds to that, and
         # what one needs from each chunk of a rank on.
         least = [
-            lean if max(again) and lean < full else full
-            for lean, full, again in zip(memory.lean, memory.full, rule.again, strict=True)
+            lean if self.again and lean < full else full
+            for lean, full in zip(memory.lean, memory.full, strict=True)
         ]
         self.extra = [max(memory.full[s] - least[s] for s in held) for held in task.stages_of]
         self.needs = [
             [sum(least[s] for s in held[chunk:]) for chunk in range(len(held))]
             for held in task.stages_of
         ]
-        self.again = any(map(max, rule.again))
         # By stage, what the forwards up to each microbatch keep.
         self.sums: list[list[float]] = [[0.0] for _ in range(task.stages)]
+        self._rank_steps()
+
+    def _rank_steps(self) -> None:
+        """Set when the first step of each queue is due, by how much each further one is due later,
+        and how early the first forward of each stage may begin."""
+        task, style, random = self.task, self.style, Random(self.style.seed)
+        costs, stages, period = task.costs, task.stages, task.period
+        back = costs.backward_input if self.split else costs.backward
+
+        def moved() -> float:
+            return random.uniform(-1, 1) * style.noise * period if style.noise else 0.0
+
+        self.due = [0.0] * len(task.steps.channel)
+        self.later = [period] * len(task.steps.channel)
+        self.begin = [0.0] * stages
+        now = 0.0
+        for s in range(stages):
+            chunk = task.stages_of[task.placement[s]].index(s)
+            now += costs.down[s]
+            self.begin[s] = now - style.lead * period
+            self.due[DOWN * stages + s] = now + moved() - style.deep * period * chunk
+            now += costs.forward[s]
+        for s in reversed(range(stages)):
+            now += costs.up[s]
+            self.due[BACK * stages + s] = now + moved() - style.urgent * period
+            now += back[s]
+            self.due[DEFERRED * stages + s] = now + moved() + style.lazy * period
+            share = (task.placement[s] + 1) / task.microbatches
+            self.later[DEFERRED * stages + s] = period * (1 + style.lag * share)
 
     def choose(self, rank: int, now: float) -> tuple[float, int]:
         """The step that a rank takes next, and when it can start; -1 for none that it knows of."""
-        task, rule, board = self.task, self.rule, self.board
-        stages, turns, keys = task.stages, board.turns, rule.keys
+        task, board = self.task, self.board
+        stages, turns, due, later = task.stages, board.turns, self.due, self.later
+        back = INPUT if self.split else BACKWARD
         found: list[tuple[float, float, int]] = []
         late: list[tuple[float, int]] = []
         short = math.inf  # how urgent a step is that memory is missing for
         for start, value, stage in options(board, rank, now):
             queue = (BACK if value == KEPT else value) * stages + stage
             m = turns[queue]
-            key = keys[queue][m]
+            key = due[queue] + later[queue] * m
             if value == DOWN:
-                step = self._forward(rank, stage, m)
+                start = max(start, self.begin[stage] + later[queue] * m)
+                step = self._forward(rank, stage)
                 if step >= 0:
                     found.append((key, start, step))
                 elif start <= now and key < short:
                     short = key
             elif value == BACK:
-                way = INPUT if rule.split[stage][m] else BACKWARD
-                found.append((key, start, way * stages + stage))
+                found.append((key, start, back * stages + stage))
             elif value == DEFERRED:
                 late.append((key, WEIGHT * stages + stage))
             # One is run again only ahead of its backward.
@@ -127,8 +221,8 @@ class _Ruled:
         return start, step
 
     def _best(self, rank: int, found: list[tuple[float, float, int]]) -> tuple[float, int]:
-        """What the rule takes first of those that can start soon enough."""
-        task, rule, turns, lasts = self.task, self.rule, self.board.turns, self.task.steps.lasts
+        """What the style takes first of those that can start soon enough."""
+        task, style, turns, lasts = self.task, self.style, self.board.turns, self.task.steps.lasts
         first = over = math.inf
         for _, start, step in found:
             if start < first:
@@ -136,18 +230,18 @@ class _Ruled:
             if start + lasts[step] < over:
                 over = start + lasts[step]
         last = task.stages_of[rank][-1]
-        patience = rule.patience
+        patience = style.patience
         if not turns[BACK * task.stages + last]:
-            patience = rule.eager
+            patience = style.eager
         elif turns[last] == task.microbatches:
-            patience = rule.late
+            patience = style.late
         until = first + patience * (over - first)
         _, start, step = min([each for each in found if each[1] <= until])
         return start, step
 
-    def _forward(self, rank: int, stage: int, m: int) -> int:
+    def _forward(self, rank: int, stage: int) -> int:
         """The step that runs the stage's next forward, -1 where there is no room for it."""
-        memory, again = self.task.memory, self.rule.again[stage][m]
+        memory, again = self.task.memory, self.again
         if again != ALWAYS and self._has_room(rank, stage, memory.full[stage], 0):
             return stage
         if again and self._has_room(rank, stage, memory.lean[stage], self.extra[rank]):
@@ -163,7 +257,7 @@ class _Ruled:
         own = task.stages_of[rank]
         stages = task.stages
         again = self.again and (extra or any(board.there[KEPT * stages + s] for s in own))
-        if len(own) == 1 and not again:
+        if limit == math.inf or (len(own) == 1 and not again):
             return True
         turns, sums = board.turns, self.sums
         if again:
@@ -195,128 +289,3 @@ class _Ruled:
                 return False
             left += kept
         return True
-
-
-_FIRST = 1000.0  # periods: before all others of its rank
-_PATIENCE = ("patience", "eager", "late")
-
-
-@attrs.frozen(kw_only=True)
-class Style:
-    """How a rule ranks steps; times are in periods of the busiest rank.
-
-    Ideal times are multiplied by `stretch`. Backwards are due `urgent` earlier, forwards of each
-    further chunk `deep` earlier, gradients of weights `lazy` later. As the step advances they
-    become due even later, by `lag` of a rank's share for its last microbatches. A rank keeps at
-    most the part `cap` of its limit, or this many times what its stages keep of a microbatch.
-    Jitter is at most `noise`, drawn with `seed`.
-    """
-
-    patience: float = 0.3
-    eager: float = 1.0
-    late: float = 0.3
-    urgent: float = _FIRST
-    lazy: float = _FIRST
-    lag: float = 0.0
-    deep: float = 0.0
-    stretch: float = 1.0
-    cap: float = 0.0
-    split: bool = True
-    again: int = NEVER
-    noise: float = 0.0
-    seed: int = 0
-
-
-def styles(task: Task) -> Iterator[Style]:
-    """The styles to begin with, the likeliest first."""
-    splits = [True, False] if task.split else [False]
-    agains = [NEVER, NEEDED, ALWAYS] if task.recompute else [NEVER]
-    caps = [0.0] if task.memory.limited else [0.0, 2.0 * task.ranks, 1.0 * task.ranks]
-    ways = [
-        Style(),
-        Style(eager=0.6),
-        Style(patience=0.0, eager=0.0, late=0.0),
-        Style(lazy=0.0, urgent=0.0, lag=2.0),
-        Style(patience=0.0, eager=0.3, late=1.0),
-        Style(patience=0.6, late=1.0),
-        Style(urgent=0.0, late=1.0),
-        Style(urgent=0.0, lazy=0.0),
-        Style(patience=1.0, late=1.0),
-        Style(urgent=-_FIRST),
-    ]
-    deeps = [0.0, 1.0, _FIRST, -_FIRST] if len(task.stages_of[0]) > 1 else [0.0]
-    aspects: dict[str, list[Any]] = {"deep": deeps, "cap": caps, "again": agains, "split": splits}
-    turns = product(*map(range, map(len, (ways, *aspects.values()))))
-    # Those that are likely in all respects come before those that are so in one alone.
-    for way, *others in sorted(turns, key=sum):
-        chosen = {name: aspects[name][turn] for name, turn in zip(aspects, others, strict=True)}
-        if chosen["split"] or ways[way].lazy:
-            yield attrs.evolve(ways[way], **chosen)
-
-
-def varied(style: Style, random: Random) -> Style:
-    """A similar style."""
-    changes: dict[str, Any] = {"seed": random.randrange(1 << 30)}
-    for name in ("noise", *_PATIENCE, "stretch", "lag", "deep", "urgent", "lazy", "cap"):
-        if random.random() < 0.35:
-            changes[name] = _varied(name, getattr(style, name), random)
-    return attrs.evolve(style, **changes)
-
-
-def _varied(name: str, value: float, random: Random) -> float:
-    if name in _PATIENCE:
-        return min(1.0, max(0.0, value + random.gauss(0, 0.2)))
-    if name == "noise":
-        return random.choice((0.0, 0.1, 0.3, 1.0))
-    if name == "stretch":
-        return max(0.1, value * random.lognormvariate(0, 0.4))
-    if name == "cap":
-        return value and max(1.0, value * random.lognormvariate(0, 0.3))
-    if abs(value) >= _FIRST:
-        return value if random.random() < 0.7 else random.gauss(0, 2)
-    return value + random.gauss(0, 1)
-
-
-def rule_of(task: Task, style: Style) -> Rule:
-    """The rule of a style."""
-    stages, costs, many, period = task.stages, task.costs, task.microbatches, task.period
-    split = style.split and task.split
-    back = costs.backward_input if split else costs.backward
-    random = Random(style.seed)
-
-    def jitter() -> float:
-        return random.gauss(0, style.noise) * period if style.noise else 0.0
-
-    now, forwards, backwards = 0.0, [], [0.0] * stages
-    for s in range(stages):
-        now += costs.down[s] * style.stretch
-        forwards.append(now + jitter())
-        now += costs.forward[s] * style.stretch
-    for s in reversed(range(stages)):
-        now += costs.up[s] * style.stretch
-        backwards[s] = now + jitter()
-        now += back[s] * style.stretch
-    times = [period * m for m in range(many)]
-    keys: list[list[float]] = [[] for _ in task.steps.channel]
-    for s in range(stages):
-        rank = task.placement[s]
-        chunk = task.stages_of[rank].index(s)
-        due = forwards[s] - style.deep * period * chunk
-        keys[DOWN * stages + s] = [due + time for time in times]
-        due = backwards[s] - style.urgent * period
-        keys[BACK * stages + s] = [due + time for time in times]
-        due = backwards[s] + back[s] + style.lazy * period + jitter()
-        lag = style.lag * (rank + 1) / many
-        keys[DEFERRED * stages + s] = [due + time * (1 + lag) for time in times]
-    return Rule(
-        keys,
-        style.patience,
-        style.eager,
-        style.late,
-        [
-            style.cap * max(task.memory.full[s] for s in held) if style.cap else math.inf
-            for held in task.stages_of
-        ],
-        [[split] * many] * stages,
-        [[style.again] * many] * stages,
-    )

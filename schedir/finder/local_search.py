@@ -1,30 +1,20 @@
 """Improves an order, trial by trial: late acceptance (Burke and Bykov 2017). A trial counts if it
 is no worse than the search was a number of trials ago.
 
-`rearranged` changes critical paths. The value of an order is a chain of steps, each of which starts
-when the one before it is done. No order with the same chain can be quicker, so each trial changes a
-rank's list around a step of the chain: it moves that step ahead, or moves the step before it back,
-makes a backward whole, splits it, or starts or stops running a forward again.
-
-`rescheduled` makes an order anew and keeps most of it: list scheduling with the times that the
-order had. An earlier start ranks first, except for a few microbatches of a kind of step, at a
-stage, a rank, or a whole side of the pipeline, which are made due earlier or later:
-
-    due   W0 3  W1 6  W2 9   ──▶   W0 3  W1 10  W2 13         what else moves, the rule finds out
+The value of an order is a chain of steps, each of which starts when the one before it is done. No
+order with the same chain can be quicker, so each trial changes a rank's list around a step of the
+chain: it moves that step ahead, or moves the step before it back, makes a backward whole, splits
+it, or starts or stops running a forward again.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from random import Random
 
-import attrs
-
-from schedir.finder.list_scheduling import ALWAYS, NEVER, Rule, scheduled
 from schedir.finder.orders import Run, fits, score, timed
 from schedir.finder.terms import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
-from schedir.graph.board import BACK, DEFERRED, DOWN, Order
+from schedir.graph.board import Order
 
 _MEMORIES = (60, 300)  # trials: short ones climb, long ones cross plateaus
 _FAR = 0.25  # moves are by 1 + a geometric number of places
@@ -33,7 +23,7 @@ _ANYWHERE = 0.2  # how often a change is made off the chain
 _MORE = 1.2  # changes at once are 1 + an exponential of this rate
 
 
-def rearranged(
+def improved(
     task: Task, order: Order, run: Run, random: Random
 ) -> Iterator[tuple[Order, Run] | None]:
     """One trial after the other: the result of each, None if it is nothing."""
@@ -187,111 +177,3 @@ def _run_again(task: Task, found: list[int], place: int, random: Random) -> list
         max(place + 1, back[turn] - int(random.expovariate(1))), RECOMPUTE * stages + stage
     )
     return found
-
-
-_MEMORY = 20  # trials
-_FEW = 3  # microbatches that are due at another time, on average
-
-
-def rescheduled(
-    task: Task, order: Order, run: Run, random: Random
-) -> Iterator[tuple[Order, Run] | None]:
-    """One trial after the other: the result of each, None if it is nothing."""
-    at = score(task, run)
-    past = [at] * _MEMORY
-    rule = as_it_was(task, order, run)
-    trial = 0
-    while True:
-        trial += 1
-        other = _changed_rule(task, rule, random)
-        new = scheduled(task, other)
-        ran = None if new is None else timed(task, new)
-        if new is None or ran is None:
-            yield None
-            continue
-        now = score(task, ran)
-        if now <= at or now <= past[trial % _MEMORY]:
-            at = now
-            rule = attrs.evolve(
-                as_it_was(task, new, ran),
-                patience=other.patience,
-                eager=other.eager,
-                late=other.late,
-            )
-        past[trial % _MEMORY] = at
-        yield new, ran
-
-
-def as_it_was(task: Task, order: Order, run: Run) -> Rule:
-    """The rule whose keys are the times of an order."""
-    stages, many = task.stages, task.microbatches
-    rows: list[list[float]] = [[] for _ in task.steps.channel]
-    split: list[list[bool]] = [[] for _ in range(stages)]
-    again: list[list[int]] = [[] for _ in range(stages)]
-    for steps, starts in zip(order, run.starts, strict=True):
-        for step, start in zip(steps, starts, strict=True):
-            kind, stage = divmod(step, stages)
-            rows[task.steps.queue[step]].append(start)
-            if kind in (FORWARD, LEAN):
-                again[stage].append(ALWAYS if kind == LEAN else NEVER)
-            elif kind in (BACKWARD, INPUT):
-                split[stage].append(kind == INPUT)
-    for due in rows[DEFERRED * stages :]:
-        due += [math.inf] * (many - len(due))  # of those that are whole now, last
-    return Rule(rows, 0.3, 1.0, 0.3, [math.inf] * task.ranks, split, again)
-
-
-def _changed_rule(task: Task, rule: Rule, random: Random) -> Rule:
-    """The rule with a few steps due at other times."""
-    stages, ranks, many = task.stages, task.ranks, task.microbatches
-    keys = [*rule.keys]
-    for _ in range(1 + int(random.expovariate(1))):
-        value = random.choice((DOWN, BACK, DEFERRED))
-        rank = random.randrange(ranks)
-        where = random.choice(
-            (
-                [random.choice(task.stages_of[rank])],
-                [random.choice(task.stages_of[rank])],
-                task.stages_of[rank],
-                [s for s in range(stages) if task.placement[s] <= rank],
-                [s for s in range(stages) if task.placement[s] >= rank],
-            )
-        )
-        first = random.randrange(many)
-        until = first + 1 + int(random.expovariate(1 / _FEW))
-        later = random.gauss(0, 1) * task.period * random.choice((0.3, 1, 3))
-        for stage in where:
-            row = keys[value * stages + stage] = [*keys[value * stages + stage]]
-            row[first:until] = [due + later for due in row[first:until]]
-    return attrs.evolve(
-        rule,
-        keys=keys,
-        patience=_near(rule.patience, random),
-        eager=_near(rule.eager, random),
-        late=_near(rule.late, random),
-        split=_flipped(rule.split, random) if task.split else rule.split,
-        again=_flipped_again(rule.again, random) if task.recompute else rule.again,
-    )
-
-
-def _near(patience: float, random: Random) -> float:
-    return min(1.0, max(0.0, patience + random.gauss(0, 0.1)))
-
-
-def _flipped(table: list[list[bool]], random: Random) -> list[list[bool]]:
-    """The table, now and then with a few microbatches of a stage the other way."""
-    if random.random() < 0.7:
-        return table
-    stage, found = random.randrange(len(table)), [*table]
-    row = [*table[stage]]
-    first = random.randrange(len(row))
-    until = first + 1 + int(random.expovariate(1 / _FEW))
-    value = not row[first]
-    row[first:until] = [value] * len(row[first:until])
-    found[stage] = row
-    return found
-
-
-def _flipped_again(table: list[list[int]], random: Random) -> list[list[int]]:
-    flipped = _flipped([[way != NEVER for way in row] for row in table], random)
-    return [[ALWAYS if way else NEVER for way in row] for row in flipped]

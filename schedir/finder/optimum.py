@@ -102,6 +102,8 @@ def exactly(
             "the exact search can't count the bytes of boundaries: leave boundary_bytes out of the "
             "costs, or limit activations"
         )
+    if terms.steps != "last":
+        raise SchedirError('the exact search updates stages at the end: leave out steps="anywhere"')
     best = []
     for named in terms.placements:
         task = terms.task(named)
@@ -109,6 +111,7 @@ def exactly(
         lists = _solved(_in_whole_numbers(task), seconds, seed)
         if lists is not None:
             bare = append_steps(Schedule.of("exact", task.placement, lists, microbatches))
+            bare = attrs.evolve(bare, boundaries=terms.boundaries)
             schedule = prove(bare, terms.proved_under).proved()
             best.append((terms.value(simulate(schedule, terms.costs)), named, schedule))
     if not best:
@@ -121,6 +124,7 @@ def exactly(
         objective=terms.objective,
         value=terms.value(line),
         lower_bound=least,
+        costs=terms.costs,
         placement=named,
         origin=None,
         candidates=len(terms.placements),

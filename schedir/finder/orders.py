@@ -8,14 +8,23 @@ import math
 import attrs
 import numpy as np
 
-from schedir.finder.terms import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
+from schedir.finder.terms import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    LEAN,
+    RECOMPUTE,
+    WEIGHT,
+    Task,
+)
 from schedir.graph.board import BACK, WAYS, Order, follow, most_held
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, KIND_INDEX, Columns, Kind, Schedule, starts_of
-from schedir.passes import append_steps
+from schedir.ir import KIND_INDEX, Columns, Kind, Schedule, starts_of
 
 _EVENLY = 0.05
-_KIND_OF = np.array([KIND_INDEX[kind] for kind, _ in WAYS])
+UPDATE = len(WAYS)
+"""The way of an OPTIM_STEP, beside those of a Board."""
+_KIND_OF = np.array([*(KIND_INDEX[kind] for kind, _ in WAYS), KIND_INDEX[Kind.OPTIM_STEP]])
 _WAY_OF = {KIND_INDEX[kind]: way for way, (kind, beside) in enumerate(WAYS) if not beside}
 
 
@@ -56,6 +65,14 @@ def score(task: Task, run: Run) -> float:
 def fits(task: Task, rank: int, steps: list[int]) -> bool:
     """True if a rank can run its steps in this order, alone, and keeps no more than it may."""
     return most_held(task.steps, steps, task.memory.limit[rank]) < math.inf
+
+
+def within(task: Task, order: Order) -> bool:
+    """True if the order has only steps that the task allows, and `fits` on every rank."""
+    denied = ((INPUT,) if not task.split else ()) + ((LEAN,) if not task.recompute else ())
+    if any(step // task.stages in denied for steps in order for step in steps):
+        return False
+    return all(fits(task, rank, steps) for rank, steps in enumerate(order))
 
 
 def serial(task: Task) -> Order:
@@ -145,15 +162,45 @@ def _slack(task: Task, order: Order, run: Run) -> list[list[float]]:
     return found
 
 
-def schedule_of(task: Task, order: Order, name: str) -> Schedule:
-    """The schedule of an order, with an OPTIM_STEP for every stage, without communication."""
+def with_updates(task: Task, order: Order, run: Run, wait: float = math.inf) -> Order:
+    """The order with an UPDATE of each stage: as soon as the stage's gradients are complete and its
+    rank waits for the part `wait` of the update's time, else at the end of the rank's list.
+
+        inf    …  2B1  0B0  ······  0B1  0OPTIM_STEP  2OPTIM_STEP
+        1      …  2B1  0B0  2OPTIM_STEP  0B1  0OPTIM_STEP
+    """
+    found: Order = []
+    for held, own, starts in zip(task.stages_of, order, run.starts, strict=True):
+        last = {step % task.stages: place for place, step in enumerate(own)}
+        waits = [  # by place, how long the rank waits after the step there
+            after - start - task.steps.lasts[step]
+            for step, start, after in zip(own, starts, starts[1:], strict=False)
+        ]
+        updates: list[list[int]] = [[] for _ in own]  # by place, what follows the step there
+        for stage in held:
+            takes = task.costs.optim_step[stage]
+            places = range(last[stage], len(waits))
+            place = next((p for p in places if waits[p] >= max(takes * wait, 1e-300)), -1)
+            updates[place].append(UPDATE * task.stages + stage)
+            if place >= 0:
+                waits[place] -= takes
+        found.append(
+            [each for step, more in zip(own, updates, strict=True) for each in (step, *more)]
+        )
+    return found
+
+
+def schedule_of(
+    task: Task, order: Order, name: str, boundaries: tuple[int, ...] | None = None
+) -> Schedule:
+    """The schedule of an order with updates, without communication."""
     steps = np.array([step for own in order for step in own], np.int64)
     kind, stage = np.divmod(steps, task.stages)
     lengths = np.array([len(own) for own in order], np.int64)
     rank = np.repeat(np.arange(len(order)), lengths)
     forwards, lean = kind <= LEAN, kind == LEAN
     backwards, split = (kind == BACKWARD) | (kind == INPUT), kind == INPUT
-    microbatch = np.zeros(len(steps), np.int64)
+    microbatch = np.full(len(steps), -1)
     for each in range(task.stages):
         own = stage == each
         for which in (forwards, backwards):
@@ -168,18 +215,17 @@ def schedule_of(task: Task, order: Order, name: str) -> Schedule:
         np.full(len(steps), -1),
         np.zeros(len(steps), np.bool_),
     )
-    return append_steps(Schedule(name, task.microbatches, task.placement, columns))
+    return Schedule(name, task.microbatches, task.placement, columns, boundaries=boundaries)
 
 
 def order_of(task: Task, schedule: Schedule) -> Order | None:
-    """The order of a synchronous schedule; None for any other schedule, one with replicas or
-    overlapped pairs, or one with another placement or number of microbatches."""
+    """The order of a synchronous schedule, without its overlapped pairs; None for any other
+    schedule, one with replicas, or one with another placement or number of microbatches."""
     columns = schedule.columns
     steps = columns.where(Kind.OPTIM_STEP)
     if (
         schedule.placement != tuple((rank,) for rank in task.placement)
         or schedule.microbatches != task.microbatches
-        or columns.joined[columns.is_kind(*COMPUTE)].any()
         or columns.stage[steps].tolist() != [s for held in task.stages_of for s in held]
     ):
         return None

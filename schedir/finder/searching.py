@@ -1,13 +1,21 @@
 """Finds a schedule for given work, costs and limits: `find`, and `search` for the schedule alone.
 
-The search tries built-in schedules that fit the limits, then list scheduling by many rules, then
-variations of the best of these. It proves and simulates a schedule before returning it.
+On each placement three things are tried, and the best is proved and simulated before it is
+returned:
+
+    candidates      every built-in schedule that fits      finder.orders
+                    list scheduling in many styles         finder.list_scheduling
+    improvement     moves on the critical chain of one     finder.local_search
+                    of the best, until the work is done
+    bound           the search ends where it is reached    finder.bounds
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -17,16 +25,37 @@ from schedir.checker import prove
 from schedir.display import DisplayedSearch
 from schedir.errors import SchedirError
 from schedir.finder.bounds import lower_bound
-from schedir.finder.candidates import Budget, Candidate, Search, within
-from schedir.finder.orders import schedule_of
-from schedir.finder.terms import Objective, Task, Terms
+from schedir.finder.list_scheduling import Style, scheduled, styles
+from schedir.finder.local_search import improved
+from schedir.finder.orders import (
+    Run,
+    merged,
+    order_of,
+    schedule_of,
+    serial,
+    timed,
+    with_updates,
+    within,
+)
+from schedir.finder.planning import Cuts, best_cut
+from schedir.finder.terms import SCHEDULED, Budget, Objective, StepsAt, Task, Terms
 from schedir.graph.alive import HeldUntil, peak_activations
-from schedir.graph.board import most_held
+from schedir.graph.board import Order, most_held
 from schedir.graph.compile import graph_of
 from schedir.ir import Kind, Schedule
+from schedir.library import Generator, Parameter, built_in, load
 from schedir.simulator import CostModel, Timeline, simulate
 
-_SHARES = (0.04, 0.04, 0.04, 0.04, 0.6, 0.12, 0.12)
+# Units of work for each action that an order runs, and that is proved.
+_RUN, _COMPLETED = 1, 12
+_KEPT = 12  # of the best, to make better ones of
+_STYLES, _TRIALS = 60, 500  # of each round
+# Rounds without a better one, after which a fresh order is improved in so many trials.
+_STALE, _LONG = 4, 3000
+# The part of an update's time that its rank must wait anyway, for the update to be put there.
+_WAITS = {"last": (math.inf,), "anywhere": (math.inf, 1.0, 0.5, 0.25)}
+_NEAR = 1 + 1e-12  # the bound adds the same floats in another order
+_LOWER = 2  # built-in schedules are also made for limits that are up to this much lower
 
 
 def search(
@@ -35,11 +64,14 @@ def search(
     chunks: int = 1,
     *,
     costs: CostModel | None = None,
+    layers: CostModel | None = None,
+    cut: bool = False,
     placement: str | None = None,
     memory_limit: float | None = None,
     max_activations: int | None = None,
     held_until: HeldUntil = "W",
     objective: Objective = "makespan",
+    steps: StepsAt = "last",
     split: bool = True,
     recompute: bool | None = None,
     seconds: float | None = None,
@@ -55,7 +87,10 @@ def search(
     as OFFLOAD or UNSHARD, whatever its cost. `placement` is "wrapped" (stage s on rank s mod ranks)
     or "wave" (there and back; "v" for two chunks); None tries both. `objective` is what to
     minimise: the "makespan", or the "span", the longest time from a rank's first forward to the end
-    of its last compute. The span is the cost of a step if steps follow each other.
+    of its last compute. The span is the cost of a step if steps follow each other. With `steps`
+    "last" each rank updates its stages at the end of its list. With "anywhere" a stage is updated
+    while its rank would wait, once its gradients are complete; the executor refuses such a list
+    where gradients are clipped or steps are skipped, as these need all gradients first.
 
     A rank keeps at most `memory_limit` bytes, counted as in `simulate`, or `max_activations`
     (stage, microbatch) activations. An activation counts until its backward is complete, or with
@@ -64,18 +99,26 @@ def search(
     `memory_limit`, if the costs say that inputs are smaller than activations; under
     `max_activations` only if `recompute` is True.
 
+    In place of the costs of stages, `layers` may have those of each layer, in order, as
+    `schedir.finder.stage_costs` takes them. They are cut into stages: with `cut`, as it suits the
+    schedule; without, so that the stage that takes longest for a forward and a backward takes the
+    least time. The result's `boundaries` are what `schedir.training.partition` takes.
+
     The result is proved under the `channel` model, by default `rank`. Orders are made and ranked as
     if no transfers waited for each other, and so is the lower bound. If you name a model, or a
-    transport that stands for one, the best of them are timed under it (`simulate`), and the
-    quickest is taken.
+    transport that stands for one, the best of them and all built-in schedules that fit are timed
+    under it (`simulate`), and the quickest is taken.
 
     The search is counted in work, so the same `seed` finds the same schedule on any machine. By
-    default it does the work that a slow core does in 5 seconds; `seconds` changes that. If you give
-    `seconds`, the search also ends after that much computing time, and may then find another
-    schedule for the same seed; by default no clock ends it. `progress` takes (done, total).
+    default it does the work that a slow core does in 5 seconds, on each placement; `seconds`
+    changes that. If you give `seconds`, the search also ends after that much computing time on each
+    placement, and may then find another schedule for the same seed; by default no clock ends it.
+    Built-in schedules that fit are always tried first. With `cut`, the balanced cut is searched as
+    if it were given, and all others have the same work together. `progress` takes (done, total).
 
-    Raises SchedirError if no schedule keeps so little, with the least limit that works, and if the
-    costs lack a stage or a link. Raises ValueError or TypeError for a bad argument.
+    Raises SchedirError if no schedule keeps so little, with the least limit that works, if the
+    costs lack a stage or a link, and for fewer layers than stages. Raises ValueError or TypeError
+    for a bad argument.
 
     >>> import schedir
     >>> best = schedir.search(ranks=2, microbatches=4)
@@ -90,6 +133,8 @@ def find(
     microbatches: int,
     chunks: int = 1,
     *,
+    layers: CostModel | None = None,
+    cut: bool = False,
     seconds: float | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -104,24 +149,33 @@ def find(
     >>> import schedir
     >>> found = schedir.finder.find(ranks=2, microbatches=4)
     >>> found.value, found.lower_bound, found.split
-    (13, 13, 8)
+    (13, 13, 5)
     """
+    if layers is not None and limits.get("costs") is not None:
+        raise ValueError("layers= has the costs of each layer: leave out costs=")
+    if cut and layers is None:
+        raise ValueError("cut=True needs layers=, the costs of each layer")
+    limits["costs"] = limits.get("costs") if layers is None else layers
     terms = Terms(ranks=ranks, microbatches=microbatches, chunks=chunks, **limits)
-    budget = Budget(seconds, stop, progress)
-    least = [Candidate.serial(terms.task(named)) for named in terms.placements]
-    bound = min(_lower_bound(terms, each.task) for each in least)
-    best = None
-    if terms.counts_boundaries:
-        best = _with_boundaries(terms, least, budget, seed, bound)
-    elif any(within(each.task, each.order) for each in least):
-        tasks = [each.task for each in least]
-        found = Search(terms, tasks, Random(seed), budget, bound).best()
-        # Candidates are ranked without a transport's order: under one another may be the best.
-        done = [_Finished.of(terms, each) for each in (found if terms.channel else found[:1])]
-        best = min(done, key=lambda each: each.value)
-    if best is None:
-        raise SchedirError(_refusal(terms, [_Finished.of(terms, each) for each in least]))
-    return best.found(bound, budget, seed)
+    budget = Budget(seconds, stop, progress, len(terms.placements) * (1 + cut))
+    if layers is None:
+        return _find(seed, budget, terms)
+    cuts = Cuts(terms)
+    if cut:
+        best: Found = best_cut(cuts, partial(_find, seed, budget), budget)
+        return best
+    return _find(seed, budget, cuts.terms_of(cuts.balanced))
+
+
+def _find(seed: int, budget: Budget, terms: Terms, share: float = 1.0) -> Found:
+    """The best schedule of these terms, by this share of the budget on each placement."""
+    # Each placement is searched as if it were the only one.
+    searches = [_Search(terms, named, Random(seed), budget) for named in terms.placements]
+    found = [best for search in searches if (best := search.best(share)) is not None]
+    if not found:
+        raise SchedirError(_refusal(terms, [search.least for search in searches]))
+    best = min(found, key=lambda each: each.value)
+    return best.found(min(search.bound for search in searches), budget, seed)
 
 
 def _lower_bound(terms: Terms, task: Task) -> float:
@@ -139,54 +193,225 @@ def _lower_bound(terms: Terms, task: Task) -> float:
     )
 
 
-def _with_boundaries(
-    terms: Terms, least: list[Candidate], budget: Budget, seed: int, bound: float
-) -> _Finished | None:
-    """The best schedule if sends and receives count, which only complete lists show.
+@attrs.frozen(eq=False)
+class Candidate:
+    """An order and how it runs; `origin` names the built-in schedule whose order it is."""
 
-    Each try reserves as many bytes as sends and receives took in the one before, and more if that
-    was not enough.
-    """
-    done = [_Finished.of(terms, each) for each in least]
-    best = min((each for each in done if not each.over), key=lambda each: each.value, default=None)
-    if best is None:
-        return None
-    free = {each.candidate.task.named: each.boundaries for each in done}
-    for share in _SHARES:
-        tasks = [terms.task(named, free[named]) for named in terms.placements]
-        budget.allow(share)
-        over = set()
-        for candidate in Search(terms, tasks, Random(seed), budget, bound).best():
-            if candidate.run.value > best.value:
+    order: Order
+    run: Run
+    origin: str | None = None
+
+    @property
+    def value(self) -> float:
+        """The objective, without a transport's order."""
+        return self.run.value
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The sort key of candidates."""
+        return self.run.value, self.run.ties
+
+
+class _Search:
+    """The search on one placement."""
+
+    def __init__(self, terms: Terms, named: str, random: Random, budget: Budget) -> None:
+        self._terms, self._random, self._budget = terms, random, budget
+        self._task = terms.task(named)
+        self._reserved: tuple[float, ...] = (0,) * terms.ranks
+        self._pool: list[Candidate] = []  # the best first
+        # Candidates are ranked without a transport's order and the bytes of sends and receives,
+        # and with all updates last. Where that differs, each new best one is completed.
+        self._completes = (
+            terms.counts_boundaries or terms.channel is not None or terms.steps != "last"
+        )
+        self.bound = _lower_bound(terms, self._task)
+        self.least = self._completed(_serial(self._task))
+        self._best = self.least  # of what is completed
+
+    def best(self, share: float) -> _Completed | None:
+        """The best schedule that is found within the limits; None if nothing is within them."""
+        if self.least.over:
+            return None
+        self._budget.begin(share)
+        self._keep(_serial(self._task))
+        for candidate in self._built_in():
+            self._keep(candidate)
+            if self._completes:
+                self._improve_on(self._completed(candidate))
+            if self._reached:
                 break
-            now = _Finished.of(terms, candidate)
-            if not now.over:
-                best = min(now, best, key=lambda each: each.value)
-                if terms.channel is None:
-                    break
-            elif candidate.task.named not in over:
-                over.add(candidate.task.named)
-                free[candidate.task.named] = now.raised(free[candidate.task.named])
-    return best
+        if self._terms.counts_boundaries:
+            self._reserve(self.least.boundaries)
+        tried = styles(self._task, self._random)
+        stale, before = 0, math.inf
+        while not self._ended:
+            drawn = [made for style in islice(tried, _STYLES) if (made := self._styled(style))]
+            stale = stale + 1 if self._pool[0].value >= before else 0
+            before = self._pool[0].value
+            if stale >= _STALE and drawn:
+                self._rearrange(self._random.choice(drawn), _LONG)
+            else:
+                # One of the best, the best one most often.
+                place = min(int(self._random.expovariate(1)), len(self._pool) - 1)
+                self._rearrange(self._pool[place], _TRIALS)
+        return self._best if self._completes else self._completed(self._pool[0])
+
+    @property
+    def _reached(self) -> bool:
+        """True if nothing better can be found."""
+        best = self._best if self._completes else self._pool[0]
+        return best.value <= self.bound * _NEAR
+
+    @property
+    def _ended(self) -> bool:
+        return self._reached or self._budget.over
+
+    def _keep(self, candidate: Candidate) -> None:
+        if all(candidate.rank != each.rank for each in self._pool):
+            self._pool = sorted([*self._pool, candidate], key=lambda each: each.rank)[:_KEPT]
+
+    def _try(self, candidate: Candidate | None) -> None:
+        """Keep a candidate, and complete it if it is the best. If it then exceeds the limit, more
+        is reserved for sends and receives, what no longer fits is dropped, and the next is tried.
+        """
+        if candidate is None:
+            return
+        self._keep(candidate)
+        if not self._completes or self._pool[0] is not candidate:
+            return
+        while self._terms.steps != "last" or self._pool[0].value < self._best.value:
+            completed = self._completed(self._pool[0])
+            self._budget.spend(self._task.actions * _COMPLETED)
+            if not completed.over:
+                self._improve_on(completed)
+                return
+            del self._pool[0]
+            self._reserve(completed.raised(self._reserved))
+
+    def _improve_on(self, completed: _Completed) -> None:
+        if not completed.over and completed.value < self._best.value:
+            self._best = completed
+
+    def _candidate(
+        self, order: Order | None, origin: str | None = None, joins: bool = False
+    ) -> Candidate | None:
+        """The candidate of an order, which `joins` what need not be split; None if it blocks."""
+        run = None if order is None else timed(self._task, order)
+        if order is None or run is None:
+            return None
+        if joins:
+            order, run = merged(self._task, order, run)
+        return Candidate(order, run, origin)
+
+    def _built_in(self) -> Iterator[Candidate]:
+        """The built-in schedules that fit, which cost no work of the budget."""
+        for generator in built_in():
+            if generator.chunks > self._terms.chunks:
+                continue
+            for parameters in self._parameters(generator):
+                candidate = self._loaded(generator, parameters)
+                if candidate is not None:
+                    yield candidate
+
+    def _parameters(self, generator: Generator) -> Iterator[dict[str, Parameter]]:
+        """What a built-in schedule is made with: one that takes a limit gets it, and lower ones,
+        as a limit of all chunks and of each."""
+        most, takes = self._terms.max_activations, generator.parameters
+        if most is None or "max_activations" not in takes:
+            yield {}
+            return
+        lower = range(most, max(0, most - 1 - _LOWER), -1)
+        sizes = sorted({1, self._terms.chunks})
+        limits = dict.fromkeys(max(1, limit // size) for size in sizes for limit in lower)
+        for limit in limits:
+            yield {"max_activations": limit, "held_until": self._terms.held_until}
+            yield {"max_activations": limit}
+
+    def _loaded(self, generator: Generator, parameters: dict[str, Parameter]) -> Candidate | None:
+        """The candidate of a built-in schedule; None if it can't be made in this shape, or is not
+        within the limits."""
+        terms = self._terms
+        try:
+            made = load(
+                generator,
+                ranks=terms.ranks,
+                microbatches=terms.microbatches,
+                chunks=terms.chunks,
+                costs=terms.costs,
+                **parameters,
+            )
+        except SchedirError:
+            return None
+        self._budget.candidates += 1
+        order = order_of(self._task, made)
+        if order is None or not within(self._task, order):
+            return None
+        return self._candidate(order, generator.name)
+
+    def _styled(self, style: Style) -> Candidate | None:
+        """The candidate of a style, which is kept; None if it does not fit, or at the end."""
+        if self._ended:
+            return None
+        order = scheduled(self._task, style)
+        self._budget.spend(self._task.actions * SCHEDULED)
+        candidate = self._candidate(order, joins=style.split)
+        self._try(candidate)
+        return candidate
+
+    def _rearrange(self, chosen: Candidate, trials: int) -> None:
+        """Make a candidate better, trial by trial."""
+        task = self._task
+        if not within(task, chosen.order):
+            return  # more was reserved since
+        for made in islice(improved(task, chosen.order, chosen.run, self._random), trials):
+            # Most of what does not fit is seen at the first few steps.
+            self._budget.spend(0 if made is None else task.actions * _RUN)
+            if made is not None:
+                self._try(Candidate(*made))
+            if self._ended or self._task is not task:
+                break
+
+    def _reserve(self, reserved: tuple[float, ...]) -> None:
+        """Set bytes aside for sends and receives."""
+        self._reserved = reserved
+        self._task = self._terms.task(self._task.named, reserved)
+        self._pool = [each for each in self._pool if within(self._task, each.order)]
+        self._pool = self._pool or [_serial(self._task)]
+
+    def _completed(self, candidate: Candidate) -> _Completed:
+        """Complete a candidate, prove and run it."""
+        terms, task = self._terms, self._task
+        joined = self._candidate(candidate.order, candidate.origin, joins=True) or candidate
+        sizes = [terms.ranks, terms.microbatches, *([terms.chunks] if terms.chunks > 1 else [])]
+        name = f"search-{'x'.join(map(str, sizes))}"
+        found = []
+        for wait in _WAITS[terms.steps]:
+            order = with_updates(task, joined.order, joined.run, wait)
+            listed = schedule_of(task, order, name, terms.boundaries)
+            proved = prove(listed, terms.proved_under).proved()
+            line = simulate(proved, terms.costs, channel=terms.channel)
+            found.append(_Completed(terms, task, joined, line))
+        return min(found, key=lambda each: (each.over, each.value))
+
+
+def _serial(task: Task) -> Candidate:
+    """The candidate that keeps the least."""
+    order = serial(task)
+    run = timed(task, order)
+    if run is None:
+        raise AssertionError("one microbatch after the other blocks")
+    return Candidate(order, run)
 
 
 @attrs.frozen(eq=False)
-class _Finished:
+class _Completed:
     """A candidate's proved schedule and its simulated run."""
 
     terms: Terms
+    task: Task
     candidate: Candidate
     line: Timeline
-
-    @classmethod
-    def of(cls, terms: Terms, candidate: Candidate) -> _Finished:
-        """Complete, prove and run it."""
-        sizes = [terms.ranks, terms.microbatches, *([terms.chunks] if terms.chunks > 1 else [])]
-        name = f"search-{'x'.join(map(str, sizes))}"
-        schedule = schedule_of(candidate.task, candidate.order, name)
-        proved = prove(schedule, terms.proved_under).proved()
-        line = simulate(proved, terms.costs, channel=terms.channel)
-        return cls(terms, candidate, line)
 
     @property
     def value(self) -> float:
@@ -209,7 +434,7 @@ class _Finished:
     @property
     def boundaries(self) -> tuple[float, ...]:
         """The bytes of sends and receives on each rank at its peak."""
-        terms, task, limit = self.terms, self.candidate.task, self.terms.memory_limit
+        terms, task, limit = self.terms, self.task, self.terms.memory_limit
         if limit is None or not terms.counts_boundaries:
             return (0,) * terms.ranks
         rest = terms.task(task.named).memory.limit
@@ -234,8 +459,9 @@ class _Finished:
             timeline=self.line,
             objective=self.terms.objective,
             value=self.value,
-            lower_bound=bound,
-            placement=self.candidate.task.named,
+            lower_bound=min(self.value, bound),
+            costs=self.terms.costs,
+            placement=self.task.named,
             origin=self.candidate.origin,
             candidates=budget.candidates,
             seed=seed,
@@ -243,7 +469,7 @@ class _Finished:
         )
 
 
-def _refusal(terms: Terms, least: list[_Finished]) -> str:
+def _refusal(terms: Terms, least: list[_Completed]) -> str:
     """The message if nothing is within the limit."""
     works = min(each.most for each in least)
     if terms.memory_limit is None:
@@ -263,7 +489,8 @@ class Found(DisplayedSearch):
 
     `schedule` is complete and proved, `timeline` its simulated run. `value` is the `objective` that
     it reaches; `lower_bound` is what no schedule of this work can be below, on any of the
-    placements tried. `placement` names the one chosen. `origin` names the built-in schedule whose
+    placements tried, and with any of the cuts if cuts were searched. `costs` are those of the
+    stages. `placement` names the one chosen. `origin` names the built-in schedule whose
     order it is, None if the search made the order. `candidates` is how many were tried with the
     random `seed`. `cut` is True if the clock or the user ended the search early, so that the same
     seed may find another schedule.
@@ -278,11 +505,17 @@ class Found(DisplayedSearch):
     objective: Objective
     value: float
     lower_bound: float
+    costs: CostModel
     placement: str
     origin: str | None
     candidates: int
     seed: int
     cut: bool = False
+
+    @property
+    def boundaries(self) -> tuple[int, ...] | None:
+        """The first layers of all stages but the first; None if no layers were cut."""
+        return self.schedule.boundaries
 
     @property
     def distance(self) -> float:

@@ -1,4 +1,5 @@
-"""The work to schedule, checked, and turned into the tasks of the search, in numbers.
+"""The work to schedule, checked, and turned into the tasks of the search, in numbers; and how much
+work a search may do.
 
 All microbatches of a stage cost the same, so two of them that change places make the same schedule
 by other names: the k-th FORWARD of a stage in its rank's list is that of microbatch k, and so is
@@ -8,6 +9,7 @@ its k-th backward. So an order is, for each rank, a list of the steps of `graph.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -39,10 +41,76 @@ Objective: TypeAlias = Literal["makespan", "span"]
 """What to minimise: when the last action ends, or the longest time from a rank's first forward to
 the end of its last compute, which is the cost of a step if steps follow each other."""
 OBJECTIVES = get_args(Objective)
+StepsAt: TypeAlias = Literal["last", "anywhere"]
+"""Where a rank updates its stages: at the end of its list, or where it would wait."""
+STEPS = get_args(StepsAt)
 _PLACEMENTS: dict[str, Callable[[Pipeline], Placement]] = {"wrapped": wrapped, "wave": wave}
 _ALIASES = {"v": "wave"}
 PLACEMENT_NAMES = (*_PLACEMENTS, *_ALIASES)
 """The names of placements, aliases included."""
+
+
+DEFAULT_SECONDS = 5.0
+"""How long a slow core works on each placement of a search without `seconds`."""
+_RATE = 800_000  # units of work a second, on a slow core
+SCHEDULED = 8
+"""Units of work for each action that a style puts in order."""
+_ANY = 15  # units of work of any candidate
+
+
+class Budget:
+    """What is left of the work that a slow core does in `seconds`, which may be done several
+    `times`; `progress` takes (done, total), of all of these.
+
+    If `seconds` are given, each time is over at the latest when this process has computed for that
+    long. `cut` is True if the clock, or `stop`, ended the search before its work was done.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None,
+        stop: Callable[[], bool],
+        progress: Callable[[int, int], None] | None,
+        times: int,
+    ) -> None:
+        self._seconds = math.inf if seconds is None else seconds
+        if seconds is None:
+            seconds = DEFAULT_SECONDS
+        elif isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise TypeError(f"seconds must be a number, not {seconds!r}")
+        elif not 0 <= seconds < math.inf:
+            raise ValueError(f"seconds must be a number >= 0, not {seconds}")
+        self._whole = int(seconds * _RATE)
+        self._total = self._whole * times
+        self._before = self._begun = self._left = 0
+        self._until = math.inf
+        self.candidates = 0
+        self.cut = False
+        self._stop, self._progress = stop, progress
+
+    def begin(self, share: float = 1.0) -> None:
+        """Allow a share of the whole work, whatever has been done before."""
+        self._before += self._begun
+        self._begun = self._left = int(self._whole * share)
+        if self._seconds < math.inf:
+            self._until = time.process_time() + self._seconds * share
+
+    def spend(self, units: int) -> None:
+        """One candidate more."""
+        self.candidates += 1
+        self._left -= units + _ANY
+        if self._progress is not None:
+            done = self._before + min(self._begun, self._begun - self._left)
+            self._progress(min(done, self._total), self._total)
+
+    @property
+    def over(self) -> bool:
+        """True if all work is done, or the search must end."""
+        if self._left <= 0:
+            return True
+        ended = self._stop() or (self._until < math.inf and time.process_time() >= self._until)
+        self.cut |= ended
+        return ended
 
 
 def _at_least(least: int) -> Any:
@@ -79,7 +147,10 @@ def _one_of(*names: str) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Terms:
-    """The work, its costs, its limits, and the objective; see `schedir.search`."""
+    """The work, its costs, its limits, and the objective; see `schedir.search`.
+
+    `boundaries` are where the layers were cut whose costs these are, if anybody knows.
+    """
 
     ranks: int = attrs.field(validator=_at_least(1))
     microbatches: int = attrs.field(validator=_at_least(1))
@@ -96,11 +167,13 @@ class Terms:
     max_activations: int | None = attrs.field(default=None, validator=_at_least(0))
     held_until: HeldUntil = attrs.field(default="W", validator=_one_of(*HELD_UNTIL))
     objective: Objective = attrs.field(default="makespan", validator=_one_of(*OBJECTIVES))
+    steps: StepsAt = attrs.field(default="last", validator=_one_of(*STEPS))
     split: bool = attrs.field(default=True, validator=_a(bool))
     recompute: bool | None = attrs.field(default=None, validator=_a(bool, type(None)))
     channel: str | None = attrs.field(
         default=None, converter=attrs.converters.optional(channel_model)
     )
+    boundaries: tuple[int, ...] | None = None
 
     def __attrs_post_init__(self) -> None:
         expect_fewer(self.ranks, self.chunks, self.microbatches)
@@ -153,7 +226,7 @@ class Terms:
         """
         shape = Pipeline(self.ranks, 1, self.chunks, placement=())
         placement = tuple(held[0] for held in _PLACEMENTS[named](shape))
-        memory = self._memory(placement, reserved or (0,) * self.ranks)
+        memory = self.memory(placement, reserved or (0,) * self.ranks)
         return Task(
             self.microbatches,
             named,
@@ -164,7 +237,8 @@ class Terms:
             self._saves(memory),
         )
 
-    def _memory(self, placement: tuple[int, ...], reserved: tuple[float, ...]) -> Memory:
+    def memory(self, placement: Sequence[int], reserved: Sequence[float]) -> Memory:
+        """What the ranks of a placement may keep."""
         if self.memory_limit is not None:
             return memory_in_bytes(
                 placement, self.costs, self.memory_limit, reserved, splits=self.split
@@ -172,13 +246,18 @@ class Terms:
         most = math.inf if self.max_activations is None else self.max_activations
         return memory_in_activations(placement, most, self.held_until)
 
+    @property
+    def may_recompute(self) -> bool:
+        """True if forwards may be run again where that saves memory."""
+        return self.memory_limit is not None if self.recompute is None else self.recompute
+
     def _saves(self, memory: Memory) -> bool:
         """True if forwards may be run again."""
-        if self.recompute is None:
-            asked = self.memory_limit is not None
-        else:
-            asked = self.recompute and memory.limited
-        return asked and any(a < b for a, b in zip(memory.lean, memory.full, strict=True))
+        return (
+            self.may_recompute
+            and memory.limited
+            and any(a < b for a, b in zip(memory.lean, memory.full, strict=True))
+        )
 
 
 @attrs.frozen

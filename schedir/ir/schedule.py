@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -106,7 +107,9 @@ class Schedule(Displayed, Placed):
     `actions[rank]` is a rank's list, any iterable of entries (each an `Action`, or several
     `Together`), or `Columns`. `sources` are the lines of Python that yielded the actions. `rebuild`
     makes the same generator's schedule for another number of microbatches, and is None if no
-    generator made this one. Neither takes part in equality or the hash, and passes keep both.
+    generator made this one. `boundaries` are the first layers of all stages but the first, if the
+    schedule was made for one cut of a model. None of these takes part in equality or the hash, and
+    passes keep them.
 
     Raises ValueError for fields that can't describe any schedule, and TypeError for an entry that
     is not an Action or a list that is not a list. `schedir.check` says whether the actions make
@@ -126,6 +129,7 @@ class Schedule(Displayed, Placed):
     columns: Columns = attrs.field(alias="actions", converter=_columns)
     sources: Sources | None = attrs.field(default=None, eq=False)
     rebuild: Callable[[int], Schedule] | None = attrs.field(default=None, eq=False)
+    boundaries: tuple[int, ...] | None = attrs.field(default=None, eq=False)
 
     def __attrs_post_init__(self) -> None:
         name = self.name
@@ -149,6 +153,13 @@ class Schedule(Displayed, Placed):
                 )
         if self.sources is not None and len(self.sources.line_of) != len(self.columns):
             raise ValueError("sources must have one entry for each action")
+        if self.boundaries is not None:
+            starts = (0, *self.boundaries)
+            if len(starts) != self.stages or any(a >= b for a, b in pairwise(starts)):
+                raise ValueError(
+                    f"boundaries must be {self.stages - 1} layers, rising from at least 1, for "
+                    f"{self.stages} stages, not {self.boundaries}"
+                )
 
     @classmethod
     def of(
@@ -262,13 +273,15 @@ class Schedule(Displayed, Placed):
 FORMAT_VERSION = 1
 
 
-def sched_text(schedule: Schedule) -> str:
-    """The text form of a schedule; `schedir.ir.text` describes and parses it."""
+def sched_text(schedule: Schedule, boundaries: tuple[int, ...] | None = None) -> str:
+    """The text form of a schedule, with boundaries if there are any; `schedir.ir.text` describes
+    and parses it."""
     lines = [
         f"schedir {FORMAT_VERSION}",
         f"name {schedule.name}",
         f"microbatches {schedule.microbatches}",
         f"placement {placement_text(schedule.placement)}",
+        *([f"boundaries {' '.join(map(str, boundaries))}"] if boundaries else []),
         *(" ".join([f"rank {n}:", *map(str, own)]) for n, own in enumerate(schedule.actions)),
     ]
     return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@ column.
     name 1f1b
     microbatches 2
     placement 0 1                 # the rank of each stage; 0,3 for a stage on two ranks
+    boundaries 5                  # may be left out: the first layer of stage 1, and so on
     rank 0: 0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1 0OPTIM_STEP
     rank 1: 1RECV_ACT0 1F0 1RECV_ACT1 1B0 1SEND_GRAD0 1F1 1B1 1SEND_GRAD1 1OPTIM_STEP
 
@@ -20,6 +21,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, islice, pairwise
 
+import attrs
+
 from schedir.errors import ParseError
 from schedir.ir.action import Entry
 from schedir.ir.schedule import FORMAT_VERSION, Schedule, expect_schedule, sched_text
@@ -29,7 +32,8 @@ from schedir.ir.tokens import NUMBER, Reader, clip, parse_action, parse_entry, p
 _PIECE = re.compile(r"#[^\n]*|[^ \t\r\n#]+|\r(?!\n|\Z)")
 _STATEMENT_END = re.compile(r"\n(?=[^ \t\r\n#])|\Z")
 _RANK_LINE = re.compile(rf"rank[ \t]+({NUMBER})[ \t]*:")
-_HEADERS = ("schedir", "name", "microbatches", "placement")
+_NEEDED = ("schedir", "name", "microbatches", "placement")
+_HEADERS = (*_NEEDED, "boundaries")
 _MOST_SHARED = 1000
 
 
@@ -47,7 +51,7 @@ def dumps(schedule: Schedule) -> str:
     rank 0: 0F0 0B0 0F1 0B1 0OPTIM_STEP
     """
     expect_schedule(schedule)
-    return sched_text(schedule)
+    return sched_text(schedule, schedule.boundaries)
 
 
 def loads(text: str | bytes, file: str = "<string>") -> Schedule:
@@ -75,6 +79,7 @@ class _Parser(Reader):
         self.name = ""
         self.microbatches = 0
         self.placement: list[tuple[int, ...]] = []
+        self.boundaries: tuple[int, ...] | None = None
         self.ranks: dict[int, tuple[Entry, ...]] = {}
 
     def parse(self) -> Schedule:
@@ -82,7 +87,7 @@ class _Parser(Reader):
         for start, end in pairwise(chain([0], ends)):
             self._statement(start, end)
         count, last = max(1, len(self.ranks)), len(self.text)
-        without = (key for key in _HEADERS if key not in self.starts)
+        without = (key for key in _NEEDED if key not in self.starts)
         ranks = (f"rank {rank}:" for rank in range(count) if rank not in self.ranks)
         for key in chain(without, ranks):
             raise self.error(f"the file ends without a '{key}' line", last)
@@ -94,7 +99,11 @@ class _Parser(Reader):
                     next(islice(words, stage + 1, None)).start(),
                 )
         actions = map(self.ranks.__getitem__, range(count))
-        return Schedule(self.name, self.microbatches, self.placement, actions)
+        found = Schedule(self.name, self.microbatches, self.placement, actions)
+        try:
+            return attrs.evolve(found, boundaries=self.boundaries)
+        except ValueError as error:
+            raise self.error(str(error), self.starts["boundaries"]) from None
 
     def _words(self, start: int, end: int) -> Iterator[re.Match[str]]:
         return (
@@ -142,6 +151,10 @@ class _Parser(Reader):
             held = lru_cache(_MOST_SHARED)(_ranks_of)
             for word in chain([value], words):
                 self.placement.append(self.read(held, word[0], word.start()))
+        elif key == "boundaries":
+            self.boundaries = tuple(
+                self.read(_number, word[0], word.start()) for word in chain([value], words)
+            )
         else:
             for extra in words:
                 raise self.error(f"'{key}' takes one value", extra.start())

@@ -382,6 +382,8 @@ def found_text(found: Found) -> str:
     bound = f"lower bound of the {found.objective}" + " under edge" * (line.channel is not None)
     pairs = found.schedule.stages * found.schedule.microbatches
     chosen = [f"placement {found.placement}"] if found.schedule.stages > 1 else []
+    if found.boundaries:
+        chosen.append(f"boundaries {' '.join(map(str, found.boundaries))}")
     chosen.append(f"{found.split} of {pairs} backwards split")
     if found.recomputed:
         chosen.append(f"{found.recomputed} forwards recomputed")

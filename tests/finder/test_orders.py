@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 from random import Random
 from typing import Any
 
 import pytest
 
 from schedir import CostModel, check, simulate
-from schedir.finder.candidates import Candidate
-from schedir.finder.list_scheduling import rule_of, scheduled, styles, varied
-from schedir.finder.local_search import rearranged, rescheduled
-from schedir.finder.orders import fits, order_of, schedule_of, serial, timed
+from schedir.finder.list_scheduling import scheduled, styles
+from schedir.finder.local_search import improved
+from schedir.finder.orders import fits, order_of, schedule_of, serial, timed, with_updates
 from schedir.finder.terms import Task, Terms
 from schedir.graph.board import Order, most_held
 from tests.sweeps import sweep
@@ -58,14 +58,14 @@ def tried(random: Random) -> tuple[Terms, Task, list[Order]]:
     )
     task = terms.task(terms.placements[0])
     orders = [serial(task)]
-    for style in random.sample(list(styles(task)), 3):
-        found = scheduled(task, rule_of(task, varied(style, random)))
+    for style in islice(styles(task, random), 300, 303):
+        found = scheduled(task, style)
         if found is not None:
             orders.append(found)
-    start = Candidate(task, orders[-1], timed(task, orders[-1]))  # type: ignore[arg-type]
-    for way in (rescheduled, rearranged):
-        made = way(task, start.order, start.run, random)
-        orders += [each[0] for each in (next(made) for _ in range(15)) if each is not None]
+    run = timed(task, orders[-1])
+    assert run is not None
+    made = islice(improved(task, orders[-1], run, random), 30)
+    orders += [each[0] for each in made if each is not None]
     return terms, task, orders
 
 
@@ -73,11 +73,11 @@ def tried(random: Random) -> tuple[Terms, Task, list[Order]]:
 def test_times_and_peaks_are_those_of_simulate(seed: int) -> None:
     terms, task, orders = tried(Random(seed))
     for order in orders:
-        schedule = schedule_of(task, order, "tried")
-        assert check(schedule).ok
-        line = simulate(schedule, terms.costs)
         run = timed(task, order)
         assert run is not None
+        schedule = schedule_of(task, with_updates(task, order, run), "tried")
+        assert check(schedule).ok
+        line = simulate(schedule, terms.costs)
         spans = [rank.span for rank in line.ranks]
         assert run.value == (line.makespan if terms.objective == "makespan" else max(spans))
         assert order_of(task, line.schedule) == order

@@ -14,7 +14,7 @@ import pytest
 
 import schedir
 from schedir import CostModel
-from schedir.finder import candidates, exact, find
+from schedir.finder import exact, find, terms
 from tests.sweeps import long, sweep
 
 EQUAL = CostModel(backward=1)
@@ -24,7 +24,7 @@ SLOW_LINKS = CostModel(forward=10, backward=19, backward_input=10, backward_weig
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search does all the work that its seconds stand for, however slow the machine is."""
-    monkeypatch.setattr(candidates, "time", SimpleNamespace(process_time=lambda: 0.0))
+    monkeypatch.setattr(terms, "time", SimpleNamespace(process_time=lambda: 0.0))
 
 
 def uneven(stages: int) -> CostModel:

@@ -6,13 +6,18 @@ import itertools
 import math
 import re
 import time
+from contextlib import suppress
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 import schedir
 from schedir import CostModel, Kind, SchedirError
-from schedir.finder import candidates, find
+from schedir.finder import find, terms
+from schedir.finder.terms import Terms
+from schedir.library import built_in
 from schedir.render import found_text
 from tests.sweeps import sweep
 
@@ -52,6 +57,127 @@ def test_zero_bubble(microbatches: int, chunks: int, limit: int, makespan: int) 
     assert (found.value, found.distance) == (makespan, 0)
 
 
+WAVE_56 = Path(__file__).parent / "data" / "wave-4x8-limit-5.sched"
+"""Found by the exact solver; the search finds 57."""
+
+
+def test_an_odd_limit_is_used() -> None:
+    terms: dict[str, Any] = {"placement": "wave", "max_activations": 5}
+    known = schedir.simulate(schedir.loads(WAVE_56.read_text()))
+    assert max(rank.peak_activations for rank in known.ranks) == 5
+    found = find(4, 8, 2, **terms)
+    assert known.makespan == found.lower_bound == 56
+    assert found.value <= 57
+
+
+def test_updates_anywhere_come_where_a_rank_would_wait() -> None:
+    costs = CostModel(forward=2, backward=4, latency=1, optim_step=4)
+    terms: dict[str, Any] = {"costs": costs, "placement": "wrapped", "split": False}
+    assert find(2, 2, 2, **terms, seconds=0.2).value == 44
+    found = find(2, 2, 2, **terms, steps="anywhere", seconds=0.2)
+    assert found.value == schedir.simulate(found.schedule, costs).makespan == 42
+    assert schedir.check(found.schedule).ok
+
+
+@sweep("wanted", [{}, {"placement": "wave"}], quick=[])
+def test_a_limit_of_chunks_is_used_on_each_placement(wanted: dict[str, Any]) -> None:
+    """Of 5 × 10 × 2 a list of 795,759 is known; the search once ended at 851,572."""
+    costs = CostModel(
+        forward=9256, backward=9043 + 4668, backward_input=9043, backward_weight=4668, latency=601
+    )
+    found = find(5, 10, 2, costs=costs, max_activations=5, objective="span", **wanted)
+    assert found.value < 795_759
+
+
+def drawn(seed: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """Work of any costs, limits and objective, and the arguments of a search of it."""
+    draw = Random(seed)
+    ranks, microbatches, chunks = draw.randint(2, 5), draw.randint(2, 9), draw.choice((1, 2, 2))
+    microbatches += -microbatches % ranks
+
+    def each() -> Any:
+        return tuple(draw.randint(1, 9) for _ in range(ranks * chunks))
+
+    costs = CostModel(
+        forward=each(),
+        backward=each(),
+        backward_input=each(),
+        backward_weight=each(),
+        latency=draw.choice((0, 0, 1)),
+        optim_step=draw.choice((0, 3)),
+        boundary_bytes=1,
+        activation_bytes=each(),
+        weight_bytes=2,
+    )
+    given: dict[str, Any] = {
+        "costs": costs,
+        "split": draw.random() < 0.8,
+        "objective": draw.choice(("makespan", "span")),
+        "steps": draw.choice(("last", "last", "anywhere")),
+        "channel": draw.choice((None, None, "rank", "host")),
+    }
+    limit = draw.choice(("max_activations", "memory_limit", None))
+    if limit == "max_activations":
+        given[limit] = draw.randint(chunks, 2 * ranks * chunks)
+    elif limit:
+        given[limit] = draw.randint(60, 200)
+    return (ranks, microbatches, chunks), given
+
+
+def value(schedule: schedir.Schedule, given: dict[str, Any]) -> float:
+    line = schedir.simulate(schedule, given["costs"], channel=given["channel"])
+    over = given.get("memory_limit", math.inf) < max(rank.peak_bytes or 0 for rank in line.ranks)
+    most = max(rank.peak_activations for rank in line.ranks)
+    if over or given.get("max_activations", math.inf) < most:
+        return math.inf
+    spans = (rank.span for rank in line.ranks)
+    return line.makespan if given["objective"] == "makespan" else max(spans)
+
+
+@sweep("seed", range(120), quick=range(2))
+def test_it_is_never_worse_than_what_is_known(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Than a built-in schedule that fits, itself on one placement, and itself with less work."""
+    shape, given = drawn(seed)
+    monkeypatch.setattr(terms, "DEFAULT_SECONDS", 0.02)  # of work
+    try:
+        little = find(*shape, **given)
+    except SchedirError as error:
+        assert "the least that works is" in str(error)  # noqa: PT017
+        return
+    monkeypatch.setattr(terms, "DEFAULT_SECONDS", 0.1)
+    found = find(*shape, **given)
+    assert value(found.schedule, given) == found.value <= little.value
+    assert found.value >= found.lower_bound
+    if shape[2] > 1:
+        pair = []
+        for placement in ("wrapped", "wave"):
+            with suppress(SchedirError):
+                pair.append(find(*shape, **given, placement=placement).value)
+        assert found.value == min(pair)
+    ranks, microbatches, chunks = shape
+    asked = Terms(ranks=ranks, microbatches=microbatches, chunks=chunks, **given)
+    placements = [asked.task(named).placement for named in asked.placements]
+    for generator in built_in():
+        with suppress(SchedirError):
+            made = schedir.build(
+                generator.name,
+                ranks=ranks,
+                microbatches=microbatches,
+                chunks=chunks if generator.chunks > 1 else None,
+                costs=given["costs"],
+            )
+            kinds = {action.kind for actions in made.flat for action in actions}
+            alone = all(len(held) == 1 for held in made.placement)
+            allowed = given["split"] or Kind.BACKWARD_INPUT not in kinds
+            if (
+                allowed
+                and alone
+                and tuple(held[0] for held in made.placement) in placements
+                and not made.is_asynchronous
+            ):
+                assert found.value <= value(made, given) * (1 + 1e-12), generator.name
+
+
 def test_span_is_what_is_asked_for() -> None:
     found = find(4, 8, max_activations=8, objective="span")
     assert found.value == max(rank.span for rank in found.timeline.ranks) == 24
@@ -78,7 +204,7 @@ UNEVEN = CostModel(forward=3, backward=5, backward_input=3, backward_weight=3, l
 def test_the_same_seed_finds_the_same_whatever_came_before_and_however_slow_the_machine(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "DEFAULT_SECONDS", 0.2)  # of work
+    monkeypatch.setattr(terms, "DEFAULT_SECONDS", 0.2)  # of work
     first = find(3, 6, 2, **arguments, seed=3)
     find(3, 6, 2, **arguments, seed=2)
     monkeypatch.setattr(time, "process_time", itertools.count(step=1e6).__next__)

@@ -16,6 +16,7 @@ from itertools import accumulate, groupby, islice, pairwise
 import numpy as np
 
 from schedir.errors import ExecutionError
+from schedir.finder.planning import balanced_cut
 from schedir.ir import Schedule, is_number
 from schedir.training.cutting.stages import (
     Part,
@@ -60,30 +61,7 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[Span, ...]:
             raise ExecutionError(
                 f"costs: that of layer {number} must be finite and at least 0, not {value!r}"
             )
-    if not any(costs):
-        costs = [1] * len(costs)
-    layers = len(costs)
-    # Sums and squares must be numbers too; a power of two changes no comparison.
-    scaled = np.ldexp(np.asarray(costs, dtype=np.float64), -math.frexp(max(costs))[1])
-    before = np.concatenate([[0.0], np.cumsum(scaled)])
-    cost = before[None, :] - before[:, None]  # of a part from the row to the column
-    cost[np.tril_indices(layers + 1)] = np.inf
-    # least[i]: the cost of the most costly part in the best cut of the layers from i on.
-    least = cost[:, layers]
-    for _ in range(stages - 1):
-        least = np.maximum(cost, least[None, :]).min(axis=1)
-    squares = np.where(cost <= least[0], cost, np.inf) ** 2
-    sums = squares[:, layers]
-    ends = []
-    for _ in range(stages - 1):
-        totals = squares + sums[None, :]
-        # Of equal ones the last: argmin gives the first.
-        ends.append(layers - totals[:, ::-1].argmin(axis=1))
-        sums = totals.min(axis=1)
-    cuts = [0]
-    for end in reversed(ends):
-        cuts.append(int(end[cuts[-1]]))
-    return tuple(pairwise([*cuts, layers]))
+    return spans_of(balanced_cut(costs, stages), len(costs))
 
 
 def cut(
