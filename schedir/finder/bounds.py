@@ -170,19 +170,76 @@ _NEVER = -math.inf
 
 
 def _busy(work: Work, memory: Memory | None, objective: Objective) -> Iterator[float]:
-    """Bounds of each rank's own work, all of which has heads and tails."""
-    ends = _Ends.of(work, memory, objective)
-    for rank in work.costs.ranks:
+    """Bounds of each rank's own work, all of which has heads and tails.
+
+    For the makespan there is one view, from the first forward to the end of everything. For the
+    span there is one for each rank, from its first forward to the end of its last compute.
+    """
+    costs, many, stages = work.costs, work.microbatches, work.costs.stages
+    counts = np.full((len(stages), 1), True)  # by stage and view
+    begins = np.array([[0.0]] + [[_NEVER]] * (len(stages) - 1))
+    if objective == "span":
+        counts = np.array(costs.placement)[:, None] == np.arange(len(costs.ranks))
+        begins = np.where(counts & (np.cumsum(counts, axis=0) == 1), 0.0, _NEVER)
+    updates = np.where(counts, np.array(costs.optim_step)[:, None], _NEVER)
+    window = [_window(work, memory, s) for s in stages]
+    # After its input gradient, how long a backward holds its activation.
+    holds = [_until_complete(memory, s) * work.after[s] for s in stages]
+    forwards, backs = _earliest(
+        (costs.forward, work.inputs), (costs.down, costs.up), holds, window, begins, many
+    )
+    # From the end on, gradients go down the stages, and forwards come up again.
+    links = (0, *costs.up[:-1]), (*costs.down[1:], 0)
+    after = updates + np.array(work.after)[:, None]
+    after_backs, after_forwards = (
+        times[:, ::-1]
+        for times in _earliest((work.inputs, costs.forward), links, holds, window, after, many)
+    )
+    for rank in costs.ranks:
         view = rank if objective == "span" else 0
         jobs: list[tuple[float, float, float]] = []
-        for s in work.costs.stages_of(rank):
-            forward, back, after = work.costs.forward[s], work.inputs[s], work.after[s]
-            forwards, backs = ends.forwards[s, :, view].tolist(), ends.backs[s, :, view].tolist()
-            follows = (tails[s, :, view].tolist() for tails in ends.tails)
-            for f, b, *tail in zip(forwards, backs, *follows, strict=True):
-                jobs += (f, forward, tail[0]), (b, back, tail[1]), (b + back, after, tail[2])
-            jobs.append((backs[-1] + back + after, work.costs.optim_step[s], 0))
+        for s in costs.stages_of(rank):
+            times = forwards, backs, after_forwards, after_backs
+            for f, b, *tails in zip(*(each[s, :, view].tolist() for each in times), strict=True):
+                jobs += (f, costs.forward[s], tails[0]), (b, work.inputs[s], tails[1])
+                jobs.append((b + work.inputs[s], work.after[s], updates[s, view]))
+            jobs.append((b + work.wholes[s], costs.optim_step[s], 0))
         yield _one_machine(jobs)
+
+
+def _earliest(
+    lasts: tuple[Sequence[float], Sequence[float]],
+    links: tuple[Sequence[float], Sequence[float]],
+    holds: Sequence[float],
+    window: Sequence[int],
+    begins: _Times,
+    many: int,
+) -> tuple[_Times, _Times]:
+    """How early two actions of each stage and microbatch can start, by view: the first goes down
+    the stages, the second comes up again. Each `lasts` so long, and its `links` to a stage take so
+    long. The first of microbatch m begins when the second of m - `window` has been over for as long
+    as it `holds`."""
+    stages = range(len(begins))
+    first, second = np.full((2, len(begins), many, begins.shape[1]), _NEVER)
+    (down, up), (into, back) = lasts, links
+    for m in range(many):
+        for s in stages:
+            at = begins[s]
+            if s:
+                at = np.maximum(at, first[s - 1, m] + down[s - 1] + into[s])
+            if m:
+                at = np.maximum(at, first[s, m - 1] + down[s])
+            if m >= window[s]:
+                at = np.maximum(at, second[s, m - window[s]] + up[s] + holds[s])
+            first[s, m] = at
+        for s in reversed(stages):
+            at = first[s, m] + down[s]
+            if s + 1 < len(stages):
+                at = np.maximum(at, second[s + 1, m] + up[s + 1] + back[s])
+            if m:
+                at = np.maximum(at, second[s, m - 1] + up[s])
+            second[s, m] = at
+    return first, second
 
 
 def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
@@ -206,84 +263,6 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
                 now += left
                 most = max(most, now - tail)
     return most
-
-
-@attrs.frozen
-class _Ends:
-    """By stage, microbatch and view: the heads of forwards and backwards, and the tails of
-    forwards, gradients of inputs and complete backwards.
-
-    For the makespan there is one view, from the first forward to the end of everything. For the
-    span there is one for each rank, from its first forward to the end of its last compute.
-    """
-
-    forwards: _Times
-    backs: _Times
-    tails: tuple[_Times, _Times, _Times]
-
-    @classmethod
-    def of(cls, work: Work, memory: Memory | None, objective: Objective) -> _Ends:
-        """Those of some work."""
-        costs, many = work.costs, work.microbatches
-        stages, last = costs.stages, len(costs.stages) - 1
-        owners = np.array(costs.placement)[:, None]
-        # By stage and view: whether the stage's own updates count, and whether it begins the view.
-        counts = np.full((len(stages), 1), True)
-        if objective == "span":
-            counts = owners == np.arange(len(costs.ranks))
-        begins = np.where(counts & (np.cumsum(counts, axis=0) == 1), 0, _NEVER)
-        if objective == "makespan":
-            begins[1:] = _NEVER
-        window = [_window(work, memory, s) for s in stages]
-        whole = [_until_complete(memory, s) for s in stages]
-        shape = len(stages), many, counts.shape[1]
-        forwards, backs, *tails = (np.full(shape, _NEVER) for _ in range(5))
-        for m in range(many):
-            for s in stages:
-                at = begins[s]
-                if s:
-                    at = np.maximum(at, forwards[s - 1, m] + costs.forward[s - 1] + costs.down[s])
-                if m:
-                    at = np.maximum(at, forwards[s, m - 1] + costs.forward[s])
-                if m >= window[s]:
-                    held = work.inputs[s] + whole[s] * work.after[s]
-                    at = np.maximum(at, backs[s, m - window[s]] + held)
-                forwards[s, m] = at
-            for s in reversed(stages):
-                at = forwards[s, m] + costs.forward[s]
-                if s < last:
-                    at = np.maximum(at, backs[s + 1, m] + work.inputs[s + 1] + costs.up[s])
-                if m:
-                    at = np.maximum(at, backs[s, m - 1] + work.inputs[s])
-                backs[s, m] = at
-        after_forward, after_back, after_all = tails
-        updates = np.where(counts, np.array(costs.optim_step)[:, None], _NEVER)
-        for m in reversed(range(many)):
-            for s in stages:
-                at = updates[s]
-                if m + window[s] < many:
-                    freed = after_forward[s, m + window[s]] + costs.forward[s]
-                    if whole[s]:
-                        at = np.maximum(at, freed)
-                after_all[s, m] = at
-                at = at + work.after[s]
-                if m + window[s] < many:
-                    at = np.maximum(at, freed)
-                if s:
-                    at = np.maximum(at, after_back[s - 1, m] + work.inputs[s - 1] + costs.up[s - 1])
-                if m + 1 < many:
-                    at = np.maximum(at, after_back[s, m + 1] + work.inputs[s])
-                after_back[s, m] = at
-            for s in reversed(stages):
-                at = after_back[s, m] + work.inputs[s]
-                if s < last:
-                    at = np.maximum(
-                        at, after_forward[s + 1, m] + costs.forward[s + 1] + costs.down[s + 1]
-                    )
-                if m + 1 < many:
-                    at = np.maximum(at, after_forward[s, m + 1] + costs.forward[s])
-                after_forward[s, m] = at
-        return cls(forwards, backs, (after_forward, after_back, after_all))
 
 
 def _window(work: Work, memory: Memory | None, stage: int) -> int:

@@ -40,7 +40,7 @@ from schedir.finder.orders import (
 from schedir.finder.planning import Cuts, best_cut
 from schedir.finder.terms import SCHEDULED, Budget, Objective, StepsAt, Task, Terms
 from schedir.graph.alive import HeldUntil, peak_activations
-from schedir.graph.board import Order, most_held
+from schedir.graph.board import Order
 from schedir.graph.compile import graph_of
 from schedir.ir import Kind, Schedule
 from schedir.library import Generator, Parameter, built_in, load
@@ -241,8 +241,6 @@ class _Search:
                 self._improve_on(self._completed(candidate))
             if self._reached:
                 break
-        if self._terms.counts_boundaries:
-            self._reserve(self.least.boundaries)
         tried = styles(self._task, self._random)
         stale, before = 0, math.inf
         while not self._ended:
@@ -430,19 +428,6 @@ class _Completed:
     def over(self) -> bool:
         """True if the most is above the limit."""
         return self.terms.limit is not None and self.most > self.terms.limit
-
-    @property
-    def boundaries(self) -> tuple[float, ...]:
-        """The bytes of sends and receives on each rank at its peak."""
-        terms, task, limit = self.terms, self.task, self.terms.memory_limit
-        if limit is None or not terms.counts_boundaries:
-            return (0,) * terms.ranks
-        rest = terms.task(task.named).memory.limit
-        own = (most_held(task.steps, steps) for steps in self.candidate.order)
-        return tuple(
-            max(0, (rank.peak_bytes or 0) - (limit - left) - most)
-            for rank, left, most in zip(self.line.ranks, rest, own, strict=True)
-        )
 
     def raised(self, free: tuple[float, ...]) -> tuple[float, ...]:
         """The bytes that should have been reserved for sends and receives."""
