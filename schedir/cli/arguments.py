@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _OWN_OPTIONS = ("ranks", "microbatches", "chunks")
 _BY_STAGE = ("stage", "start", "boundary")
 _SPELLED = {"start": "from", "end": "to"}
-_OLD_FORMATS = {"full": "text", "table": "text"}
 _BYTES = re.compile(r"(?i)([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgtp])(i?))?b?")
 
 _NAMED = "a name from `schedir list`; path.py[:function] or module:function, which schedir runs"
@@ -106,13 +105,35 @@ def spelled(name: str) -> str:
     return f"--{_SPELLED.get(name, name).replace('_', '-')}"
 
 
+class _Form(argparse.Action):
+    """Stores the name of a format, "text" for the word that stood for it before."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.format = "text" if values == self.const else values
+
+
 def add_format(
-    parser: argparse.ArgumentParser, names: Iterable[str], text: str, old: str = "--json"
+    parser: argparse.ArgumentParser,
+    names: Iterable[str],
+    text: str,
+    old: str = "--json",
+    word: str | None = None,
 ) -> None:
     """Add `--format`, with `text` as help, and the `old` option that it replaces: that works, and
-    the help leaves it out."""
+    the help leaves it out. So does the old `word` for text."""
     forms = parser.add_mutually_exclusive_group()
-    taken: dict[str, Any] = {"choices": [*names], "type": lambda word: _OLD_FORMATS.get(word, word)}
+    taken: dict[str, Any] = {
+        "action": _Form,
+        "choices": [*names, *filter(None, [word])],
+        "const": word,
+        "metavar": f"{{{','.join(names)}}}",
+    }
     forms.add_argument("--format", **taken, default="text", help=f"{text} (default: %(default)s)")
     if old == "--json":
         taken = {"action": "store_const", "const": "json"}

@@ -104,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "concise: a line for each finding; json: all findings, for a program; github: "
         "annotations for a pull request",
         "--output-format",
+        "full",
     )
     parser.add_argument(
         "--strict",

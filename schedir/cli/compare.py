@@ -82,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the form of the table. text: a row for each schedule, the quickest first; json: the same "
         "for a program, with the keys below; markdown: the table for a README or an issue; latex: "
         "a tabular for a paper; csv: the numbers for a spreadsheet",
+        word="table",
     )
     add_costs(parser)
 

@@ -181,6 +181,8 @@ def run(args: argparse.Namespace) -> int:
         microbatches=args.microbatches or DEFAULT_MICROBATCHES,
         chunks=args.chunks or 1,
     )
+    if args.stage_costs is not None and args.stage_costs == args.output:
+        raise SchedirError(f"-o and --stage-costs name one file, {args.output}: name two")
     for file in filter(None, (args.output, args.stage_costs)):
         try:
             check_writable(file)
@@ -202,9 +204,12 @@ def run(args: argparse.Namespace) -> int:
                 found = find(**terms, seconds=args.seconds, progress=advance, stop=stop)
     except ValueError as error:
         raise SchedirError(str(error)) from None
-    if args.stage_costs is not None:
-        found.costs.save(args.stage_costs)
     write_out(listed(found.schedule), args.output)
+    if args.stage_costs is not None:
+        try:
+            found.costs.save(args.stage_costs)
+        except OSError as error:
+            raise SchedirError(f"{args.stage_costs} can't be written: {error.strerror}") from None
     print(found, file=sys.stderr)
     note_unmeasured(found.schedule, found.costs)
     return 0

@@ -269,7 +269,7 @@ def _window(work: Work, memory: Memory | None, stage: int) -> int:
     """How many activations of a stage its rank can hold; all if they can be made again."""
     if memory is None or work.recompute or not memory.full[stage]:
         return work.microbatches
-    most = memory.limit[work.costs.placement[stage]] // memory.full[stage]
+    most = memory.limit[work.costs.placement[stage]] / memory.full[stage]
     return max(1, int(min(most, work.microbatches)))
 
 

@@ -32,7 +32,7 @@ from schedir.simulator import CostModel
 from schedir.simulator.values import Numbers, one_each
 
 _OF_PARAMETERS = ("weight_bytes", "gradient_bytes", "early_gradient_bytes", "optimizer_bytes")
-_TIMES = (*("forward", "backward", "backward_input", "backward_weight", "recompute", "optim_step"),)
+_TIMES = "forward", "backward", "backward_input", "backward_weight", "recompute", "optim_step"
 _ROUNDED = 1e-9  # differences of sums
 _STYLES = 4  # list schedules of a cut that is tried
 _TRIED, _SEARCHED = 0.5, 8  # the share of the work to try cuts; the likeliest have the rest
@@ -175,7 +175,8 @@ def stage_costs(
     many = _number_of(layers)
     starts = tuple(boundaries)
     spans = list(pairwise([0, *starts, many]))
-    if any(first >= end for first, end in spans):
+    whole = all(isinstance(start, int) for start in starts)
+    if not whole or any(first >= end for first, end in spans):
         raise SchedirError(
             f"boundaries must be the first layers of the stages after the first, rising, from 1 to "
             f"{many - 1} at most, not {list(starts)}: no stage is empty"
@@ -383,7 +384,7 @@ def best_cut(cuts: Cuts, search: Callable[[Terms, float], Any], budget: Budget) 
 
     known = search_cut(cuts.balanced, 1.0)
     if known > bound:
-        budget.begin(_TRIED)
+        budget.begin(_TRIED * len(cuts.terms.placements))
         likely = cuts.likely([cuts.balanced, least], budget, known)
         most = len(found) + _SEARCHED
         for bound_of_cut, cut in likely:
@@ -392,4 +393,9 @@ def best_cut(cuts: Cuts, search: Callable[[Terms, float], Any], budget: Budget) 
     if not found:
         raise refused[0]
     best = min(found, key=lambda each: each.value)
-    return attrs.evolve(best, lower_bound=min(bound, best.lower_bound))
+    return attrs.evolve(
+        best,
+        lower_bound=min(bound, best.lower_bound),
+        candidates=budget.candidates,
+        cut=budget.cut,
+    )

@@ -149,10 +149,13 @@ def find(
     >>> import schedir
     >>> found = schedir.finder.find(ranks=2, microbatches=4)
     >>> found.value, found.lower_bound, found.split
-    (13, 13, 5)
+    (13, 13, 8)
     """
     if layers is not None and limits.get("costs") is not None:
         raise ValueError("layers= has the costs of each layer: leave out costs=")
+    for name, value, kind in (("cut", cut, bool), ("seed", seed, int)):
+        if type(value) is not kind:
+            raise TypeError(f"{name} must be {kind.__name__}, not {value!r}")
     if cut and layers is None:
         raise ValueError("cut=True needs layers=, the costs of each layer")
     limits["costs"] = limits.get("costs") if layers is None else layers
@@ -161,7 +164,7 @@ def find(
     if layers is None:
         return _find(seed, budget, terms)
     cuts = Cuts(terms)
-    if cut:
+    if cut and cuts.layers > ranks * chunks:
         best: Found = best_cut(cuts, partial(_find, seed, budget), budget)
         return best
     return _find(seed, budget, cuts.terms_of(cuts.balanced))
@@ -222,9 +225,8 @@ class _Search:
         self._pool: list[Candidate] = []  # the best first
         # Candidates are ranked without a transport's order and the bytes of sends and receives,
         # and with all updates last. Where that differs, each new best one is completed.
-        self._completes = (
-            terms.counts_boundaries or terms.channel is not None or terms.steps != "last"
-        )
+        self._moves = terms.steps != "last" and any(self._task.costs.optim_step)
+        self._completes = terms.counts_boundaries or terms.channel is not None or self._moves
         self.bound = _lower_bound(terms, self._task)
         self.least = self._completed(_serial(self._task))
         self._best = self.least  # of what is completed
@@ -234,14 +236,15 @@ class _Search:
         if self.least.over:
             return None
         self._budget.begin(share)
+        tried = styles(self._task, self._random)
         self._keep(_serial(self._task))
-        for candidate in self._built_in():
+        self._styled(next(tried))
+        for candidate in () if self._reached else self._built_in():
             self._keep(candidate)
             if self._completes:
                 self._improve_on(self._completed(candidate))
             if self._reached:
                 break
-        tried = styles(self._task, self._random)
         stale, before = 0, math.inf
         while not self._ended:
             drawn = [made for style in islice(tried, _STYLES) if (made := self._styled(style))]
@@ -278,7 +281,7 @@ class _Search:
         self._keep(candidate)
         if not self._completes or self._pool[0] is not candidate:
             return
-        while self._terms.steps != "last" or self._pool[0].value < self._best.value:
+        while self._moves or self._pool[0].value < self._best.value:
             completed = self._completed(self._pool[0])
             self._budget.spend(self._task.actions * _COMPLETED)
             if not completed.over:

@@ -52,7 +52,7 @@ PLACEMENT_NAMES = (*_PLACEMENTS, *_ALIASES)
 
 DEFAULT_SECONDS = 5.0
 """How long a slow core works on each placement of a search without `seconds`."""
-_RATE = 800_000  # units of work a second, on a slow core
+_RATE = 640_000  # units of work a second, on a slow core
 SCHEDULED = 8
 """Units of work for each action that a style puts in order."""
 _ANY = 15  # units of work of any candidate

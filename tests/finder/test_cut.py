@@ -64,7 +64,10 @@ def work_of(seed: int) -> tuple[tuple[int, int, int], CostModel, dict[str, Any]]
 
 
 @sweep("seed", range(24), quick=(3, 4))
-def test_the_best_of_all_cuts_is_found_and_none_is_below_the_bound(seed: int) -> None:
+def test_the_best_of_all_cuts_is_found_and_none_is_below_the_bound(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terms, "DEFAULT_SECONDS", 1.0)  # of work
     (ranks, microbatches, chunks), layers, options = work_of(seed)
     shape = ranks, microbatches, chunks
     every: list[Found] = []

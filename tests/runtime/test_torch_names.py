@@ -29,7 +29,8 @@ ONLY_WITH = {
 
 NO_TORCH = {
     "of configs and models of transformers": [
-        *("_attn_implementation", "_experts_implementation", "_from_config", "_model_mapping")
+        *("_attn_implementation", "_experts_implementation", "_from_config", "_init_weights"),
+        "_model_mapping",
     ],
     "of an FSDPState, which sets it of itself": ["_comm_ctx", "_state_ctx"],
     "of an FSDPState, from torch 2.13 on": ["_fsdp_param_groups", "_reset_iter_state"],

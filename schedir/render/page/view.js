@@ -31,7 +31,7 @@ const pan = (by) => zoom(1, 0, by);
 // #from=3&to=7.5&memory=true&row=17, without what is as at first.
 function fragment() {
   const words = (state) =>
-    Object.entries(state).map(([key, value]) => `${key}=${value > 0 ? short(+value) : value}`);
+    Object.entries(state).map(([key, value]) => `${key}=${value === +value ? short(value) : value}`);
   const first = words(atFirst());
   const changed = words(view).filter((word) => !first.includes(word));
   return changed.length ? `#${changed.join("&")}` : "";
@@ -41,7 +41,7 @@ function restore(lines) {
   const next = atFirst();
   for (const [key, text] of new URLSearchParams(location.hash.slice(1))) {
     const value = next[key] === !!next[key] ? text === "true" : parseFloat(text);
-    if (key in next && !isNaN(value)) next[key] = value;
+    if (key in next && Number.isFinite(+value)) next[key] = value;
   }
   const line = lines[next.at];
   if (!line || !(next.row in line.start)) Object.assign(next, { at: 0, row: -1 });
