@@ -30,8 +30,8 @@ const pan = (by) => zoom(1, 0, by);
 
 // #from=3&to=7.5&memory=true&row=17, without what is as at first.
 function fragment() {
-  const words = (state) =>
-    Object.entries(state).map(([key, value]) => `${key}=${value === +value ? short(value) : value}`);
+  const said = (value) => (value === +value ? short(value) : value);
+  const words = (state) => Object.entries(state).map(([key, value]) => `${key}=${said(value)}`);
   const first = words(atFirst());
   const changed = words(view).filter((word) => !first.includes(word));
   return changed.length ? `#${changed.join("&")}` : "";
