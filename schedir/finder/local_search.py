@@ -3,8 +3,8 @@ is no worse than the search was a number of trials ago.
 
 The value of an order is a chain of steps, each of which starts when the one before it is done. No
 order with the same chain can be quicker, so each trial changes a rank's list around a step of the
-chain: it moves that step ahead, or the step before it back, or makes a backward whole, or splits
-it.
+chain: it moves that step ahead, or the step before it back, makes a backward whole, splits it, or
+starts or stops running a forward again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from random import Random
 
 from schedir.finder.orders import Run, fits, score, timed
-from schedir.finder.terms import BACKWARD, INPUT, WEIGHT, Task
+from schedir.finder.terms import BACKWARD, FORWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
 from schedir.graph.board import Order
 
 _MEMORIES = (60, 300)  # trials: short ones climb, long ones cross plateaus
@@ -143,6 +143,37 @@ def _of_other_kind(task: Task, steps: list[int], place: int, random: Random) -> 
                 return None
             found[ahead] = BACKWARD * stages + stage
             found.pop(place)
+    elif task.recompute and kind in (FORWARD, LEAN, RECOMPUTE):
+        return _run_again(task, found, place, random)
     else:
         return None
+    return found
+
+
+def _run_again(task: Task, found: list[int], place: int, random: Random) -> list[int] | None:
+    """The list after a forward starts, or stops, being run again."""
+    stages = task.stages
+    kind, stage = divmod(found[place], stages)
+    forwards, backwards = (FORWARD, LEAN), (BACKWARD, INPUT)
+    # Of which microbatch it is, and how many of those before it are run again.
+    if kind == RECOMPUTE:
+        turn = found[:place].count(found[place])
+        lean = [n for n, step in enumerate(found) if step == LEAN * stages + stage]
+        found[lean[turn]] = stage
+        found.pop(place)
+        return found
+    turn = sum(step % stages == stage and step // stages in forwards for step in found[:place])
+    if kind == LEAN:
+        again = found[:place].count(found[place])
+        runs = [n for n, step in enumerate(found) if step == RECOMPUTE * stages + stage]
+        found[place] = stage
+        found.pop(runs[again])
+        return found
+    back = [
+        n for n, step in enumerate(found) if step % stages == stage and step // stages in backwards
+    ]
+    found[place] = LEAN * stages + stage
+    found.insert(
+        max(place + 1, back[turn] - int(random.expovariate(1))), RECOMPUTE * stages + stage
+    )
     return found
