@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import islice
 
 from schedir.checker import Report
 from schedir.errors import ParseError, SchedirError
@@ -18,6 +17,7 @@ from schedir.render.diagnostics import full
 from schedir.render.text import is_terminal, write
 
 _MOST_OF_A_LINE = 76
+_PIECE = 1 << 16
 _SECONDS = 1.0  # before a line of progress appears, and between two
 _ERASE = "\r\x1b[2K"
 
@@ -90,10 +90,24 @@ def tell(error: SchedirError) -> int:
 
 
 def _excerpt(path: str, number: int, start: int) -> str | None:
-    """A line of a file from column `start` on, cut to fit; None if the line is shorter."""
+    """A line of a file from column `start` on, cut to fit; None if the line is shorter.
+
+    It reads piece by piece, because one line may fill a huge file.
+    """
     with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        line = next(islice(file, number - 1, None), "")[start:]
-    return line.rstrip("\n")[:_MOST_OF_A_LINE] if line else None
+        text = file.read(_PIECE)
+        above = number - 1
+        while text and (ends := text.count("\n")) < above:
+            above -= ends
+            text = file.read(_PIECE)
+        text = text.split("\n", above)[-1]
+        while start >= len(text):
+            start -= len(text)
+            text = file.read(_PIECE)
+            if not text:
+                return None
+        text = text[start:] + file.read(_MOST_OF_A_LINE)
+    return text.partition("\n")[0][:_MOST_OF_A_LINE]
 
 
 @contextmanager
