@@ -226,7 +226,7 @@ def order_of(task: Task, schedule: Schedule) -> Order | None:
     if (
         schedule.placement != tuple((rank,) for rank in task.placement)
         or schedule.microbatches != task.microbatches
-        or columns.stage[steps].tolist() != [s for held in task.stages_of for s in held]
+        or sorted(columns.stage[steps].tolist()) != list(range(task.stages))
     ):
         return None
     order: Order = []
