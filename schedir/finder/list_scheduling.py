@@ -97,7 +97,7 @@ _DRAWN: dict[str, tuple[float, ...]] = {
 def styles(task: Task, random: Random) -> Iterator[Style]:
     """The styles to try: the likeliest first, then drawn at random without end."""
     splits = [True, False] if task.split else [False]
-    agains = [NEVER, NEEDED, ALWAYS] if task.recompute else [NEVER]
+    agains = [NEEDED, NEVER, ALWAYS] if task.recompute else [NEVER]
     deeps = [0.0, 1.0, _FIRST, -_FIRST] if len(task.stages_of[0]) > 1 else [0.0]
     turns = product(*map(range, map(len, (_WAYS, deeps, agains, splits))))
     # Those that are likely in all respects come before those that are so in one alone.
@@ -264,6 +264,11 @@ class _Styled:
             rest = task.memory.rest
             put_off = [rest[s] * len(board.there[DEFERRED * stages + s]) for s in own]
             left = limit - held + sum(put_off)
+            if len(own) == 1:
+                # What is held in full before the first that is run again is finished before it.
+                kept = board.there[KEPT * stages + stage]
+                first = kept[0] if kept else board.turns[stage]
+                left += task.memory.full[stage] * (first - board.turns[BACK * stages + stage])
             if left < self.extra[rank]:
                 return False
         # What is kept of microbatches of which some chunk has not run yet, the youngest first.

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from inspect import signature
+from itertools import islice, product
 from random import Random
 from typing import Any
 
@@ -53,7 +54,7 @@ _STYLES, _TRIALS = 60, 500  # of each round
 # Rounds without a better one, after which a fresh order is improved in so many trials.
 _STALE, _LONG = 4, 3000
 # The part of an update's time that its rank must wait anyway, for the update to be put there.
-_WAITS = {"last": (math.inf,), "anywhere": (math.inf, 1.0, 0.5, 0.25)}
+_WAITS = (1.0, 0.5, 0.25)
 _NEAR = 1 + 1e-12  # the bound adds the same floats in another order
 _LOWER = 2  # built-in schedules are also made for limits that are up to this much lower
 
@@ -153,7 +154,12 @@ def find(
     """
     if layers is not None and limits.get("costs") is not None:
         raise ValueError("layers= has the costs of each layer: leave out costs=")
-    for name, value, kind in (("cut", cut, bool), ("seed", seed, int)):
+    if unknown := {*limits} - {*signature(search).parameters}:
+        raise TypeError(f"find() got an unexpected keyword argument {min(unknown)!r}")
+    typed: list[tuple[str, object, type]] = [("cut", cut, bool), ("seed", seed, int)]
+    if layers is not None:
+        typed.append(("layers", layers, CostModel))
+    for name, value, kind in typed:
         if type(value) is not kind:
             raise TypeError(f"{name} must be {kind.__name__}, not {value!r}")
     if cut and layers is None:
@@ -383,16 +389,18 @@ class _Search:
     def _completed(self, candidate: Candidate) -> _Completed:
         """Complete a candidate, prove and run it."""
         terms, task = self._terms, self._task
-        joined = self._candidate(candidate.order, candidate.origin, joins=True) or candidate
         sizes = [terms.ranks, terms.microbatches, *([terms.chunks] if terms.chunks > 1 else [])]
         name = f"search-{'x'.join(map(str, sizes))}"
+        forms = [self._candidate(candidate.order, candidate.origin, joins=True) or candidate]
+        if terms.channel is not None:
+            forms.append(candidate)  # a joined backward may wait for a transfer
         found = []
-        for wait in _WAITS[terms.steps]:
-            order = with_updates(task, joined.order, joined.run, wait)
+        for form, wait in product(forms, (math.inf, *(_WAITS if self._moves else ()))):
+            order = with_updates(task, form.order, form.run, wait)
             listed = schedule_of(task, order, name, terms.boundaries)
             proved = prove(listed, terms.proved_under).proved()
             line = simulate(proved, terms.costs, channel=terms.channel)
-            found.append(_Completed(terms, task, joined, line))
+            found.append(_Completed(terms, task, form, line))
         return min(found, key=lambda each: (each.over, each.value))
 
 

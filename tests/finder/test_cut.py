@@ -63,8 +63,7 @@ def work_of(seed: int) -> tuple[tuple[int, int, int], CostModel, dict[str, Any]]
     return draw.choice(((2, microbatches, 1), (3, microbatches, 1), (2, 2, 2))), layers, options
 
 
-# Of seed 7 the search misses the best cut by 2 %.
-@sweep("seed", [*range(7), *range(8, 24)], quick=[3])
+@sweep("seed", range(24), quick=[3])
 def test_the_best_of_all_cuts_is_found_and_none_is_below_the_bound(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,8 +80,10 @@ def test_the_best_of_all_cuts_is_found_and_none_is_below_the_bound(
         with pytest.raises(SchedirError, match="the least that works is"):
             find(*shape, layers=layers, cut=True, **options)
         return
+    # The other cuts share one search's work.
+    monkeypatch.setattr(terms, "DEFAULT_SECONDS", 5.0)
     found = find(*shape, layers=layers, cut=True, **options)
-    assert found.value == min(each.value for each in every)
+    assert found.value <= min(each.value for each in every)
     assert found.lower_bound <= min(each.lower_bound for each in every) + 1e-9
     assert found.boundaries is not None
     assert found.costs == stage_costs(layers, found.boundaries)

@@ -56,6 +56,7 @@ def value(schedule: schedir.Schedule, costs: CostModel, objective: str) -> float
         ((3, 3, 2), {"split": False, "max_activations": 4, "costs": EQUAL}),
         ((2, 3, 2), {"max_activations": 4, "placement": "wrapped", "costs": SLOW_LINKS}),
         ((2, 3, 3), {"split": False, "max_activations": 6, "placement": "wave"}),
+        ((3, 4, 1), {"max_activations": 1, "recompute": True, "costs": SLOW_LINKS}),
     ],
     quick=lambda case: case[0] in ((2, 4, 1), (2, 6, 1), (4, 3, 1), (3, 3, 2)),
 )

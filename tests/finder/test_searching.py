@@ -19,6 +19,7 @@ from schedir.finder import find, terms
 from schedir.finder.terms import Terms
 from schedir.library import built_in
 from schedir.render import found_text
+from tests.finder.test_orders import costs_of
 from tests.sweeps import sweep
 
 EVEN = CostModel(forward=1, backward=1)
@@ -96,22 +97,8 @@ def drawn(seed: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
     ranks, microbatches, chunks = draw.randint(2, 5), draw.randint(2, 9), draw.choice((1, 2, 2))
     microbatches += -microbatches % ranks
 
-    def each() -> Any:
-        return tuple(draw.randint(1, 9) for _ in range(ranks * chunks))
-
-    costs = CostModel(
-        forward=each(),
-        backward=each(),
-        backward_input=each(),
-        backward_weight=each(),
-        latency=draw.choice((0, 0, 1)),
-        optim_step=draw.choice((0, 3)),
-        boundary_bytes=1,
-        activation_bytes=each(),
-        weight_bytes=2,
-    )
     given: dict[str, Any] = {
-        "costs": costs,
+        "costs": costs_of(draw, ranks * chunks),
         "split": draw.random() < 0.8,
         "objective": draw.choice(("makespan", "span")),
         "steps": draw.choice(("last", "last", "anywhere")),
@@ -121,7 +108,7 @@ def drawn(seed: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
     if limit == "max_activations":
         given[limit] = draw.randint(chunks, 2 * ranks * chunks)
     elif limit:
-        given[limit] = draw.randint(60, 200)
+        given[limit] = draw.randint(40, 150)
     return (ranks, microbatches, chunks), given
 
 
@@ -135,8 +122,7 @@ def value(schedule: schedir.Schedule, given: dict[str, Any]) -> float:
     return line.makespan if given["objective"] == "makespan" else max(spans)
 
 
-# Of seed 57 it loses: 280, where dualpipev takes 275.
-@sweep("seed", [*range(57), *range(58, 120)], quick=range(2))
+@sweep("seed", range(120), quick=range(2))
 def test_it_is_never_worse_than_what_is_known(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than a built-in schedule that fits, itself on one placement, and itself with less work."""
     shape, given = drawn(seed)
@@ -176,6 +162,7 @@ def test_it_is_never_worse_than_what_is_known(seed: int, monkeypatch: pytest.Mon
                 and alone
                 and tuple(held[0] for held in made.placement) in placements
                 and not made.is_asynchronous
+                and not made.columns.joined.any()  # the parts of a pair send without waiting
             ):
                 assert found.value <= value(made, given) * (1 + 1e-12), generator.name
 
