@@ -266,9 +266,8 @@ class _Styled:
             left = limit - held + sum(put_off)
             if len(own) == 1:
                 # What is held in full before the first that is run again is finished before it.
-                kept = board.there[KEPT * stages + stage]
-                first = kept[0] if kept else board.turns[stage]
-                left += task.memory.full[stage] * (first - board.turns[BACK * stages + stage])
+                oldest = next(iter(board.there[KEPT * stages + stage]), turns[stage])
+                left += task.memory.full[stage] * (oldest - board.turns[BACK * stages + stage])
             if left < self.extra[rank]:
                 return False
         # What is kept of microbatches of which some chunk has not run yet, the youngest first.

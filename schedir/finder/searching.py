@@ -226,7 +226,7 @@ class _Search:
 
     def __init__(self, terms: Terms, named: str, random: Random, budget: Budget) -> None:
         self._terms, self._random, self._budget = terms, random, budget
-        self._task = terms.task(named)
+        self._task = self._unreserved = terms.task(named)
         self._reserved: tuple[float, ...] = (0,) * terms.ranks
         self._pool: list[Candidate] = []  # the best first
         # Candidates are ranked without a transport's order and the bytes of sends and receives,
@@ -352,7 +352,7 @@ class _Search:
             return None
         self._budget.candidates += 1
         order = order_of(self._task, made)
-        if order is None or not within(self._task, order):
+        if order is None or not within(self._unreserved, order):
             return None
         return self._candidate(order, generator.name)
 
