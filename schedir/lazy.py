@@ -1,10 +1,12 @@
-"""Import the modules behind a package's names when they are first used, so that commands start
-fast."""
+"""Work that is put off: importing a module until somebody asks for one of its names, and collecting
+garbage until something large is built."""
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -24,3 +26,16 @@ def on_demand(package: str, names: Mapping[str, tuple[str, ...]]) -> Callable[[s
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return of_package
+
+
+@contextmanager
+def collector_held_off() -> Iterator[None]:
+    """Turn off the garbage collector, which would search what is being built in vain, again and
+    again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

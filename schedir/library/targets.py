@@ -6,7 +6,6 @@ A target names a built-in or installed schedule, a file, or a module's function.
 from __future__ import annotations
 
 import ast
-import gc
 import importlib
 import importlib.util
 import logging
@@ -14,7 +13,6 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from os.path import isdir, isfile
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +23,7 @@ import attrs
 from schedir.checker import CHANNELS, prove
 from schedir.errors import LoadError
 from schedir.ir import Schedule, loads, loads_torch_csv
+from schedir.lazy import collector_held_off
 from schedir.library.authoring import Generator, GeneratorFunction, Parameter, Pipeline
 from schedir.library.generate import Costs, call_user_code, describe_value, generate
 
@@ -48,19 +47,7 @@ _DECLARE = {"schedule", "Generator"}  # what makes a Generator
 _UNRELATED = {"collections", "numpy", "torch", "typing"}
 
 
-@contextmanager
-def _collector_held_off() -> Iterator[None]:
-    """Turn off the garbage collector, which would search millions of actions in vain."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_collector_held_off()
+@collector_held_off()
 def build(
     target: Target,
     /,
@@ -94,7 +81,7 @@ def build(
     return prove(found, CHANNELS[-1]).proved()
 
 
-@_collector_held_off()
+@collector_held_off()
 def load(
     target: Target,
     /,

@@ -34,6 +34,7 @@ from schedir.diagnosis.verdict import END, SENDS, Phase
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Kind, Schedule
+from schedir.lazy import collector_held_off
 from schedir.passes.receives import SPARE_BYTES
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.batch.batches import ends_of_batches
@@ -451,6 +452,7 @@ class Programs:
             self._programs[number] = self._compiled(self._known[number], number, described)
         return self._programs[number]
 
+    @collector_held_off()
     def _compiled(self, known: _Known, number: int, described: Collection[int]) -> Program:
         if known.room not in self._lists:
             self._lists[known.room] = self._plan.posted(self._listed, known.room)
