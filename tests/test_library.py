@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,6 +159,7 @@ def test_sources_take_no_part_in_equality(file: Path) -> None:
         ("no.such.module:f", {}, "No module named 'no'"),
         ("1f1b", {"ranks": 0}, "ranks must be an int >= 1, not 0"),
         ("1f1b", {"depth": 3}, "1f1b has no parameter 'depth'; it has: none"),
+        ("1f1b", {"rank": 3}, "it has: none; did you mean 'ranks'?"),
         ("fill-drain", {"order": "x"}, "order must be 'ascending' or 'descending', not 'x'"),
         ("1f1b", {"chunks": 2}, "1f1b runs one stage per rank, not 2: leave chunks out"),
         ("mine.py", {"once": True}, "it has: twice"),
@@ -276,3 +278,9 @@ def test_a_bare_decorator_is_told_that_it_needs_a_name(tmp_path: Path) -> None:
     )
     with pytest.raises(schedir.LoadError, match=r'mine\.py:4: .*: @schedule\("mine"\)$'):
         schedir.build(str(file), ranks=1, microbatches=1)
+
+
+@pytest.mark.parametrize("wrong", [{"placement": "wave"}, {"chunks": "2"}, {"aliases": "pairs"}])
+def test_what_a_schedule_is_declared_with_has_the_right_type(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(wrong))} must be"):
+        schedir.schedule("mine", **wrong)

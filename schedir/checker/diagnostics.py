@@ -555,7 +555,10 @@ class Report(Displayed):
 
     def _error(self) -> ScheduleError:
         first, *others = self.errors
-        place = f" at {first.locations[0]}" if first.locations else ""
+        at = first.locations[0] if first.locations else None
+        place = f" at {at}" if at else ""
+        if at and at.source:
+            place += f" ({at.source})"
         number = len(others) + sum(error.more for error in self.errors)
         more = f" (and {number} more)" if number else ""
         return ScheduleError(

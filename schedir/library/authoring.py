@@ -227,7 +227,8 @@ def schedule(
     the textbook's. A placement may take `costs` too (of as many stages as the default placement
     has), and parameters that the user sets by name: `(pipe, *, costs, replicas=None)`.
 
-    Raises TypeError if the name is left out, as in a bare `@schedule`.
+    Raises TypeError if the name is left out, as in a bare `@schedule`, or for another argument of
+    the wrong type.
 
     >>> import schedir
     >>> @schedir.schedule("one-by-one")
@@ -242,4 +243,12 @@ def schedule(
     if not isinstance(given, str):
         function = getattr(given, "__name__", "mine")
         raise TypeError(f'@schedule needs the name of the schedule: @schedule("{function}")')
+    if placement is not None and not callable(placement):
+        raise TypeError(
+            f"placement must be a function, as in placement=schedir.wave, not {placement!r}"
+        )
+    if type(chunks) is not int or chunks < 1:
+        raise TypeError(f"chunks must be an int >= 1, not {chunks!r}")
+    if isinstance(aliases, str):
+        raise TypeError(f"aliases must be a list of names: aliases=[{aliases!r}]")
     return partial(Generator, name=name, aliases=tuple(aliases), placement=placement, chunks=chunks)

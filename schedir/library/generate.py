@@ -49,8 +49,12 @@ def generate(
     own = generator.parameters
     for name, value in parameters.items():
         if name not in own and not generator.takes_any_parameter:
+            from difflib import get_close_matches  # for who mistypes
+
             known = ", ".join(own) or "none"
-            raise LoadError(f"{generator.name} has no parameter {name!r}; it has: {known}")
+            near = get_close_matches(name, ["ranks", "microbatches", "chunks", "costs", *own], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise LoadError(f"{generator.name} has no parameter {name!r}; it has: {known}{hint}")
         if name in own and isinstance(own[name].default, bool) and not isinstance(value, bool):
             raise LoadError(f"{name} of {generator.name} is true or false, not {value!r}")
     pipe, list_of = _placed(generator, shape, parameters, costs)

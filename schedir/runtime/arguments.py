@@ -119,10 +119,12 @@ def _check_functions(given: Arguments) -> None:
         raise ExecutionError(
             f"stages must map each stage's number to its module, not {type(stages).__name__}"
         )
-    if given.schedule.stages - 1 in stages and not callable(given.loss_fn):
+    loss_fn: object = given.loss_fn
+    if given.schedule.stages - 1 in stages and (isinstance(loss_fn, type) or not callable(loss_fn)):
+        got = loss_fn if isinstance(loss_fn, type) else type(loss_fn).__name__
         raise ExecutionError(
             "loss_fn must be a function (output, target) -> the microbatch's mean loss, where the "
-            f"last stage runs, not {type(given.loss_fn).__name__}"
+            f"last stage runs, not {got}"
         )
     if given.optimizer is not None and not callable(given.optimizer):
         raise ExecutionError(

@@ -498,9 +498,9 @@ class Engine:
                 if other != what:
                     grid, call = self._plan.grid, self._session.presence.calls
                     raise DifferError(
-                        f"its call {call} is {what} ({users_line()}), but call {call} of process "
-                        f"{number} is {other}; every rank must make the same calls, in the same "
-                        "order",
+                        f"call {call} of process {grid.number(grid.rank)} is {what} "
+                        f"({users_line()}), but call {call} of process {number} is {other}; every "
+                        "rank must make the same calls, in the same order",
                         (number, grid.number(grid.rank)),
                         rank=grid.rank,
                     )

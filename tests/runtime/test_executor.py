@@ -72,7 +72,7 @@ def test_calls_that_differ_are_two_roots_of_a_line_each() -> None:
     ] * 2
     assert [line.split()[:4] for line in told] == [["schedir:", "root:", "rank", n] for n in "01"]
     for said in (*told, box):
-        assert "its call 0 is evaluate (" in said
+        assert "call 0 of rank 1 is evaluate (" in said
         assert "but call 0 of rank 0 is step;" in said
 
 

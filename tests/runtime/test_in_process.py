@@ -48,6 +48,7 @@ ONE, TWO = (schedir.build("1f1b", ranks=ranks, microbatches=2) for ranks in (1, 
         ({"boundaries": {9: torch.ones(1)}}, r"there is no stage 9, only 0\.\.0"),
         ({"loss_fn": None}, "loss_fn must be a function .* not NoneType"),
         ({"loss_fn": "mean"}, "loss_fn must be a function .* not str"),
+        ({"loss_fn": nn.MSELoss}, "loss_fn must be a function .* not <class .*MSELoss"),
         ({"loss_fn": nn.MSELoss(reduction="sum")}, 'use reduction="mean", and pass count='),
         ({"loss_fn": partial(MSE, reduction="sum")}, 'use reduction="mean", and pass count='),
         (

@@ -224,7 +224,7 @@ def test_ranks_that_hold_different_batches_are_told(rank: int, case: str) -> Non
     said = everyone(message_of(executor.step, inputs, target=target))
     what = "target" if case == "target" else "inputs"
     assert "rank 1: call 0, step (" in said[1]
-    assert f"`{what}` is another batch here at step 0 than on rank 0 at its step 0" in said[1]
+    assert f"`{what}` is another batch on rank 1 at step 0 than on rank 0 at its step 0" in said[1]
     assert "the first to fail was rank 1" in said[0]
 
 
@@ -247,7 +247,8 @@ def test_rows_that_differ_are_found_before_the_step(rank: int) -> None:
     x, y = random_batch()
     given = {"target": y[:6]} if rank else {"inputs": x}
     said = everyone(message_of(executor_of(rank).step, **given))
-    assert "`target` has 6 rows here at step 0, but `inputs` 8 on rank 0 at its step 0" in said[1]
+    expected = "`target` has 6 rows on rank 1 at step 0, but `inputs` 8 on rank 0 at its step 0"
+    assert expected in said[1]
 
 
 @on_ranks(2)
@@ -269,11 +270,11 @@ def test_batches_of_other_sizes_are_found_before_the_call(rank: int, call: str, 
     said = said or message_of(made, 8)  # who only sends is told in the next call
     first, last = everyone(said)
     if call == "infer":
-        assert "`inputs` is another batch here at step 0 than on rank 0" in last
+        assert "`inputs` is another batch on rank 1 at step 0 than on rank 0" in last
     else:
         sizes = (8, 6) if odd == 1 else (6, 8)
         assert "`inputs` {} on rank 0".format(*sizes) in last
-        assert "`target` has {1} rows here".format(*sizes) in last
+        assert "`target` has {1} rows on rank 1".format(*sizes) in last
     assert "the first to fail was rank 1" in first
 
 
@@ -363,7 +364,7 @@ def test_ranks_at_different_steps_are_told(rank: int, call: str) -> None:
     executor.steps += 4 * rank
     said = everyone(message_of(getattr(executor, call), x, target=y))
     assert f"call 1, {call} (" in said[1]
-    assert "is at step 5 here, but rank 0 is at step 1" in said[1]
+    assert "is at step 5 on rank 1, but rank 0 is at step 1" in said[1]
     assert "the first to fail was rank 1" in said[0]
 
 
@@ -379,7 +380,7 @@ def test_the_steps_of_ranks_that_drift_apart_are_named(rank: int) -> None:
         mine = message_of(executor.step, x, target=y)
     said = everyone(mine)
     assert "call 2, step (" in said[1]
-    assert "`inputs` is another batch here at step 12 than on rank 0 at its step 12" in said[1]
+    assert "`inputs` is another batch on rank 1 at step 12 than on rank 0 at its step 12" in said[1]
 
 
 @on_ranks(3)

@@ -33,7 +33,7 @@ def test_a_rank_that_reads_other_data_is_told(rank: int) -> None:
     executor = executor_of(rank, ON_TWO)
     executor.steps = 7
     said = everyone(message_of(trained, executor, Batches(loader)))
-    assert "`inputs` is another batch here at step 7 than on rank 0 at its step 7" in said[1]
+    assert "`inputs` is another batch on rank 1 at step 7 than on rank 0 at its step 7" in said[1]
     assert "the first to fail was rank 1" in said[0]
 
 

@@ -161,7 +161,7 @@ def test_ranks_that_evaluate_different_numbers_of_batches_are_refused(rank: int)
     with an_executor(rank) as executor:
         data = labelled(*[8] * (2 + rank))
         said = message_of(evaluate, executor, data, {"accuracy": accuracy})
-    assert "its call 2 is evaluate" in said
+    assert "call 2 of rank 1 is evaluate" in said
     assert "but call 2 of rank 0 is gather; every rank must make the same calls" in said
 
 

@@ -155,16 +155,16 @@ def _check_same_call(
     another step, and so would draw other dropout. `both` are their numbers."""
     if own.request is not received.request or own.precision is not received.precision:
         raise DifferError(
-            f"its call {own.call} is {own} ({users_line()}), but call {received.call} of "
-            f"{speaker} is {received}; every rank must make the same calls, in the same order",
+            f"call {own.call} of rank {rank} is {own} ({users_line()}), but call {received.call} "
+            f"of {speaker} is {received}; every rank must make the same calls, in the same order",
             both,
             rank=rank,
         )
     if own.step != received.step:
         raise DifferError(
-            f"{_where(own)} is at step {own.step} here, but {speaker} is at step {received.step}, "
-            "so they would draw dropout of different steps; set executor.steps to the same number "
-            "on every rank",
+            f"{_where(own)} is at step {own.step} on rank {rank}, but {speaker} is at step "
+            f"{received.step}, so they would draw dropout of different steps; set executor.steps "
+            "to the same number on every rank",
             both,
             rank=rank,
         )
@@ -177,9 +177,10 @@ def _check_same_batch(own: Announcement, received: Announcement, grid: Grid, spe
     if UNKNOWN not in (own.rows, received.rows) and own.rows != received.rows:
         cut_here = "stage_inputs" if own.target == NOTHING else "target"
         raise DifferError(
-            f"{_where(own)}: `{cut_here}` has {own.rows} rows here at step {own.step}, but "
-            f"`inputs` {received.rows} on rank {speaker} at its step {received.step}; whole "
-            "batches of a call must have the same rows: draw the same batches on every rank",
+            f"{_where(own)}: `{cut_here}` has {own.rows} rows on rank {grid.rank} at step "
+            f"{own.step}, but `inputs` {received.rows} on rank {speaker} at its step "
+            f"{received.step}; whole batches of a call must have the same rows: draw the same "
+            "batches on every rank",
             both,
             rank=grid.rank,
         )
@@ -188,11 +189,11 @@ def _check_same_batch(own: Announcement, received: Announcement, grid: Grid, spe
     for what in ("inputs", "target"):
         if differ(getattr(own, what), getattr(received, what)):
             raise DifferError(
-                f"{_where(own)}: `{what}` is another batch here at step {own.step} than on rank "
-                f"{speaker} at its step {received.step}, so inputs of one would go with the target "
-                "of the other; draw the same batches on every rank (with the same seed, or by "
-                "schedir.training.Batches), or pass inputs only on the first stage's rank and "
-                "target only on the last one's",
+                f"{_where(own)}: `{what}` is another batch on rank {grid.rank} at step {own.step} "
+                f"than on rank {speaker} at its step {received.step}, so inputs of one would go "
+                "with the target of the other; draw the same batches on every rank (with the same "
+                "seed, or by schedir.training.Batches), or pass inputs only on the first stage's "
+                "rank and target only on the last one's",
                 both,
                 rank=grid.rank,
             )
