@@ -164,8 +164,8 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-COMMANDS = ("show 1f1b", "export 1f1b", "export 1f1b --format png", "check 1f1b", "compare 1f1b")
-COMMANDS += ("list --json", "explain S301", "completion fish", "--help", "show --help", "--version")
+COMMANDS = ["show 1f1b", "export 1f1b", "export 1f1b --format png", "check 1f1b", "compare 1f1b"]
+COMMANDS += ["list --json", "explain S301", "completion fish", "--help", "show --help", "--version"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -119,7 +119,7 @@ def spelled(name: str) -> str:
     return f"--{_SPELLED.get(name, name).replace('_', '-')}"
 
 
-class Once(argparse.Action):
+class Once(argparse._AppendAction):
     """Collects pairs of a name and a value in a dict, and refuses a name that is given twice."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
@@ -136,7 +136,7 @@ def add_format(
     names: Iterable[str],
     text: str,
     old: str = "--json",
-    word: str = "text",
+    word: str | None = None,
 ) -> None:
     """Add `--format`, with `text` as help, and the `old` option that it replaces: that works, and
     the help leaves it out. So does the old `word` for text."""
