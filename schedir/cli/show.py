@@ -28,6 +28,7 @@ from schedir.cli.arguments import (
     add_shape,
     at_least,
     given_of,
+    is_measured,
     spelled,
 )
 from schedir.cli.terminal import progress
@@ -89,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
         wrong = [spelled(name) for name in others if name in given]
         if option in given and wrong:
             args.parser.error(f"{why}: leave out {' and '.join(wrong)}")
+    if args.steady and is_measured(args.target):
+        args.parser.error("--steady is for schedules: measured calls fill and drain the pipeline")
     expect_step(args)
     with progress("simulating"):
         timeline, against = drawn(args)

@@ -100,8 +100,6 @@ def full_pipeline_of(args: argparse.Namespace, line: Timeline) -> tuple[Timeline
     """
     from schedir.simulator.steady_state import full_pipeline
 
-    if line.measured is not None:
-        args.parser.error("--steady is for schedules: measured calls fill and drain the pipeline")
     schedule = line.schedule
     subject = subject_of(args.target, schedule)
     if not schedule.is_asynchronous:
