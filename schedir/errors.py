@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
+
 
 class SchedirError(Exception):
     """The base of all errors that schedir raises on purpose.
@@ -27,6 +29,7 @@ class SchedirError(Exception):
     page = ""
 
 
+@attrs.define
 class ParseError(SchedirError):
     """The text of a file is malformed.
 
@@ -39,17 +42,16 @@ class ParseError(SchedirError):
     schedir.errors.ParseError: mine.sched:1:9: format 2 is unknown; this is schedir's format 1
     """
 
+    message: str
+    file: str
+    line: int
+    column: int
+    binary: bool = False
+
     page = "text-form"
 
-    def __init__(
-        self, message: str, file: str, line: int, column: int, binary: bool = False
-    ) -> None:
-        super().__init__(f"{file}:{line}:{column}: {message}")
-        self.message = message
-        self.file = file
-        self.line = line
-        self.column = column
-        self.binary = binary
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}: {self.message}"
 
 
 class LoadError(SchedirError):

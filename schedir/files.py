@@ -62,25 +62,23 @@ def check_writable(path: str | PathLike[str]) -> os.stat_result | None:
         found = os.stat(path)
     except FileNotFoundError:
         found = None
+    folder = os.path.dirname(os.path.realpath(path))
     if found is not None and stat.S_ISDIR(found.st_mode):
-        raise _error(errno.EISDIR, path)
-    if _is_stream(path, found):
+        wrong = errno.EISDIR
+    elif _is_stream(path, found):
         return found
-    folder = Path(os.path.realpath(path)).parent
-    if found is not None and not os.access(path, os.W_OK):
-        raise _error(errno.EACCES, path)
-    if not folder.is_dir():
-        raise _error(errno.ENOENT, path)
-    if not os.access(folder, os.W_OK | os.X_OK):
+    elif found is not None and not os.access(path, os.W_OK):
+        wrong = errno.EACCES
+    elif not os.path.isdir(folder):
+        wrong = errno.ENOENT
+    elif not os.access(folder, os.W_OK | os.X_OK):
         # Aside is beside it: another folder may be on another disk.
         raise OSError(errno.EACCES, "its folder can't be written in", os.fspath(path))
-    return found
+    else:
+        return found
+    raise OSError(wrong, os.strerror(wrong), os.fspath(path))
 
 
 def _is_stream(path: str | PathLike[str], found: os.stat_result | None) -> bool:
     regular = found is None or stat.S_ISREG(found.st_mode)
     return not regular or os.path.abspath(path).startswith(_STREAMS)
-
-
-def _error(number: int, path: str | PathLike[str]) -> OSError:
-    return OSError(number, os.strerror(number), os.fspath(path))

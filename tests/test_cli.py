@@ -164,13 +164,21 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+COMMANDS = ["show 1f1b", "export 1f1b", "export 1f1b --format png", "check 1f1b", "compare 1f1b"]
+COMMANDS += ["list --json", "explain S301", "completion fish", "--help", "show --help", "--version"]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_an_error() -> None:
-    with open("/dev/full", "w") as stdout:
-        done = process("show", "1f1b", stdout=stdout)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_full_disk_and_a_closed_stdout_are_errors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    for command in COMMANDS:
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stdout", None if closed else full)
+            assert main(command.split()) == 2
+        error = "[Errno 9] Bad file descriptor" if closed else "[Errno 28] No space left on device"
+        assert capsys.readouterr().err == f"error: {error}\n", command
 
 
 def test_ctrl_c_is_quiet(run: Run) -> None:
@@ -261,7 +269,6 @@ def test_an_error_names_its_page_of_the_docs_once(capsys: pytest.CaptureFixture[
         ("show 1f1b --costs costs.json", "costs-file"),
         ("show 1f1b --costs cut.json", "costs-file"),
         ("compare 1f1b --cost forward=1,2", ""),
-        ("show 1f1b --cost forward=1 --cost forward=1", "costs-file"),
         ("show cut.json", "measure-and-predict"),
         ("show 1f1b --steady", "show"),
         ("explain S000", "explain"),
@@ -274,6 +281,7 @@ def test_an_error_names_its_page_of_the_docs_once(capsys: pytest.CaptureFixture[
     for command, line in (
         ("check", "see: schedir check --help, or schedir docs check\n"),
         ("chek", "see: schedir --help, or schedir docs commands\n"),
+        ("show --cost unit=s --cost unit=s", "see: schedir show --help, or schedir docs show\n"),
     ):
         with pytest.raises(SystemExit):
             main(command.split())

@@ -6,16 +6,18 @@ Exit codes: 0 success, 1 a schedule with errors, 2 a target or option that can't
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
 import schedir
-from schedir.cli.terminal import RefusedError, fail, refuse, say, see, tell
+from schedir.cli.terminal import fail, say, see, tell
 from schedir.errors import SchedirError
 from schedir.render.text import legible
 
@@ -56,35 +58,28 @@ train
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (by default `sys.argv`) and return its exit code."""
-    legible(sys.stdout)
-    legible(sys.stderr)
-    with _warnings():
+    with _streams():
         try:
-            args = parser().parse_args(argv)
             try:
+                args = parser().parse_args(argv)
                 code: int = args.run(args)
+                return code
             except SchedirError as error:
                 code = tell(error)
-                see(error.page or command_of(args))
-            if sys.stdout is not None:
-                sys.stdout.flush()
-            return code
-        except RefusedError as refused:
-            return refuse(refused)
-        except BrokenPipeError:
-            _silence_stdout()
-            return 141  # as the shell sees a program that SIGPIPE ends
+                see(error.page or args.parser.command)
+                return code
+            finally:
+                sys.stdout.flush()  # here, so that an error is told
         except KeyboardInterrupt:
             return 130
         except OSError as error:
-            _silence_stdout()
+            # Drop what stdout still buffers, or the flush at exit fails again. If it has no file
+            # behind it, no flush can fail.
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if isinstance(error, BrokenPipeError):
+                return 141  # as the shell sees a program that SIGPIPE ends
             return fail(str(error))
-
-
-def command_of(args: argparse.Namespace) -> str:
-    """The name of the command that was given."""
-    prog: str = args.parser.prog
-    return prog.split()[-1]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -102,16 +97,25 @@ def parser() -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """A parser that reports an error in one line, as the commands do."""
 
+    @property
+    def command(self) -> str:
+        """The name of the command."""
+        return self.prog.split()[-1]
+
     def error(self, message: str) -> NoReturn:
         fail(message)
-        page = self.prog.split()[-1] if " " in self.prog else "commands"
+        page = self.command if " " in self.prog else "commands"
         print(f"see: {self.prog} --help, or schedir docs {page}", file=sys.stderr)
         self.exit(2)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print help, and let the errors of the stream through."""
+        print(message, end="", file=file)
 
     def format_help(self) -> str:
         """What people do with schedir, and the commands for it."""
         tasks = [
-            "\n".join([task, *(f"  {name:12}  {text}" for name, text in commands.items())]) + "\n"
+            "".join([f"{task}\n", *(f"  {name:12}  {text}\n" for name, text in commands.items())])
             for task, commands in TASKS.items()
         ]
         return "\n".join(
@@ -129,19 +133,20 @@ class _Parser(argparse.ArgumentParser):
 class Command(_Parser):
     """The parser of a command. Its module is imported once the command is given."""
 
-    examples: Sequence[str] = ()
-
     def fill(self) -> None:
-        """Add the arguments of the command."""
-        command = import_module(f"schedir.cli.{self.prog.split()[-1]}")
+        """Add the arguments of the command, and what its docstring says: a title, two examples, the
+        description, and perhaps an epilog."""
+        command = import_module(f"schedir.cli.{self.command}")
         command.add_arguments(self)
-        self.examples = command.EXAMPLES
+        _, examples, *texts = [*str(command.__doc__).split("\n\n"), "", "", ""]
+        self.examples: list[str] = [line.strip() for line in examples.splitlines()]
+        self.description, self.epilog, *_ = (" ".join(text.split()) for text in texts)
         self.set_defaults(run=command.run, parser=self)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
         """Parse arguments, which the command adds first."""
         self.fill()
-        return super().parse_known_args(args, namespace)
+        return super().parse_known_args(*given, **named)
 
     def format_help(self) -> str:
         """Usage, examples, and then what argparse writes."""
@@ -156,20 +161,27 @@ class _ToStderr(logging.Handler):
         say(record.levelname.lower(), record.getMessage())
 
 
+class _Closed(io.RawIOBase):
+    """A stream that the caller has closed: nothing can be written to it."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: object) -> NoReturn:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+
 @contextmanager
-def _warnings() -> Iterator[None]:
-    """Print on stderr what schedir logs."""
-    logger = logging.getLogger("schedir")
-    handler = _ToStderr()
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-
-
-def _silence_stdout() -> None:
-    """Drop the text that stdout still buffers, so that the flush at exit does not fail again."""
-    # If stdout has no file behind it, no flush can fail.
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _streams() -> Iterator[None]:
+    """Make both streams legible, and print on stderr what schedir logs. If stdout is closed, which
+    is None in Python, writing fails as on a full disk; what a closed stderr is told is lost."""
+    stdout = sys.stdout or io.TextIOWrapper(io.BufferedWriter(_Closed()))
+    logger, handler = logging.getLogger("schedir"), _ToStderr()
+    with redirect_stdout(stdout), redirect_stderr(sys.stderr or io.StringIO()):
+        legible(sys.stdout)
+        legible(sys.stderr)
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)

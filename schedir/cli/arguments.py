@@ -8,21 +8,21 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stdout
+from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from schedir.checker import CHANNELS, prove
 from schedir.cli.terminal import RefusedError, about
 from schedir.errors import LoadError, SchedirError
+from schedir.graph.alive import HELD_UNTIL
 from schedir.ir import TRANSPORTS, Schedule
 from schedir.library import (
     DEFAULT_MICROBATCHES,
     DEFAULT_RANKS,
     Parameter,
-    generator_of,
     is_list,
     load,
     name_of,
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from schedir.simulator import CostModel
 
 _OWN_OPTIONS = ("ranks", "microbatches", "chunks")
-_BY_STAGE = ("stage", "start", "boundary")
 _SPELLED = {"start": "from", "end": "to"}
 _BYTES = re.compile(r"(?i)([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?:([kmgtp])(i?))?b?")
 
@@ -42,18 +41,6 @@ TARGET = f"a schedule: {_NAMED}; a .sched or .csv file; or -, which reads such a
 """The help of TARGET."""
 TARGET_OR_RUN = f"{TARGET}. Or a .json file of measured timelines"
 """The help of TARGET for commands that also read measured timelines."""
-
-
-def add_targets(parser: argparse.ArgumentParser, text: str) -> argparse._ArgumentGroup:
-    """Add TARGETs, with `text` as help, and the options of their shape; returns that group."""
-    parser.add_argument("targets", metavar="TARGET", nargs="+", help=text)
-    return add_shape(parser)
-
-
-def add_target(parser: argparse.ArgumentParser, text: str) -> None:
-    """Add TARGET, with `text` as help, and the options of its shape."""
-    parser.add_argument("target", metavar="TARGET", help=text)
-    add_shape(parser)
 
 
 def add_sizes(parser: argparse.ArgumentParser, chunks: str) -> argparse._ArgumentGroup:
@@ -76,16 +63,15 @@ def add_shape(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     shape.add_argument(
         "--set",
         type=_setting,
-        action="append",
-        default=[],
+        action=Once,
+        default={},
         metavar="KEY=VALUE",
         help="set a parameter of the schedule (`schedir list` names them); repeat for more",
     )
-    shape.add_argument(
-        "--add-steps",
-        action="store_true",
-        help="add an OPTIM_STEP for every stage at the end, if the lists have none. torch's CSV "
-        "files never have one",
+    add_flags(
+        shape,
+        add_steps="add an OPTIM_STEP for every stage at the end, if the lists have none. torch's "
+        "CSV files never have one",
     )
     return shape
 
@@ -93,6 +79,34 @@ def add_shape(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 def add_channel(parser: argparse._ActionsContainer, text: str, default: str | None = None) -> None:
     """Add `--channel`, with `text` as help."""
     parser.add_argument("--channel", choices=(*CHANNELS, *TRANSPORTS), default=default, help=text)
+
+
+def add_memory_limit(parser: argparse._ActionsContainer) -> None:
+    """Add `--memory-limit`."""
+    parser.add_argument(
+        "--memory-limit",
+        type=size,
+        metavar="BYTES",
+        help="the memory of a rank, such as 40GiB. It needs costs in bytes, such as "
+        "activation_bytes",
+    )
+
+
+def add_held_until(parser: argparse._ActionsContainer) -> None:
+    """Add `--held-until`."""
+    parser.add_argument(
+        "--held-until",
+        choices=HELD_UNTIL,
+        default=HELD_UNTIL[0],
+        help="how long --max-activations counts an activation of a split backward: until the "
+        "weight gradient (W), or only until the input gradient (I) (default: %(default)s)",
+    )
+
+
+def add_flags(parser: argparse._ActionsContainer, **texts: str) -> None:
+    """Add options without a value, each with its help."""
+    for name, text in texts.items():
+        parser.add_argument(spelled(name), action="store_true", help=text)
 
 
 def given_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -105,17 +119,16 @@ def spelled(name: str) -> str:
     return f"--{_SPELLED.get(name, name).replace('_', '-')}"
 
 
-class _Form(argparse.Action):
-    """Stores the name of a format, "text" for the word that stood for it before."""
+class Once(argparse._AppendAction):
+    """Collects pairs of a name and a value in a dict, and refuses a name that is given twice."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.format = "text" if values == self.const else values
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        """Add a pair."""
+        name, value = values
+        given = getattr(namespace, self.dest)
+        if name in given:
+            parser.error(f"{option_string} names {name} twice")
+        setattr(namespace, self.dest, {**given, name: value})
 
 
 def add_format(
@@ -129,10 +142,8 @@ def add_format(
     the help leaves it out. So does the old `word` for text."""
     forms = parser.add_mutually_exclusive_group()
     taken: dict[str, Any] = {
-        "action": _Form,
-        "choices": [*names, *filter(None, [word])],
-        "const": word,
-        "metavar": f"{{{','.join(names)}}}",
+        "choices": names,
+        "type": lambda name: "text" if name == word else name,
     }
     forms.add_argument("--format", **taken, default="text", help=f"{text} (default: %(default)s)")
     if old == "--json":
@@ -172,57 +183,53 @@ def load_target(
     Without `--ranks` and `--microbatches` it has those of `shape`. Generators that ask for costs
     get `costs`. Raises LoadError or ParseError.
     """
-    parameters = parameters_of(args)
-    # Text that a user's generator prints must not mix with the result.
-    with redirect_stdout(sys.stderr):
-        found = load(
-            target,
-            ranks=shape.ranks if shape and args.ranks is None else args.ranks,
-            microbatches=(
-                shape.microbatches if shape and args.microbatches is None else args.microbatches
-            ),
-            chunks=args.chunks,
-            costs=costs,
-            **parameters,
-        )
+    ranks, microbatches = args.ranks, args.microbatches
+    if shape is not None:
+        ranks, microbatches = ranks or shape.ranks, microbatches or shape.microbatches
+    found = load(
+        target,
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=args.chunks,
+        costs=costs,
+        **parameters_of(args),
+    )
     return append_steps(found) if args.add_steps else found
 
 
-def proved(schedule: Schedule, subject: str, channel: str | None = None) -> Schedule:
-    """The complete form of a schedule that runs under a channel model, by default the most lenient
-    one: on some transport. Raises RefusedError."""
+def proved(schedule: Schedule, target: str, channel: str | None = None) -> Schedule:
+    """The complete form of a target's schedule that runs under a channel model, by default the most
+    lenient one: on some transport. Raises RefusedError."""
     report = prove(schedule, channel or CHANNELS[-1])
     if report.schedule is None:
-        raise RefusedError(report, subject)
+        raise RefusedError(report, subject_of(target, schedule), report.errors[0].code)
     return report.schedule
 
 
-def sees_costs(target: str) -> bool:
-    """Whether a target is a generator that asks for costs. Raises LoadError."""
-    if is_list(target) or target.endswith(".json"):
-        return False
-    with redirect_stdout(sys.stderr):
-        return generator_of(target).sees_costs
-
-
 def parameters_of(args: argparse.Namespace) -> dict[str, Parameter]:
-    """The parameters of --set. Raises LoadError for one that has an option, or is set twice."""
-    parameters: dict[str, Parameter] = {}
-    for key, value in args.set:
+    """The parameters of --set. Raises LoadError for one that has an option."""
+    for key, value in args.set.items():
         if key in _OWN_OPTIONS:
             raise LoadError(f"{key} is not set with --set: write --{key} {value}")
         if key == "costs":
             raise LoadError("costs are not set with --set: give --costs FILE, or --cost KEY=VALUE")
-        if key in parameters:
-            raise LoadError(f"--set names {key} twice")
-        parameters[key] = value
+    parameters: dict[str, Parameter] = args.set
     return parameters
+
+
+def is_measured(target: str) -> bool:
+    """Whether a target is, by its extension, a file of timelines."""
+    return target.endswith(".json")
+
+
+def has_shape(target: str) -> bool:
+    """Whether a target is a file of actions or timelines, whose shape no option changes."""
+    return is_list(target) or is_measured(target)
 
 
 def subject_of(target: str, schedule: Schedule) -> str:
     """The name of the schedule in messages: its file, or its name."""
-    named = is_list(target) or target.endswith(".json")
-    return name_of(target) if named else schedule.name
+    return name_of(target) if has_shape(target) else schedule.name
 
 
 def _setting(text: str) -> tuple[str, Parameter]:
@@ -249,8 +256,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cost",
         type=_Cost(),
-        action="append",
-        default=[],
+        action=Once,
+        default={},
         metavar="NAME=VALUE",
         help="one cost, which overrides FILE: one number, or one for each stage, forward=1,1,2; "
         "repeat for more. %(type)s",
@@ -266,13 +273,8 @@ def costs_of(args: argparse.Namespace) -> CostModel:
 
     with about("costs-file"):
         costs = CostModel() if args.costs is None else CostModel.load(args.costs)
-        given: dict[str, Any] = {}
-        for name, value in args.cost:
-            if name in given:
-                raise SchedirError(f"--cost names {name} twice")
-            given[name] = value
         try:
-            return attrs.evolve(costs, **given)
+            return attrs.evolve(costs, **args.cost)
         except (TypeError, ValueError) as error:
             raise SchedirError(f"--cost: {error}") from None
 
@@ -295,20 +297,20 @@ class _Cost:
     """The type of `--cost`. As text it is the part of the help that lists the names."""
 
     def __call__(self, text: str) -> tuple[str, Any]:
-        name, equals, value = text.partition("=")
-        if not equals or not value:
+        name, _, value = text.partition("=")
+        if not value:
             raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as forward=2")
         if name not in _fields():
             raise argparse.ArgumentTypeError(
                 f"no cost is named {name!r}; there are {', '.join(_fields())}"
             )
         try:
-            return name, _value(name, value)
+            return name, _value(_fields()[name], value)
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{name}: {error}") from None
 
     def __str__(self) -> str:
-        optional = [name for name in _fields() if _may_be_none(name)]
+        optional = [f.name for f in _fields().values() if f.default is None and f.metadata]
         return (
             f"{', '.join(optional)} may be none; bytes take a suffix, 2MiB. "
             f"Names: {', '.join(_fields())}"
@@ -324,29 +326,24 @@ def _fields() -> dict[str, attrs.Attribute[Any]]:
     from schedir.simulator import CostModel
 
     fields = attrs.fields(CostModel)
-    of_stages = [f for f in fields if f.metadata.get("by") in _BY_STAGE]
-    others = [f for f in fields if f.metadata.get("by") in ("link", "all")]
-    return {f.name: f for f in (*of_stages, *others, fields.unit)}
+    costs = [field for field in fields if field.metadata.get("by", "rank") != "rank"]
+    costs.sort(key=lambda field: field.metadata["by"] in ("link", "all"))
+    return {field.name: field for field in (*costs, fields.unit)}
 
 
-def _may_be_none(name: str) -> bool:
-    field = _fields()[name]
-    return field.default is None and field.metadata.get("by") in _BY_STAGE
+def _value(field: attrs.Attribute[Any], text: str) -> Any:
+    if field.name == "unit":
+        from schedir.simulator import UNITS
 
-
-def _value(name: str, text: str) -> Any:
-    if name == "unit":
-        from schedir.simulator import Unit
-
-        if text not in get_args(Unit):
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(get_args(Unit))}")
+        if text not in UNITS:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(UNITS)}")
         return text
-    if text == "none" and _may_be_none(name):
+    if text == "none" and field.default is None:
         return None
-    number: Callable[[str], float] = size if name.endswith("_bytes") else quantity
+    number = size if field.name.endswith("_bytes") else quantity
     if "," not in text:
         return number(text)
-    if _fields()[name].metadata["by"] == "link":
+    if field.metadata["by"] == "link":
         raise argparse.ArgumentTypeError(
             "--cost takes one number for all links; a file takes one for each"
         )
@@ -355,26 +352,18 @@ def _value(name: str, text: str) -> Any:
 
 def quantity(text: str) -> float:
     """A number >= 0; a whole number becomes an int. Raises ArgumentTypeError."""
-    if re.fullmatch("[0-9]{1,15}", text):
-        return int(text)
-    try:
+    with suppress(ValueError):
         value = float(text)
-    except ValueError:
-        value = math.nan
-    if math.isnan(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number >= 0")
-    return value
+        if value >= 0:  # which NaN is not
+            return int(text) if re.fullmatch("[0-9]{1,15}", text) else value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number >= 0")
 
 
 def size(text: str) -> float:
     """A number of bytes: 1500, 40GiB, 16 GB, 1.5e9. Raises ArgumentTypeError."""
-    found = _BYTES.fullmatch(text.strip())
-    value = math.inf
-    if found is not None:
-        number, prefix, binary = found.groups()
-        value = float(number) * (1024 if binary else 1000) ** " KMGTP".index(
-            (prefix or " ").upper()
-        )
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 40GiB")
-    return int(value) if value == int(value) else value
+    if found := _BYTES.fullmatch(text.strip()):
+        number, prefix, binary = found.groups("")
+        value = float(number) * (1024 if binary else 1000) ** "_KMGTP".index(prefix.upper())
+        if math.isfinite(value):
+            return int(value) if value.is_integer() else value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, such as 40GiB")

@@ -1,4 +1,15 @@
-"""`schedir blame`: name the rank that a hung job waits for, from its flight recorder's dumps."""
+"""`schedir blame`: name the rank that a hung job waits for, from its flight recorder's dumps.
+
+    schedir blame dumps
+    schedir blame dumps --format json
+
+Name the rank that a hung job waits for, from the dumps of torch's flight recorder. Any job that
+uses torch.distributed writes them if TORCH_NCCL_DUMP_ON_TIMEOUT=1 and
+TORCH_FR_DUMP_TEMP_FILE=DIR/rank_ are set; an Executor writes where its ranks stood if
+SCHEDIR_DUMP_DIR=DIR is set, on gloo too. If the evidence does not decide between several ranks, the
+command names all of them and says so. Exit code: 0 ranks are named, 1 no rank is seen to wait, 2
+the directory has no dumps.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +19,21 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from schedir.cli.arguments import TARGET, add_format, add_shape, load_target, proved, subject_of
-from schedir.cli.terminal import about
-from schedir.diagnosis import Diagnosis, Root, in_words
+from schedir.cli.arguments import TARGET, add_format, add_shape, load_target, proved
+from schedir.cli.terminal import about, progress
+from schedir.diagnosis import Diagnosis, Root, in_words, waiting_for
 from schedir.diagnosis.blame import REASONS, blame
 from schedir.diagnosis.flight_recorder import Operation, read_dumps
 from schedir.diagnosis.verdict import load_standing
 from schedir.ir import printable
 from schedir.render.text import Block, Piece, as_json, count, write
 
-EXAMPLES = ("schedir blame dumps", "schedir blame dumps --format json")
-
 _MOST_ROOTS = 3
 _MOST_WAITS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command and its description."""
-    parser.description = (
-        "Name the rank that a hung job waits for, from the dumps of torch's flight recorder. Any "
-        "job that uses torch.distributed writes them if TORCH_NCCL_DUMP_ON_TIMEOUT=1 and "
-        "TORCH_FR_DUMP_TEMP_FILE=DIR/rank_ are set; an Executor writes where its ranks stood if "
-        "SCHEDIR_DUMP_DIR=DIR is set, on gloo too. If the evidence does not decide between "
-        "several ranks, the command names all of them and says so. Exit code: 0 ranks are named, "
-        "1 no rank is seen to wait, 2 the directory has no dumps."
-    )
+    """Add the arguments of the command."""
     parser.add_argument("directory", metavar="DIR", help="the directory of dumps, one per rank")
     parser.add_argument(
         "--schedule",
@@ -47,15 +48,16 @@ def run(args: argparse.Namespace) -> int:
     """Print the verdict."""
     schedule = None
     if args.schedule is not None:
-        found = load_target(args, args.schedule)
-        schedule = proved(found, subject_of(args.schedule, found))
+        with progress("proving"):
+            found = load_target(args, args.schedule)
+        schedule = proved(found, args.schedule)
     with about("blame-a-hang"):
         if standing := load_standing(args.directory):
             diagnosis = standing.diagnosis()
         else:
             diagnosis = blame(read_dumps(args.directory), schedule)
     if args.format == "json":
-        write([Piece(as_json(diagnosis_data(diagnosis)))], sys.stdout)
+        print(as_json(diagnosis_data(diagnosis)), end="")
     else:
         write(diagnosis_blocks(diagnosis), sys.stdout)
     return 0 if diagnosis.roots else 1
@@ -76,7 +78,7 @@ def _evidence(root: Root, found: Diagnosis) -> str:
     said = f": {REASONS[root.cause]}" if root.call is None else ""
     if operation is None:
         return said
-    waits = len(_waiting_for(root, found))
+    waits = len(waiting_for(found.waits_for).get(root.rank, ()))
     by = f"{count(waits, 'rank')} {'waits' if waits == 1 else 'wait'} " if waits else ""
     # In UTC: the ranks' machines may be anywhere.
     seconds = min(operation.record.created // 10**9, 10**11)
@@ -125,7 +127,7 @@ def diagnosis_data(found: Diagnosis) -> dict[str, Any]:
                 "reason": root.cause,
                 "action": root.place or None,
                 "step": root.step,
-                "waited_for_by": _waiting_for(root, found),
+                "waited_for_by": waiting_for(found.waits_for).get(root.rank, ()),
                 **_operation(found.stands[root.rank].operation),
             }
             for root in found.roots
@@ -147,10 +149,6 @@ def diagnosis_data(found: Diagnosis) -> dict[str, Any]:
         "unreadable": found.unreadable,
         "ranks": found.ranks,
     }
-
-
-def _waiting_for(root: Root, found: Diagnosis) -> list[int]:
-    return [rank for rank, others in found.waits_for.items() if root.rank in others]
 
 
 def _operation(operation: Operation | None) -> dict[str, Any]:

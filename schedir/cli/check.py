@@ -1,19 +1,32 @@
-"""`schedir check`: prove a schedule right, or list its faults."""
+"""`schedir check`: prove a schedule right, or list its faults.
+
+    schedir check 1f1b --channel nccl
+    schedir export 1f1b -o mine.sched && schedir check mine.sched
+
+Prove that schedules are complete and free of deadlocks, or list their faults. Exit code: 0 no
+error, 1 errors, 2 a target could not be loaded. With several targets the worst counts; one that
+can't be loaded does not stop the others.
+
+JSON: {ok, channel, diagnostics: [{code, name, severity, message, locations: [{rank, index,
+action}]}]}. With several targets: {"targets": [...]}, the report of each, or its "error", with its
+"target".
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
-from typing import TYPE_CHECKING
 
 from schedir.checker import Report, check
 from schedir.cli.arguments import (
     TARGET,
     add_channel,
     add_costs,
+    add_flags,
     add_format,
-    add_targets,
+    add_held_until,
+    add_shape,
     at_least,
     costs_given,
     costs_of,
@@ -22,41 +35,16 @@ from schedir.cli.arguments import (
 )
 from schedir.cli.terminal import progress, see, tell
 from schedir.errors import SchedirError
-from schedir.graph.alive import HELD_UNTIL
-from schedir.ir import (
-    CHANNELS_IN_WORDS,
-    DEFAULT_CHANNEL,
-    TRANSPORTS,
-    Schedule,
-    printable,
-    ties_of,
-)
+from schedir.ir import CHANNELS_IN_WORDS, DEFAULT_CHANNEL, TRANSPORTS, printable, ties_of
 from schedir.library import name_of
 from schedir.render.diagnostics import FORMATS, report_data
 from schedir.render.text import Piece, as_json, write
 
-if TYPE_CHECKING:
-    from schedir.simulator import CostModel
-
-EXAMPLES = (
-    "schedir check 1f1b --channel nccl",
-    "schedir export 1f1b -o mine.sched && schedir check mine.sched",
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command and its description."""
-    parser.description = (
-        "Prove that schedules are complete and free of deadlocks, or list their faults. Exit code: "
-        "0 no error, 1 errors, 2 a target could not be loaded. With several targets the worst "
-        "counts; one that can't be loaded does not stop the others."
-    )
-    parser.epilog = (
-        "JSON: {ok, channel, diagnostics: [{code, name, severity, message, locations: [{rank, "
-        'index, action}]}]}. With several targets: {"targets": [...]}, the report of each, or its '
-        '"error", with its "target".'
-    )
-    add_targets(parser, TARGET)
+    """Add the arguments of the command."""
+    parser.add_argument("targets", metavar="TARGET", nargs="+", help=TARGET)
+    add_shape(parser)
     add_channel(
         parser,
         "the channel model to prove under, which says what a transport blocks on (default: "
@@ -82,13 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             option, type=at_least(least), metavar="N", help=f"report an error if {text}"
         )
-    parser.add_argument(
-        "--held-until",
-        choices=HELD_UNTIL,
-        default="W",
-        help="how long --max-activations counts an activation of a split backward: until the "
-        "weight gradient (W), or only until the input gradient (I) (default: %(default)s)",
-    )
+    add_held_until(parser)
     parser.add_argument(
         "--tie",
         type=_tie,
@@ -106,11 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-format",
         "full",
     )
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="exit with 1 on warnings and notes too, except on S213",
-    )
+    add_flags(parser, strict="exit with 1 on warnings and notes too, except on S213")
     add_costs(parser)
 
 
@@ -119,29 +97,30 @@ def run(args: argparse.Namespace) -> int:
     several, form = len(args.targets) > 1, args.format
     codes, content, pages = [], [], []
     for target in args.targets:
-        named = {"target": name_of(target)}
+        name = name_of(target)
         try:
             report, subject = _checked(args, target)
         except SchedirError as error:
             codes.append(tell(error))
             pages.append(error.page or "check")
-            content.append({**named, "error": str(error)})
+            content.append({"target": name, "error": str(error)})
             continue
         wrong = [
-            each
+            each.code
             for each in report.diagnostics
             if each.severity == "error" or (args.strict and each.rule.strict)
         ]
-        codes.append(int(bool(wrong)))
+        codes.append(1 if wrong else 0)
         if form == "text":
-            pages += [each.code for each in wrong[:1]]
-        content.append({**named, **report_data(report)})
-        if several and form == "text":
-            write([Piece(f"{printable(named['target'])}:\n", "bold")], sys.stdout)
-        if not several or form != "json":
+            pages += wrong
+            if several:
+                write([Piece(f"{printable(name)}:\n", "bold")], sys.stdout)
+        if several and form == "json":
+            content.append({"target": name, **report_data(report)})
+        else:
             write(FORMATS[form](report, subject), sys.stdout)
     if several and form == "json":
-        write([Piece(as_json({"targets": content}))], sys.stdout)
+        print(as_json({"targets": content}), end="")
     if pages:
         see(pages[0])
     return max(codes)
@@ -153,6 +132,10 @@ def _checked(args: argparse.Namespace, target: str) -> tuple[Report, str]:
     with progress("checking"):
         costs = costs_of(args) if costs_given(args) else None
         schedule = load_target(args, target, costs=costs)
+        if costs is not None and costs.stages is not None:
+            from schedir.simulator import recut
+
+            costs = recut(costs, schedule.stages, of=costs.stages)
         try:
             ties = ties_of(schedule, args.tie)
         except ValueError as error:
@@ -165,18 +148,9 @@ def _checked(args: argparse.Namespace, target: str) -> tuple[Report, str]:
             max_activations=args.max_activations,
             held_until=args.held_until,
             ties=ties,
-            costs=_of_its_stages(costs, schedule),
+            costs=costs,
         )
     return report, subject_of(target, schedule)
-
-
-def _of_its_stages(costs: CostModel | None, schedule: Schedule) -> CostModel | None:
-    """The costs of the same model, cut into as many stages as the schedule has."""
-    if costs is None or costs.stages is None:
-        return costs
-    from schedir.simulator import recut
-
-    return recut(costs, schedule.stages, of=costs.stages)
 
 
 def _tie(text: str) -> tuple[int, ...]:

@@ -1,23 +1,44 @@
-"""`schedir compare`: which of several schedules is best for the same costs."""
+"""`schedir compare`: which of several schedules is best for the same costs.
+
+    schedir compare 1f1b interleaved-1f1b zb-h1
+    schedir compare fill-drain 1f1b --sweep microbatches=8,16 --cost latency=0.1
+
+Compare schedules that train the same model, the quickest first: makespan, its ratio to the best,
+bubble, peak memory of a rank, and the delay of gradients in updates. One number as a cost is the
+cost of one stage when there are as many stages as ranks; a schedule with more stages has smaller
+ones. Costs by stage are added up or divided evenly to fit the stages of each schedule. If the
+numbers of microbatches differ, the time per microbatch decides. An asynchronous schedule also shows
+its time per microbatch with a full pipeline. Marks: best, the quickest that can run; over, above
+the memory limit; a code such as S301, an error under the channel model; none, the schedule does not
+run in this shape; derived, some of its costs are not measured. Exit code: 0 one schedule is best, 1
+no schedule runs within the limits, 2 a target or option can't be used.
+
+JSON: {channel, memory_limit, unit, best, rows: [{target, ranks, stages, microbatches, chunks,
+makespan, time_per_microbatch, ratio, bubble_fraction, span_bubble_fraction, peak_activations,
+peak_bytes, delay, fits, problem: {code, message}, unmeasured, steady: {period_microbatches,
+time_per_microbatch, bubble_fraction}}]}. best is the index of a row. Unknown values are null; so
+are problem and steady for a schedule without a problem or a steady state. unmeasured lists the
+costs of the schedule that no measured run has shown. With --channel nccl rows also have
+edge_makespan.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import redirect_stdout
-from typing import Any
 
 from schedir.cli.arguments import (
     TARGET_OR_RUN,
     TIMED,
+    Once,
     add_channel,
     add_costs,
     add_format,
-    add_targets,
+    add_memory_limit,
+    add_shape,
     at_least,
     costs_of,
     parameters_of,
-    size,
 )
 from schedir.cli.terminal import progress
 from schedir.errors import SchedirError
@@ -25,56 +46,21 @@ from schedir.finder import SWEPT, compare
 from schedir.render.tables import FORMATS, comparison_blocks
 from schedir.render.text import Piece, screen_of, write
 
-EXAMPLES = (
-    "schedir compare 1f1b interleaved-1f1b zb-h1",
-    "schedir compare fill-drain 1f1b --sweep microbatches=8,16 --cost latency=0.1",
-)
-
-_KEYS = (
-    "JSON: {channel, memory_limit, unit, best, rows: [{target, ranks, stages, microbatches, "
-    "chunks, makespan, time_per_microbatch, ratio, bubble_fraction, span_bubble_fraction, "
-    "peak_activations, peak_bytes, delay, fits, problem: {code, message}, unmeasured, "
-    "steady: {period_microbatches, time_per_microbatch, bubble_fraction}}]}. best is the index of "
-    "a row. Unknown values are null; so are problem and steady for a schedule without a problem or "
-    "a steady state. unmeasured lists the costs of the schedule that no measured run has shown. "
-    "With --channel nccl rows also have edge_makespan."
-)
-_OPTIONS = ("ranks", "microbatches", "chunks", "memory_limit", "channel", "add_steps")
-"""Options of the command that are parameters of `schedir.compare`."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command and its description."""
-    parser.description = (
-        "Compare schedules that train the same model, the quickest first: makespan, its ratio to "
-        "the best, bubble, peak memory of a rank, and the delay of gradients in updates. One "
-        "number as a cost is the cost of one stage when there are as many stages as ranks; a "
-        "schedule with more stages has smaller ones. Costs by stage are added up or divided evenly "
-        "to fit the stages of each schedule. If the numbers of microbatches differ, the time per "
-        "microbatch decides. An asynchronous schedule also shows its time per microbatch with a "
-        "full pipeline. Marks: best, the quickest that can run; over, above the memory limit; a "
-        "code such as S301, an error under the channel model; none, the schedule does not run in "
-        "this shape; derived, some of its costs are not measured. Exit code: 0 one schedule is "
-        "best, 1 no schedule runs within the limits, 2 a target or option can't be used."
-    )
-    parser.epilog = _KEYS
-    shape = add_targets(parser, TARGET_OR_RUN)
+    """Add the arguments of the command."""
+    parser.add_argument("targets", metavar="TARGET", nargs="+", help=TARGET_OR_RUN)
+    shape = add_shape(parser)
     shape.add_argument(
         "--sweep",
         type=_sweep,
-        action="append",
-        default=[],
+        action=Once,
+        default={},
         metavar="NAME=N,N,…",
         help=f"try several values of {' or '.join(SWEPT)}: microbatches=8,16,32. Give both to try "
         "all combinations",
     )
-    parser.add_argument(
-        "--memory-limit",
-        type=size,
-        metavar="BYTES",
-        help="the memory of a rank, such as 40GiB. It needs costs in bytes, such as "
-        "activation_bytes",
-    )
+    add_memory_limit(parser)
     add_channel(parser, f"{TIMED}, and what does not run under rank is not chosen")
     add_format(
         parser,
@@ -89,17 +75,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table. The exit code is 0 if one schedule is best, else 1."""
-    sweep: dict[str, list[int]] = {}
-    for name, values in args.sweep:
-        if name in sweep:
-            args.parser.error(f"--sweep names {name} twice")
-        sweep[name] = values
-    options: dict[str, Any] = {name: getattr(args, name) for name in _OPTIONS}
-    options.update(parameters_of(args), costs=costs_of(args), sweep=sweep)
     try:
-        # Text that a user's generator prints must not mix with the table.
-        with redirect_stdout(sys.stderr), progress("comparing") as advance:
-            comparison = compare(args.targets, **options, progress=advance)
+        with progress("comparing") as advance:
+            comparison = compare(
+                args.targets,
+                ranks=args.ranks,
+                microbatches=args.microbatches,
+                chunks=args.chunks,
+                costs=costs_of(args),
+                memory_limit=args.memory_limit,
+                channel=args.channel,
+                sweep=args.sweep,
+                add_steps=args.add_steps,
+                progress=advance,
+                **parameters_of(args),
+            )
     except ValueError as error:
         raise SchedirError(str(error)) from None
     if args.format == "text":

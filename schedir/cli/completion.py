@@ -1,4 +1,14 @@
-"""`schedir completion`: a script that completes commands, options and schedules in a shell."""
+"""`schedir completion`: a script that completes commands, options and schedules in a shell.
+
+    eval "$(schedir completion bash)"
+    schedir completion fish > schedir.fish
+
+Print a script that completes commands, options, names of schedules, and files. For bash put eval
+"$(schedir completion bash)" into ~/.bashrc, and for zsh the same with zsh into ~/.zshrc. For fish
+write the script to ~/.config/fish/completions/schedir.fish. It knows the schedules that are
+installed today: write it again after you install more. It needs shtab: pip install
+'schedir[completion]'.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +20,11 @@ from schedir.checker import RULES
 from schedir.errors import SchedirError
 from schedir.library import installed
 
-EXAMPLES = (
-    'eval "$(schedir completion bash)"',
-    "schedir completion fish > schedir.fish",
-)
 _SHELLS = ("bash", "zsh", "fish")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command and its description."""
-    parser.description = (
-        "Print a script that completes commands, options, names of schedules, and files. For bash "
-        'put eval "$(schedir completion bash)" into ~/.bashrc, and for zsh the same with zsh into '
-        "~/.zshrc. For fish write the script to ~/.config/fish/completions/schedir.fish. It "
-        "knows the schedules that are installed today: write it again after you install more. It "
-        "needs shtab: pip install 'schedir[completion]'."
-    )
+    """Add the arguments of the command."""
     parser.add_argument("shell", metavar="SHELL", choices=_SHELLS, help=", ".join(_SHELLS))
 
 

@@ -1,24 +1,25 @@
-"""`schedir explain`: what a code of `schedir check` means, and how to fix the schedule."""
+"""`schedir explain`: what a code of `schedir check` means, and how to fix the schedule.
+
+    schedir explain S301
+    schedir explain
+
+Explain a code that `schedir check` prints: what it means, why it is bad, how to fix it, and a
+schedule that has it. Without a code, list them all.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from schedir.checker import RETIRED, RULES
+from schedir.checker import RETIRED, RULES, Rule
 from schedir.errors import SchedirError
 from schedir.render import explanation
 from schedir.render.text import Table, write
 
-EXAMPLES = ("schedir explain S301", "schedir explain")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command and its description."""
-    parser.description = (
-        "Explain a code that `schedir check` prints: what it means, why it is bad, how to fix it, "
-        "and a schedule that has it. Without a code, list them all."
-    )
+    """Add the arguments of the command."""
     parser.add_argument(
         "code",
         metavar="CODE",
@@ -33,12 +34,16 @@ def run(args: argparse.Namespace) -> int:
         rows = [(rule.code, rule.name, rule.meaning) for rule in RULES.values()]
         write([Table(rows)], sys.stdout)
         return 0
-    if args.code.upper() in RETIRED:
-        instead = RETIRED[args.code.upper()]
-        print(f"{args.code.upper()} is no longer reported: see {instead} instead.\n")
-        args.code = instead
-    for rule in RULES.values():
-        if args.code.lower() in (rule.code.lower(), rule.name):
-            print(explanation(rule), end="")
-            return 0
-    raise SchedirError(f"there is no diagnostic {args.code!r}; known: {' '.join(RULES)}")
+    rule = rule_of(args.code)
+    if rule is None:
+        raise SchedirError(f"there is no diagnostic {args.code!r}; known: {' '.join(RULES)}")
+    if (code := args.code.upper()) in RETIRED:
+        print(f"{code} is no longer reported: see {rule.code} instead.\n")
+    print(explanation(rule), end="")
+    return 0
+
+
+def rule_of(text: str) -> Rule | None:
+    """The rule that has this code or name, or covers what a code did that is retired."""
+    code = RETIRED.get(text.upper(), text.upper())
+    return next((rule for rule in RULES.values() if code in (rule.code, rule.name.upper())), None)

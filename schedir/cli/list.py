@@ -1,4 +1,14 @@
-"""`schedir list`: every schedule that has a name."""
+"""`schedir list`: every schedule that has a name.
+
+    schedir list
+    schedir list --format json
+
+List the schedules that have a name, with their parameters and defaults. Installed packages can add
+schedules (entry points, group schedir.schedules); to list one, schedir imports its module.
+
+JSON: [{name, aliases, file, chunks, parameters: [{name, default}], description}]. A parameter
+without default must be set. file is null if the code is in no file.
+"""
 
 from __future__ import annotations
 
@@ -10,43 +20,23 @@ from typing import Any
 from schedir.cli.arguments import add_format
 from schedir.ir import printable
 from schedir.library import Generator, installed
-from schedir.render.text import Piece, Table, as_json, write
-
-EXAMPLES = ("schedir list", "schedir list --format json")
+from schedir.render.text import Table, as_json, write
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command and its description."""
-    parser.description = (
-        "List the schedules that have a name, with their parameters and defaults. Installed "
-        "packages can add schedules (entry points, group schedir.schedules); to list one, schedir "
-        "imports its module."
-    )
-    parser.epilog = (
-        "JSON: [{name, aliases, file, chunks, parameters: [{name, default}], description}]. A "
-        "parameter without default must be set. file is null if the code is in no file."
-    )
+    """Add the arguments of the command."""
     add_format(parser, ("text", "json"), "a table, or JSON; the keys are below")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table, or the same as data."""
     if args.format == "json":
-        write([Piece(as_json([_data(generator) for generator in installed()]))], sys.stdout)
+        print(as_json([_data(generator) for generator in installed()]), end="")
         return 0
-    rows: list[tuple[str, ...]] = [("name", "aliases", "parameters", "description")]
-    rows += [
-        tuple(
-            printable(cell)
-            for cell in (
-                generator.name,
-                ", ".join(generator.aliases),
-                _parameters(generator),
-                generator.summary,
-            )
-        )
-        for generator in installed()
-    ]
+    rows = [["name", "aliases", "parameters", "description"]]
+    for each in installed():
+        cells = each.name, ", ".join(each.aliases), _parameters(each), each.summary
+        rows.append([*map(printable, cells)])
     write([Table(rows, header=True)], sys.stdout)
     return 0
 

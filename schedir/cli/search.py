@@ -1,4 +1,16 @@
-"""`schedir search`: find a schedule for a shape, costs and limits."""
+"""`schedir search`: find a schedule for a shape, costs and limits.
+
+    schedir search --ranks 2 --microbatches 4 -o found.sched
+    schedir search -r 3 -m 6 --max-activations 3 | schedir show -
+
+Find a quick schedule of a synchronous step for your costs and memory limit. The search chooses the
+order of each rank's actions, the placement of the stages, which backwards to split, and, with a
+limit in bytes, which forwards to recompute. The result is a .sched file, which every command and
+the executor take. stderr says how long a step takes, and how far that is above a lower bound for
+every schedule. The same seed finds the same schedule on any machine. Ctrl-C ends the search with
+the best schedule so far. Exit code: 0 written, 2 an option can't be used, or no schedule fits the
+limit.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +20,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import attrs
 
@@ -17,16 +27,18 @@ from schedir.cli.arguments import (
     TIMED,
     add_channel,
     add_costs,
+    add_flags,
+    add_held_until,
+    add_memory_limit,
     add_sizes,
     at_least,
     costs_given,
     costs_of,
     note_unmeasured,
     quantity,
-    size,
 )
 from schedir.cli.export import listed, write_out
-from schedir.cli.terminal import about, progress
+from schedir.cli.terminal import about, progress, writing
 from schedir.errors import SchedirError
 from schedir.files import check_writable
 from schedir.finder import (
@@ -39,27 +51,12 @@ from schedir.finder import (
 )
 from schedir.finder.planning import Cuts
 from schedir.finder.terms import STEPS, Terms
-from schedir.graph.alive import HELD_UNTIL
 from schedir.library import DEFAULT_MICROBATCHES, DEFAULT_RANKS
 from schedir.simulator import CostModel
 
-EXAMPLES = (
-    "schedir search --ranks 2 --microbatches 4 -o found.sched",
-    "schedir search -r 3 -m 6 --max-activations 3 | schedir show -",
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command and its description."""
-    parser.description = (
-        "Find a quick schedule of a synchronous step for your costs and memory limit. The search "
-        "chooses the order of each rank's actions, the placement of the stages, which backwards to "
-        "split, and, with a limit in bytes, which forwards to recompute. The result is a .sched "
-        "file, which every command and the executor take. stderr says how long a step takes, and "
-        "how far that is above a lower bound for every schedule. The same seed finds the same "
-        "schedule on any machine. Ctrl-C ends the search with the best schedule so far. Exit code: "
-        "0 written, 2 an option can't be used, or no schedule fits the limit."
-    )
+    """Add the arguments of the command."""
     parser.add_argument("-o", "--output", metavar="FILE", help="write to FILE instead of stdout")
     shape = add_sizes(parser, "1")
     shape.add_argument(
@@ -70,26 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     limits = parser.add_argument_group("limits for each rank")
     one = limits.add_mutually_exclusive_group()
-    one.add_argument(
-        "--memory-limit",
-        type=size,
-        metavar="BYTES",
-        help="the memory of a rank, such as 40GiB. It needs costs in bytes, such as "
-        "activation_bytes",
-    )
+    add_memory_limit(one)
     one.add_argument(
         "--max-activations",
         type=at_least(0),
         metavar="N",
         help="the most activations that a rank may hold, one for each (stage, microbatch)",
     )
-    limits.add_argument(
-        "--held-until",
-        choices=HELD_UNTIL,
-        default=HELD_UNTIL[0],
-        help="how long --max-activations counts an activation of a split backward: until the "
-        "weight gradient (W), or only until the input gradient (I) (default: %(default)s)",
-    )
+    add_held_until(limits)
     limits.add_argument(
         "--recompute",
         action=argparse.BooleanOptionalAction,
@@ -125,10 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "after N seconds on each placement on this machine; the same seed may then find another "
         f"schedule. With --exact: the most seconds for each placement (default {EXACT_SECONDS:g})",
     )
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="find the best possible schedule. It works for about 40 actions, and needs "
+    add_flags(
+        parser,
+        exact="find the best possible schedule. It works for about 40 actions, and needs "
         "OR-Tools: pip install 'schedir[exact]'",
     )
     parser.add_argument(
@@ -152,9 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "cut into stages, so that the slowest stage takes the least time; the .sched file has the "
         "boundaries",
     )
-    by_layer.add_argument(
-        "--cut", action="store_true", help="search where the layers are best cut, too"
-    )
+    add_flags(by_layer, cut="search where the layers are best cut, too")
     by_layer.add_argument(
         "--stage-costs", metavar="FILE", help="write the costs of the stages to FILE, for --costs"
     )
@@ -162,8 +144,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the schedule that the search finds, and its figures to stderr."""
-    names = attrs.fields_dict(Terms)
-    terms: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
     costs, layers = costs_of(args), None
     if args.layers is not None:
         if costs_given(args):
@@ -174,42 +154,37 @@ def run(args: argparse.Namespace) -> int:
         raise SchedirError("--cut needs the costs of each layer: --layers FILE")
     if args.exact and args.cut:
         raise SchedirError("--exact takes the balanced cut of the layers: leave out --cut")
-    terms.update(
-        costs=layers or costs,
-        seed=args.seed,
-        ranks=args.ranks or costs.ranks or DEFAULT_RANKS,
-        microbatches=args.microbatches or DEFAULT_MICROBATCHES,
-        chunks=args.chunks or 1,
-    )
     if args.stage_costs is not None and args.stage_costs == args.output:
         raise SchedirError(f"-o and --stage-costs name one file, {args.output}: name two")
     for file in filter(None, (args.output, args.stage_costs)):
-        try:
+        with writing(f"{file} can't be written, so the result would be lost"):
             check_writable(file)
-        except OSError as error:
-            why = f"can't be written, so the result would be lost: {error.strerror}"
-            raise SchedirError(f"{file} {why}") from None
+    args.ranks = args.ranks or costs.ranks or DEFAULT_RANKS
+    args.microbatches = args.microbatches or DEFAULT_MICROBATCHES
+    args.chunks = args.chunks or 1
+    args.costs = layers or costs
+    terms = {name: getattr(args, name) for name in attrs.fields_dict(Terms) if name in args}
+    options = {"seed": args.seed}
+    if args.seconds is not None:
+        options["seconds"] = args.seconds
     try:
         if args.exact:
-            seconds = EXACT_SECONDS if args.seconds is None else args.seconds
             if layers is not None:
-                cuts = Cuts(Terms(**{name: terms[name] for name in names if name in terms}))
+                cuts = Cuts(Terms(**terms))
                 of_stages = cuts.terms_of(cuts.balanced)
                 terms.update(costs=of_stages.costs, boundaries=of_stages.boundaries)
-            found = exactly(**terms, seconds=seconds)
+            found = exactly(**terms, **options)
         else:
             if layers is not None:
                 terms.update(costs=None, layers=layers, cut=args.cut)
             with _interruptible() as stop, progress("searching") as advance:
-                found = find(**terms, seconds=args.seconds, progress=advance, stop=stop)
+                found = find(**terms, **options, progress=advance, stop=stop)
     except ValueError as error:
         raise SchedirError(str(error)) from None
     write_out(listed(found.schedule), args.output)
     if args.stage_costs is not None:
-        try:
+        with writing(f"{args.stage_costs} can't be written"):
             found.costs.save(args.stage_costs)
-        except OSError as error:
-            raise SchedirError(f"{args.stage_costs} can't be written: {error.strerror}") from None
     print(found, file=sys.stderr)
     note_unmeasured(found.schedule, found.costs)
     return 0
@@ -218,18 +193,14 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether Ctrl-C was pressed; a second Ctrl-C ends the command."""
-    asked = False
+    asked = threading.Event()
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
+    def ask(*_: object) -> None:
+        asked.set()
         signal.signal(signal.SIGINT, before)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
     before = signal.signal(signal.SIGINT, ask)
     try:
-        yield lambda: asked
+        yield asked.is_set
     finally:
         signal.signal(signal.SIGINT, before)

@@ -8,7 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
+
+import attrs
 
 from schedir.checker import Report
 from schedir.errors import ParseError, SchedirError
@@ -39,8 +42,7 @@ def say(level: str, message: str) -> None:
 
 def see(page: str) -> None:
     """Print on stderr, below an error, which page of the docs says more."""
-    if sys.stdout is not None:
-        sys.stdout.flush()  # so that this line comes last where both are one file
+    sys.stdout.flush()  # so that this line comes last where both are one file
     print(f"see: schedir docs {page}", file=sys.stderr)
 
 
@@ -54,67 +56,63 @@ def about(page: str) -> Iterator[None]:
         raise
 
 
-class RefusedError(Exception):
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Let the error of a file that can't be written begin with `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise SchedirError(f"{what}: {error.strerror}") from None
+
+
+@attrs.define
+class RefusedError(SchedirError):
     """The schedule `subject` has errors, listed in `report`, so the command can't use it."""
 
-    def __init__(self, report: Report, subject: str) -> None:
-        super().__init__(subject)
-        self.report = report
-        self.subject = subject
-
-
-def refuse(refused: RefusedError) -> int:
-    """Print on stderr why a schedule can't be used, and return the exit code."""
-    write(full(refused.report, refused.subject), sys.stderr)
-    see(refused.report.errors[0].code)
-    return 1
+    report: Report
+    subject: str
+    page: str
 
 
 def tell(error: SchedirError) -> int:
     """Print an error on stderr, and return the exit code. An error in a file's text is shown with
-    the line and a caret under the place."""
+    the line and a caret under the place, a refused schedule with its report."""
+    if isinstance(error, RefusedError):
+        write(full(error.report, error.subject), sys.stderr)
+        return 1
     fail(str(error))
-    if not isinstance(error, ParseError) or error.binary:
-        return 2
-    column = error.column - 1
-    start = max(0, column - _MOST_OF_A_LINE * 2 // 3)
-    try:
-        line = _excerpt(error.file, error.line, start)
-    except OSError:
-        line = None
-    if line is not None:
-        # Every character takes one column, tabs too, so the caret stands under the right one.
-        shown = "".join(c if c.isprintable() else " " for c in line.rstrip())
-        print(f"    {shown}\n    {' ' * (column - start)}^", file=sys.stderr)
+    if isinstance(error, ParseError) and not error.binary:
+        with suppress(OSError):
+            _show_line(error)
     return 2
 
 
-def _excerpt(path: str, number: int, start: int) -> str | None:
-    """A line of a file from column `start` on, cut to fit; None if the line is shorter.
-
-    It reads piece by piece, because one line may fill a huge file.
-    """
-    with open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        text = file.read(_PIECE)
-        above = number - 1
-        while text and (ends := text.count("\n")) < above:
-            above -= ends
-            text = file.read(_PIECE)
-        text = text.split("\n", above)[-1]
-        while start >= len(text):
-            start -= len(text)
-            text = file.read(_PIECE)
-            if not text:
-                return None
-        text = text[start:] + file.read(_MOST_OF_A_LINE)
-    return text.partition("\n")[0][:_MOST_OF_A_LINE]
+def _show_line(error: ParseError) -> None:
+    """Print the line of the error, cut to fit, and a caret under the place; nothing if there is no
+    such line. The file is read piece by piece, because one line may fill a huge file."""
+    above, column = error.line - 1, error.column - 1
+    start = skipped = max(0, column - _MOST_OF_A_LINE * 2 // 3)
+    with open(error.file, encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        for piece in iter(partial(file.readline, _PIECE), ""):
+            if above:
+                above -= piece.endswith("\n")
+            elif skipped >= len(piece):
+                skipped -= len(piece)
+            else:
+                line = (piece[skipped:] + file.readline(_MOST_OF_A_LINE)).partition("\n")[0]
+                # Every character takes one column, tabs too, so the caret stands under the right
+                # one.
+                shown = "".join(c if c.isprintable() else " " for c in line[:_MOST_OF_A_LINE])
+                print(f"    {shown.rstrip()}\n    {' ' * (column - start)}^", file=sys.stderr)
+                return
 
 
 @contextmanager
 def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     """Show on a terminal how far the work is, each second. It yields a function of (done, total).
 
-    The line is erased at the end, after Ctrl-C too.
+    The line is erased at the end, after Ctrl-C too. Text that a user's generator prints meanwhile
+    goes to stderr, so that it does not mix with the result.
     """
     far, ended = "", threading.Event()
 
@@ -129,13 +127,13 @@ def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
             print(f"{_ERASE}{line}", end="", file=sys.stderr, flush=True)
         print(_ERASE if line else "", end="", file=sys.stderr, flush=True)
 
-    if not is_terminal(sys.stderr) or os.environ.get("TERM") == "dumb":
-        yield advance
-        return
     shown = threading.Thread(target=show, daemon=True)
+    if not is_terminal(sys.stderr) or os.environ.get("TERM") == "dumb":
+        ended.set()
     shown.start()
     try:
-        yield advance
+        with redirect_stdout(sys.stderr):
+            yield advance
     finally:
         ended.set()
         shown.join()
