@@ -144,9 +144,17 @@ class Command(_Parser):
         self.set_defaults(run=command.run, parser=self)
 
     def parse_known_args(self, *given: Any, **named: Any) -> Any:
-        """Parse arguments, which the command adds first."""
+        """Parse arguments, which the command adds first. Unknown ones are an error here, where the
+        options are known."""
         self.fill()
-        return super().parse_known_args(*given, **named)
+        found, unknown = super().parse_known_args(*given, **named)
+        if unknown:
+            from difflib import get_close_matches  # for who mistypes
+
+            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
 
     def format_help(self) -> str:
         """Usage, examples, and then what argparse writes."""

@@ -7,9 +7,9 @@ Find a quick schedule of a synchronous step for your costs and memory limit. The
 order of each rank's actions, the placement of the stages, which backwards to split, and, with a
 limit in bytes, which forwards to recompute. The result is a .sched file, which every command and
 the executor take. stderr says how long a step takes, and how far that is above a lower bound for
-every schedule. The same seed finds the same schedule on any machine. Ctrl-C ends the search with
-the best schedule so far. Exit code: 0 written, 2 an option can't be used, or no schedule fits the
-limit.
+every schedule with as many stages per rank. The same seed finds the same schedule on any machine.
+Ctrl-C ends the search with the best schedule so far. Exit code: 0 written, 2 an option can't be
+used, or no schedule fits the limit.
 """
 
 from __future__ import annotations

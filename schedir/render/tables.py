@@ -378,7 +378,10 @@ def found_text(found: Found) -> str:
         peaks.append(size(max(held)))
     above = found.distance
     is_best = above <= _ENOUGH and line.channel in (None, "edge")
-    distance = "none can be quicker" if is_best else f"{above:.2%} above it"
+    held_by_rank = count(found.schedule.stages // found.schedule.ranks, "stage")
+    distance = f"{above:.2%} above it"
+    if is_best:
+        distance = f"none can be quicker with {held_by_rank} per rank"
     bound = f"lower bound of the {found.objective}" + " under edge" * (line.channel is not None)
     pairs = found.schedule.stages * found.schedule.microbatches
     chosen = [f"placement {found.placement}"] if found.schedule.stages > 1 else []
