@@ -51,6 +51,12 @@ def test_one_number_is_of_as_many_stages_as_it_is_said_to_be_of() -> None:
     assert isinstance(recut(costs, 2, of=4).backward, int)
 
 
+def test_one_number_beside_lists_is_of_each_of_their_stages() -> None:
+    mixed = CostModel(forward=(1, 1, 1, 1), weight_bytes=12)
+    found: Any = recut(mixed, 2, of=2)
+    assert (found.forward, found.backward, found.weight_bytes) == ((2, 2), 4, 24)
+
+
 def test_one_stage_has_no_boundary() -> None:
     one = recut(CostModel(forward=(1, 2, 3), boundary_bytes=(4, 5), input_bytes=(6, 7, 8)), 1, of=1)
     assert (one.forward, one.boundary_bytes, one.input_bytes) == ((6,), 0, (6,))

@@ -5,13 +5,14 @@
 
 Compare schedules that train the same model, the quickest first: makespan, its ratio to the best,
 bubble, peak memory of a rank, and the delay of gradients in updates. One number as a cost is the
-cost of one stage when there are as many stages as ranks; a schedule with more stages has smaller
-ones. Costs by stage are added up or divided evenly to fit the stages of each schedule. If the
-numbers of microbatches differ, the time per microbatch decides. An asynchronous schedule also shows
-its time per microbatch with a full pipeline. Marks: best, the quickest that can run; over, above
-the memory limit; a code such as S301, an error under the channel model; none, the schedule does not
-run in this shape; derived, some of its costs are not measured. Exit code: 0 one schedule is best, 1
-no schedule runs within the limits, 2 a target or option can't be used.
+cost of each stage that the costs by stage are for, or, without any, of one stage when there are as
+many stages as ranks; a schedule with more stages has smaller ones. Costs by stage are added up or
+divided evenly to fit the stages of each schedule. If the numbers of microbatches differ, the time
+per microbatch decides. An asynchronous schedule also shows its time per microbatch with a full
+pipeline. Marks: best, the quickest that can run; over, above the memory limit; a code such as S301,
+an error under the channel model; none, the schedule does not run in this shape; derived, some of
+its costs are not measured. Exit code: 0 one schedule is best, 1 no schedule runs within the limits,
+2 a target or option can't be used.
 
 JSON: {channel, memory_limit, unit, best, rows: [{target, ranks, stages, microbatches, chunks,
 makespan, time_per_microbatch, ratio, bubble_fraction, span_bubble_fraction, peak_activations,

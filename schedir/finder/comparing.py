@@ -42,7 +42,6 @@ from schedir.simulator import (
     simulate,
     unmeasured,
 )
-from schedir.simulator.costs import OF_A_PART
 from schedir.simulator.steady_state import SteadyState, full_pipeline, steady_in_unit
 
 Target: TypeAlias = str | Path | Generator | GeneratorFunction | Schedule | Timeline
@@ -465,16 +464,12 @@ def _ranked(rows: list[Row], costs: Costs, channel: str | None, limit: float | N
 
 
 def _expect_one_model(costs: Costs, ranks: set[int]) -> None:
-    """Raise SchedirError if a cost of each stage is one number, and numbers of ranks differ."""
-    if len(ranks) < 2 or not isinstance(costs, CostModel):
-        return
-    single = [name for name in OF_A_PART if not isinstance(getattr(costs, name) or (), tuple)]
-    if single:
+    """Raise SchedirError if each cost is one number for all stages, and numbers of ranks differ."""
+    if len(ranks) > 1 and isinstance(costs, CostModel) and costs.stages is None:
         many = " and ".join(map(str, sorted(ranks)))
         raise SchedirError(
-            f"the schedules have {many} ranks, and with one number for {', '.join(single)} "
-            "each would train another model: give these costs by stage, or compare schedules "
-            "of the same number of ranks"
+            f"the schedules have {many} ranks, and with one number for all stages each would train "
+            "another model: give costs by stage, or compare schedules of the same number of ranks"
         )
 
 

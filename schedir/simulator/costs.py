@@ -593,7 +593,8 @@ def _of_transfers(
 def recut(costs: CostModel, stages: int, of: int) -> CostModel:
     """The costs of the same model, cut into `stages` stages.
 
-    A cost that is one number is that of one of `of` equal stages. For example:
+    A cost that is one number is that of each of the stages that the lists are of, or if there is no
+    list, of one of `of` equal stages. For example:
 
         4 stages        1   1   1   2        of forward = (1, 1, 1, 2)
         2 stages          2       3          exact: the sums
@@ -609,6 +610,7 @@ def recut(costs: CostModel, stages: int, of: int) -> CostModel:
     >>> simulator.recut(CostModel(forward=(1, 1, 1, 2)), stages=2, of=4).forward
     (2, 3)
     """
+    of = costs.stages or of
     changed: dict[str, Any] = {}
     for field in attrs.fields(CostModel):
         name, what = field.name, field.metadata.get("by")

@@ -119,8 +119,9 @@ def one_each(name: str, value: PerStage, many: int, needed: str = "") -> tuple[f
     if not isinstance(value, tuple):
         return (value,) * many
     if len(value) != many:
+        count = "1 is" if many == 1 else f"{many} are"
         raise SchedirError(
-            f"{name} has {len(value)} numbers, but {needed or f'{many} are needed'}: give one for "
+            f"{name} has {len(value)} numbers, but {needed or f'{count} needed'}: give one for "
             "each, or one number for all"
         )
     return value
