@@ -123,14 +123,6 @@ AfterRecord: TypeAlias = Callable[[History], object]
 """A function in place of a Callback, called after each new entry of the history."""
 
 
-class _Function(Callback):
-    def __init__(self, function: AfterRecord) -> None:
-        self._function = function
-
-    def after_record(self, history: History) -> None:
-        self._function(history)
-
-
 def callbacks_of(given: object) -> list[Callback]:
     """Make callbacks from the Trainer's argument; loggers stay on the first process only.
 
@@ -144,8 +136,15 @@ def callbacks_of(given: object) -> list[Callback]:
                 "a callback is a Callback or a function of the history, not "
                 + (f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__)
             )
-    own = (one for one in given if is_first() or not isinstance(one, Logger))
-    return [one if isinstance(one, Callback) else _Function(one) for one in own]
+    return [_callback(one) for one in given if is_first() or not isinstance(one, Logger)]
+
+
+def _callback(one: Callback | AfterRecord) -> Callback:
+    if isinstance(one, Callback):
+        return one
+    found = Callback()
+    vars(found)["after_record"] = one
+    return found
 
 
 def is_first() -> bool:

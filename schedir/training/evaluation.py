@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -14,6 +13,7 @@ from torch.nn import functional
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.training.history import Evaluation, MeanLoss
+from schedir.training.schedulers import takes
 
 Number: TypeAlias = float | Tensor
 """One number, or a tensor of one, which may be on a GPU."""
@@ -78,22 +78,12 @@ def measures(metrics: object) -> Mapping[str, Metric]:
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ExecutionError(f"metrics must be a dict of functions, not {type(metrics).__name__}")
     for name, metric in (metrics or {}).items():
-        if not callable(metric) or not _takes_two(metric):
+        if not (callable(metric) and takes(metric, None, None)):
             raise ExecutionError(
                 f"metric {name!r} must be a function (output, target) -> (sum, count), not "
                 f"{getattr(metric, '__name__', type(metric).__name__)}"
             )
     return metrics or {}
-
-
-def _takes_two(function: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError:
-        return False
-    except ValueError:  # it has none
-        pass
-    return True
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime import rng
+from schedir.runtime.boundaries.boundary import meta_of
 from schedir.runtime.boundaries.calling import CallingConvention, convention_of
 from schedir.training.cutting.cuts import cut
 from schedir.training.cutting.layers import (
@@ -340,12 +341,13 @@ class StageModule(nn.Module):
             except torch.OutOfMemoryError:
                 raise
             except _OF_THE_INPUT as error:
+                shown = pytree.tree_map_only(Tensor, lambda x: meta_of(x.detach()), value)
                 hint = ""
                 if call.use is not None and not isinstance(value, Tensor):
                     hint = "; the function of .tied(key, use) is called as use(layer, x), x being "
                     hint += f"all of the {type(value).__name__}"
                 raise ExecutionError(
-                    f"layer {call.label} fails on what {before} gives, {_described(value)}: "
+                    f"layer {call.label} fails on what {before} gives, {shown}: "
                     f"{type(error).__name__}: {error}{hint}",
                     cause=error,
                 ) from error
@@ -413,16 +415,3 @@ def _attach(root: nn.Module, name: str, module: nn.Module) -> None:
             f"a layer can't be named {name}, because modules have an attribute of that name; "
             "rename it"
         ) from None
-
-
-def _described(value: Any) -> str:
-    """Describe a layer's input by its types and shapes."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_described(v)}" for key, v in value.items()) + "}"
-    if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(map(_described, value)) + ")"
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    inside = f" of {', '.join(map(_described, tensors))}" if tensors else ""
-    return f"{type(value).__name__}{inside}"
