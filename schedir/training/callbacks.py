@@ -63,7 +63,7 @@ class Callback:
         """An epoch is over. Its entry is `history[-1]`, unless `eval_every` is set."""
 
     def after_training(self, history: History) -> None:
-        """The training has ended, also by an error."""
+        """The training has ended, also by an error. The last callback ends first."""
 
 
 class Logger(Callback):

@@ -240,14 +240,12 @@ class Trainer:
         shown = self.progress and is_first()
         bar = [ProgressBar(min(filter(None, ends), default=None))] if shown else []
         self._called = [*bar, *self._callbacks]
-        begun: list[Callback] = []
         with ExitStack() as stack:  # whatever fails, all that has begun ends
-            stack.callback(self._end, begun)
-            if self._folder is not None:
-                stack.callback(self._folder.end)
             for callback in self._called:
                 callback.before_training(now.step)
-                begun.append(callback)
+                stack.callback(lambda begun: begun.after_training(self.history), callback)
+            if self._folder is not None:
+                stack.callback(self._folder.end)
             while not (self._is_over() or self.stopped):
                 self._train()
             if self._folder is not None:
@@ -256,11 +254,6 @@ class Trainer:
                 saved = "" if self._folder is None else ", and has saved a checkpoint"
                 logger.warning("the training stops after step %d, as asked%s", now.step, saved)
         return self.history
-
-    def _end(self, begun: Sequence[Callback]) -> None:
-        with ExitStack() as stack:  # of all callbacks, whichever of them fails
-            for callback in reversed(begun):
-                stack.callback(callback.after_training, self.history)
 
     @property
     def history(self) -> History:

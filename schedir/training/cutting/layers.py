@@ -52,6 +52,10 @@ class Deferred:
             raise ExecutionError(f"a tied layer's key must be a string, not {key!r}")
         return attrs.evolve(self, key=key, use=use)
 
+    def owner(self, name: str) -> tuple[str | None, str]:
+        """What has the parameters of the layer with this name: all layers of its key, or it."""
+        return self.key, self.key or name
+
 
 def deferred(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred:
     """A layer for `partition` that is made only on the rank that owns it.
@@ -136,18 +140,7 @@ def pop(name: str, join: Callable[[Any, Any], Any]) -> Skip:
     return Skip(name, join)
 
 
-@attrs.frozen(eq=False)
-class Layer:
-    """One layer of a list, with its name in the whole model."""
-
-    name: str
-    given: Any
-
-    def __str__(self) -> str:
-        return f"{self.name} ({type_name(self.given)})"
-
-
-def layers_of(given: Layers) -> list[Layer]:
+def layers_of(given: Layers) -> dict[str, Any]:
     """Name the layers: of an `nn.Sequential` as in its state dict, of a sequence by position, of a
     mapping by key.
 
@@ -164,18 +157,18 @@ def layers_of(given: Layers) -> list[Layer]:
         )
     if not given:
         raise ExecutionError("there is no layer to make stages of: the list is empty")
-    names = [_checked(name, layer) for name, layer in given.items()]
-    for name in names:
+    for name, layer in given.items():
+        _check(name, layer)
         for outer in accumulate(name.split("."), "{}.{}".format):
-            if outer in names and outer != name:
+            if outer in given and outer != name:
                 raise ExecutionError(
                     f"layers {outer} and {name} can't both have these names: parameters of the two "
                     "could get the same name; rename one"
                 )
-    return [Layer(name, layer) for name, layer in given.items()]
+    return dict(given)
 
 
-def stashed_before(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
+def stashed_before(layers: dict[str, Any]) -> list[tuple[str, ...]]:
     """For each layer, and after the last, the names of the values that were stashed before and are
     still to be taken up.
 
@@ -183,13 +176,12 @@ def stashed_before(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
     """
     wanted: dict[str, str] = {}
     kept: list[tuple[str, ...]] = [()]
-    for layer in reversed(layers):
-        skip = layer.given
+    for layer, skip in reversed(layers.items()):
         if isinstance(skip, Skip) and skip.join is not None:
-            wanted[skip.name] = layer.name
+            wanted[skip.name] = layer
         elif isinstance(skip, Skip) and wanted.pop(skip.name, None) is None:
             raise ExecutionError(
-                f"layer {layer.name} puts {skip.name!r} aside, but no later layer takes it up by "
+                f"layer {layer} puts {skip.name!r} aside, but no later layer takes it up by "
                 f"pop({skip.name!r}, …)"
             )
         kept.append(tuple(sorted(wanted)))
@@ -239,8 +231,8 @@ def seed_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def _checked(name: object, given: Any) -> str:
-    """The name of a layer. Raises ExecutionError if it is no name, or if the layer is none."""
+def _check(name: object, given: Any) -> None:
+    """Raise ExecutionError if it is no layer, or if its name is none."""
     if not isinstance(name, str) or not all(name.split(".")):
         raise ExecutionError(f"a layer's name must be a string, not {name!r}")
     if isinstance(given, type):
@@ -249,7 +241,7 @@ def _checked(name: object, given: Any) -> str:
             f"deferred({given.__name__}, …)"
         )
     if isinstance(given, nn.Module):
-        return name
+        return
     function = given
     if isinstance(given, (Deferred, Skip)):
         function = given.use if isinstance(given, Deferred) else given.join
@@ -264,7 +256,6 @@ def _checked(name: object, given: Any) -> str:
             "hold nor train; list a module that has it, or, if it is also a layer of the list, "
             "deferred(…).tied(key, use)"
         )
-    return name
 
 
 def _brought_along(function: Any) -> nn.Module | Tensor | None:

@@ -23,7 +23,6 @@ from schedir.runtime.boundaries.calling import CallingConvention, convention_of
 from schedir.training.cutting.cuts import cut
 from schedir.training.cutting.layers import (
     Deferred,
-    Layer,
     Layers,
     Skip,
     layers_of,
@@ -135,7 +134,7 @@ def uncut_layers(
     """
     listed = layers_of(layers)
     stashed = stashed_before(listed)
-    parts = [_part(layer) for layer in listed]
+    parts = [_part(name, given) for name, given in listed.items()]
     _check_tied(listed, parts)
     if init is not None:
         _check_unshared(parts)
@@ -145,19 +144,18 @@ def uncut_layers(
     def make(spans: Sequence[Span], stages: Iterable[int]) -> Iterator[tuple[int, nn.Module]]:
         for stage, own in own_modules(parts, spans, stages).items():
             first, end = spans[stage]
-            before = f"layer {listed[first - 1]}" if first else "the model's input"
-            calls = _calls(listed[first:end], own, made)
+            before = f"layer {parts[first - 1]}" if first else "the model's input"
+            calls = _calls(parts[first:end], {**listed, **own}, made)
             yield stage, StageModule(calls, before, stashed[first], stashed[end])
 
     return Uncut(parts, make)
 
 
-def _part(layer: Layer) -> Part:
+def _part(name: str, given: Any) -> Part:
     """A layer as a part of the model."""
-    name, module, owner = layer.name, layer.given, None
-    if isinstance(module, Deferred):
-        owner = module.key, module.key or name
-        module = made_on_meta(name, module)
+    module, owner = given, None
+    if isinstance(given, Deferred):
+        module, owner = made_on_meta(name, given), given.owner(name)
     if not isinstance(module, nn.Module):
         module = nn.Module()  # a function holds nothing
     statistics = (
@@ -167,18 +165,18 @@ def _part(layer: Layer) -> Part:
     )
     return Part(
         name,
-        {name: type_name(layer.given)},
+        {name: type_name(given)},
         holdings_of(module.named_parameters(remove_duplicate=False), f"{name}.", owner),
-        {name: layer.given} if isinstance(layer.given, nn.Module) else {},
+        {name: given} if isinstance(given, nn.Module) else {},
         holdings_of(statistics, f"{name}.", owner),
     )
 
 
-def _check_tied(listed: Sequence[Layer], parts: Sequence[Part]) -> None:
+def _check_tied(listed: Mapping[str, Any], parts: Sequence[Part]) -> None:
     """Raise ExecutionError if layers that are tied by one key have different parameters."""
     first: dict[str, Part] = {}
-    for layer, part in zip(listed, parts, strict=True):
-        if not isinstance(layer.given, Deferred) or (key := layer.given.key) is None:
+    for given, part in zip(listed.values(), parts, strict=True):
+        if not isinstance(given, Deferred) or (key := given.key) is None:
             continue
         other = first.setdefault(key, part)
         mine, others = (
@@ -207,11 +205,12 @@ def _check_unshared(parts: Sequence[Part]) -> None:
                 )
 
 
-def _made(layer: Layer, *, seed: int, device: torch.device | None, init: Init | None) -> Any:
+def _made(
+    name: str, given: Any, *, seed: int, device: torch.device | None, init: Init | None
+) -> Any:
     """Make a deferred layer, or move a module that was given."""
-    given, name = layer.given, layer.name
-    key = given.key if isinstance(given, Deferred) else None
-    with rng(seed, seed_of(key or name), 0, 0):
+    _, source = given.owner(name) if isinstance(given, Deferred) else (None, name)
+    with rng(seed, seed_of(source), 0, 0):
         if isinstance(given, Deferred):
             with device or nullcontext() if init is None else torch.device("meta"):
                 given = given.make()
@@ -276,20 +275,20 @@ class Call:
 
 
 def _calls(
-    layers: Iterable[Layer], own: Mapping[str, nn.Module], made: Callable[[Layer], Any]
+    parts: Iterable[Part], listed: Mapping[str, Any], made: Callable[[str, Any], Any]
 ) -> Iterator[Call]:
-    """Make the layers of one stage, of which `own` are the modules that were given."""
-    of_key: dict[object, object] = {}
-    for layer in layers:
-        name, given, use = layer.name, layer.given, None
+    """Make the layers of one stage."""
+    shared: dict[object, object] = {}
+    for part in parts:
+        given, use = listed[part.name], None
         if isinstance(given, Deferred):
-            key, use = given.key or layer, given.use
-            if key not in of_key:
-                of_key[key] = made(layer)
-            given = of_key[key]
-        elif name in own:
-            given = made(Layer(name, own[name]))
-        yield Call(name, str(layer), given, use)
+            owner, use = given.owner(part.name), given.use
+            if owner not in shared:
+                shared[owner] = made(part.name, given)
+            given = shared[owner]
+        elif isinstance(given, nn.Module):
+            given = made(part.name, given)
+        yield Call(part.name, str(part), given, use)
 
 
 class StageModule(nn.Module):
