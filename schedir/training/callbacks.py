@@ -130,20 +130,18 @@ def callbacks_of(given: object) -> list[Callback]:
     """
     if not isinstance(given, (list, tuple)):
         raise ExecutionError(f"callbacks must be a list, not {type(given).__name__}")
+    found = []
     for one in given:
-        if not (isinstance(one, Callback) or (callable(one) and not isinstance(one, type))):
+        if isinstance(one, type) or not (isinstance(one, Callback) or callable(one)):
             raise ExecutionError(
                 "a callback is a Callback or a function of the history, not "
                 + (f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__)
             )
-    return [_callback(one) for one in given if is_first() or not isinstance(one, Logger)]
-
-
-def _callback(one: Callback | AfterRecord) -> Callback:
-    if isinstance(one, Callback):
-        return one
-    found = Callback()
-    vars(found)["after_record"] = one
+        callback = one if isinstance(one, Callback) else Callback()
+        if callback is not one:
+            vars(callback)["after_record"] = one
+        if is_first() or not isinstance(one, Logger):
+            found.append(callback)
     return found
 
 

@@ -56,7 +56,7 @@ class Record:
     def measured(self, by: str) -> float:
         """The evaluation loss, if `by` is "loss", or the metric of that name; NaN if there is
         none."""
-        found = self.evaluation_loss if by == "loss" else self.metrics.get(by)
+        found = {**self.metrics, "loss": self.evaluation_loss}.get(by)
         return math.nan if found is None else found
 
     def __str__(self) -> str:
