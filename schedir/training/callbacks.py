@@ -63,7 +63,7 @@ class Callback:
         """An epoch is over. Its entry is `history[-1]`, unless `eval_every` is set."""
 
     def after_training(self, history: History) -> None:
-        """The training has ended, also by an error."""
+        """The training has ended, also by an error. The last callback ends first."""
 
 
 class Logger(Callback):
@@ -123,14 +123,6 @@ AfterRecord: TypeAlias = Callable[[History], object]
 """A function in place of a Callback, called after each new entry of the history."""
 
 
-class _Function(Callback):
-    def __init__(self, function: AfterRecord) -> None:
-        self._function = function
-
-    def after_record(self, history: History) -> None:
-        self._function(history)
-
-
 def callbacks_of(given: object) -> list[Callback]:
     """Make callbacks from the Trainer's argument; loggers stay on the first process only.
 
@@ -138,14 +130,19 @@ def callbacks_of(given: object) -> list[Callback]:
     """
     if not isinstance(given, (list, tuple)):
         raise ExecutionError(f"callbacks must be a list, not {type(given).__name__}")
+    found = []
     for one in given:
-        if not (isinstance(one, Callback) or (callable(one) and not isinstance(one, type))):
+        if isinstance(one, type) or not (isinstance(one, Callback) or callable(one)):
             raise ExecutionError(
                 "a callback is a Callback or a function of the history, not "
                 + (f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__)
             )
-    own = (one for one in given if is_first() or not isinstance(one, Logger))
-    return [one if isinstance(one, Callback) else _Function(one) for one in own]
+        callback = one if isinstance(one, Callback) else Callback()
+        if callback is not one:
+            vars(callback)["after_record"] = one
+        if is_first() or not isinstance(one, Logger):
+            found.append(callback)
+    return found
 
 
 def is_first() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -14,13 +13,11 @@ from torch.nn import functional
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.training.history import Evaluation, MeanLoss
-
-Number: TypeAlias = float | Tensor
-"""One number, or a tensor of one, which may be on a GPU."""
+from schedir.training.schedulers import takes
 
 _IGNORED = -100  # as torch's cross-entropy does
 
-Metric: TypeAlias = Callable[[Any, Any], tuple[Number, Number]]
+Metric: TypeAlias = Callable[[Any, Any], tuple[float | Tensor, float | Tensor]]
 """(output, target) of a microbatch → (sum, count): the metric is all sums over all counts."""
 
 
@@ -52,9 +49,9 @@ def evaluate(
     """
     known = measures(metrics)
     loss = MeanLoss()
-    sums: dict[str, tuple[Number, Number]] = dict.fromkeys(known, (0.0, 0.0))
+    sums: dict[str, tuple[float | Tensor, float | Tensor]] = dict.fromkeys(known, (0.0, 0.0))
 
-    def measured(output: Any, target: Any) -> dict[str, tuple[Number, Number]]:
+    def measured(output: Any, target: Any) -> dict[str, tuple[Tensor, Tensor]]:
         return {name: _pair(name, metric(output, target)) for name, metric in known.items()}
 
     for inputs, target in pairs(batches, "evaluation"):
@@ -78,22 +75,12 @@ def measures(metrics: object) -> Mapping[str, Metric]:
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ExecutionError(f"metrics must be a dict of functions, not {type(metrics).__name__}")
     for name, metric in (metrics or {}).items():
-        if not callable(metric) or not _takes_two(metric):
+        if not (callable(metric) and takes(metric, None, None)):
             raise ExecutionError(
                 f"metric {name!r} must be a function (output, target) -> (sum, count), not "
                 f"{getattr(metric, '__name__', type(metric).__name__)}"
             )
     return metrics or {}
-
-
-def _takes_two(function: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError:
-        return False
-    except ValueError:  # it has none
-        pass
-    return True
 
 
 def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,19 +169,17 @@ def pairs(batches: Iterable[Any], what: str, after: int = 0) -> Iterator[tuple[A
         )
 
 
-def _pair(name: str, found: Any) -> tuple[Number, Number]:
+def _pair(name: str, found: Any) -> tuple[Tensor, Tensor]:
     """Check a metric's sum and count, without waiting for those on a device."""
-    if not isinstance(found, tuple) or len(found) != 2 or not all(map(_is_number, found)):
-        shown = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
-        raise ExecutionError(
-            f"metric {name!r} must return (sum, count), two numbers or tensors of one, not {shown}"
+    try:
+        total, count = found
+        # In double precision: counts of a large data set are exact.
+        total, count = (
+            torch.as_tensor(x, dtype=torch.float64).detach().reshape(()) for x in (total, count)
         )
-    # In double precision: counts of a large data set are exact.
-    total, count = (
-        x.detach().reshape(()).to(torch.float64) if isinstance(x, Tensor) else x for x in found
-    )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ExecutionError(
+            f"metric {name!r} must return (sum, count), two numbers or tensors of one, not "
+            f"{type(found).__name__}: {error}"
+        ) from error
     return total, count
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)

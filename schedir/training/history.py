@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 import attrs
@@ -56,7 +56,7 @@ class Record:
     def measured(self, by: str) -> float:
         """The evaluation loss, if `by` is "loss", or the metric of that name; NaN if there is
         none."""
-        found = self.evaluation_loss if by == "loss" else self.metrics.get(by)
+        found = {**self.metrics, "loss": self.evaluation_loss}.get(by)
         return math.nan if found is None else found
 
     def __str__(self) -> str:
@@ -100,17 +100,13 @@ class History(Sequence[Record]):
     def __len__(self) -> int:
         return len(self.records)
 
-    def __iter__(self) -> Iterator[Record]:
-        return iter(self.records)
-
     @property
     def best(self) -> Record | None:
         """The entry with the best measure, the first of equals; None if no entry has the
         measure."""
-        sign = 1 if self.mode == "min" else -1
-        found = [(sign * one.measured(self.measure), at) for at, one in enumerate(self)]
-        known = [one for one in found if not math.isnan(one[0])]
-        return self[min(known)[1]] if known else None
+        known = [one for one in self if not math.isnan(one.measured(self.measure))]
+        choose = min if self.mode == "min" else max
+        return choose(known, key=lambda one: one.measured(self.measure), default=None)
 
     @property
     def stale(self) -> int:
@@ -130,33 +126,27 @@ class MeanLoss:
     """
 
     def __init__(self, skips: bool = False, totals: Sequence[float] = (0.0, 0.0)) -> None:
-        self._skips = skips
-        self._sum, self._samples = totals
+        self._skips, self._totals = skips, totals
         self._unread: StepResult | None = None
 
     def add(self, result: StepResult) -> None:
         """Count a call."""
-        self._read()
-        self._unread = result
+        self._totals, self._unread = self.totals, result
+
+    @property
+    def totals(self) -> Sequence[float]:
+        """The sum of the losses of all samples so far, and the number of samples."""
+        call, self._unread = self._unread, None
+        if call is not None and call.samples and not (self._skips and not math.isfinite(call.loss)):
+            total, samples = self._totals
+            self._totals = total + call.loss * call.samples, samples + call.samples
+        return self._totals
 
     @property
     def mean(self) -> float:
         """The mean over all calls so far; NaN where they have no samples."""
         total, samples = self.totals
         return total / samples if samples else math.nan
-
-    @property
-    def totals(self) -> tuple[float, float]:
-        """The sum of the losses of all samples so far, and the number of samples."""
-        self._read()
-        return self._sum, self._samples
-
-    def _read(self) -> None:
-        call, self._unread = self._unread, None
-        if call is None or not call.samples or (self._skips and not math.isfinite(call.loss)):
-            return
-        self._sum += call.loss * call.samples
-        self._samples += call.samples
 
 
 class Standing:

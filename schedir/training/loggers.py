@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from itertools import count
+from itertools import chain, count
 from math import isfinite
 from os import PathLike
 from pathlib import Path
@@ -58,22 +58,23 @@ class _File(Logger):
         if new := [name for name in figures if name not in self._names]:
             self._names += new
             self._replace(self._rows())
+        numbers = {name: float(value) for name, value in figures.items()}  # of tensors too
         with self._path.open("a", encoding="utf-8", newline="") as file:
-            self._write(file, [{"step": step, **figures}])
+            self._write(file, [{"step": step, **numbers}])
 
     def _rows(self) -> list[dict[str, Any]]:
         text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
         return self._parsed(line for line in text.splitlines(True) if line.endswith("\n"))
 
     def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._names = [*dict.fromkeys([*self._names, *(rows[0] if rows else ())])]
+        self._names = [*dict.fromkeys(chain(self._names, *rows[:1]))]
         with replacing(self._path) as file:
-            self._write(file, rows, begins=True)
+            self._write(file, rows)
 
     def _parsed(self, lines: Iterable[str]) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def _write(self, file: TextIO, rows: Sequence[Mapping[str, Any]], begins: bool = False) -> None:
+    def _write(self, file: TextIO, rows: Sequence[Mapping[str, Any]]) -> None:
         raise NotImplementedError
 
 
@@ -93,7 +94,7 @@ class JSONLines(_File):
     def _parsed(self, lines: Iterable[str]) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
-    def _write(self, file: TextIO, rows: Sequence[Mapping[str, Any]], begins: bool = False) -> None:
+    def _write(self, file: TextIO, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
             known = {name: x if x is None or isfinite(x) else None for name, x in row.items()}
             print(json.dumps(known), file=file)
@@ -115,9 +116,9 @@ class CSV(_File):
     def _parsed(self, lines: Iterable[str]) -> list[dict[str, Any]]:
         return [*csv.DictReader(lines)]
 
-    def _write(self, file: TextIO, rows: Sequence[Mapping[str, Any]], begins: bool = False) -> None:
+    def _write(self, file: TextIO, rows: Sequence[Mapping[str, Any]]) -> None:
         writer = csv.DictWriter(file, self._names)
-        if begins:
+        if not file.tell():
             writer.writeheader()
         writer.writerows(rows)
 
@@ -220,7 +221,7 @@ class ProgressBar(Logger):
 
     def after_log(self, step: int, figures: Mapping[str, float]) -> None:
         """Show the figures."""
-        line = "  ".join(f"{name} {_short(value)}" for name, value in figures.items())
+        line = "  ".join(f"{name} {_short(float(value))}" for name, value in figures.items())
         if self._console.is_terminal:
             self._bar.update(self._task, description=line)
         else:

@@ -16,8 +16,10 @@ from torch.utils import _pytree as pytree
 from schedir.errors import ExecutionError
 from schedir.ir import is_number
 from schedir.runtime import rng
+from schedir.runtime.accelerator import current_accelerator
 from schedir.runtime.arguments import LossFunction
 from schedir.runtime.boundaries.calling import convention_of
+from schedir.runtime.boundaries.learned import tensors_of
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.groups import init_process_group
 from schedir.training.checkpoint.collective import everywhere
@@ -109,16 +111,16 @@ def _timed(
     times = []
     for _ in range(1 + repeats):
         # Copies: a layer may work in place, and autograd forbids that on leaves.
-        leaves = [x for x in _tensors(given) if x.requires_grad]
+        leaves = [x for x in tensors_of(given) if x.requires_grad]
         copies = pytree.tree_map_only(Tensor, lambda x: x.clone(), given)
-        _synchronize()
+        current_accelerator().synchronize()
         begun = clocks.now()
         result = run(copies)
-        ends = [x for x in _tensors(result) if x.requires_grad]
+        ends = [x for x in tensors_of(result) if x.requires_grad]
         if ends and (starts := [*leaves, *parameters]):
             ones = [torch.ones_like(x) for x in ends]
             torch.autograd.grad(ends, starts, ones, allow_unused=True)
-        _synchronize()
+        current_accelerator().synchronize()
         times.append(clocks.now() - begun)
     with torch.no_grad():
         for buffer, value in buffers.items():
@@ -127,12 +129,3 @@ def _timed(
         Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), result
     )
     return median(times[1:]) / 1e9, detached  # from nanoseconds
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _synchronize() -> None:
-    if torch.accelerator.current_accelerator(check_available=True) is not None:
-        torch.accelerator.synchronize()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -52,7 +54,7 @@ def warmup_cosine(optimizer: Optimizer, *, warmup: int, steps: int, floor: float
     return LambdaLR(optimizer, share)
 
 
-def takes_metric(scheduler: object) -> bool:
+def takes_metric(scheduler: Any) -> bool:
     """Whether a scheduler's `step` takes a metric, as torch's ReduceLROnPlateau does.
 
     Raises ExecutionError for an object that is no scheduler, or whose `step` needs more.
@@ -60,13 +62,22 @@ def takes_metric(scheduler: object) -> bool:
     step = getattr(scheduler, "step", None)
     if isinstance(scheduler, type) or not callable(step):
         raise ExecutionError(f"scheduler must be an object with step(), not {scheduler!r}")
-    for given in range(2):
-        try:
-            inspect.signature(step).bind(*[0.0] * given)
-        except TypeError:
-            continue
-        return given > 0
+    if takes(step):
+        return False
+    if takes(step, 0.0):
+        return True
     raise ExecutionError(
         f"{type(scheduler).__name__}.step{inspect.signature(step)} takes more than a metric: step "
         "it in a callback, and pass it in others= so that checkpoints have it"
     )
+
+
+def takes(function: Callable[..., object], *given: object) -> bool:
+    """Whether a function can be called so, as far as its signature tells."""
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature
+        pass
+    return True

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from operator import length_hint
 from os import PathLike
@@ -21,7 +22,6 @@ from schedir.runtime import Executor, StepResult
 from schedir.training.callbacks import AfterRecord, Callback, callbacks_of, is_first
 from schedir.training.checkpoint.checkpoint import Checkpoint, Stateful
 from schedir.training.checkpoint.run_folder import RunFolder
-from schedir.training.data import Batches
 from schedir.training.evaluation import Metric, evaluate, measures, pairs
 from schedir.training.history import Evaluation, History, Mode, Standing
 from schedir.training.loggers import ProgressBar
@@ -32,10 +32,11 @@ logger = logging.getLogger("schedir")
 _PROGRESS = "progress"  # the name of what a checkpoint has of the Trainer
 _NUMBERS = (
     *("epochs", "max_steps", "eval_every", "save_every", "log_every"),
-    *("patience", "segment"),
+    *("patience", "segment", "keep"),
 )
 
 
+@dataclass(eq=False, repr=False)
 class Trainer:
     """Trains for some epochs or steps. Every rank makes one with the same arguments.
 
@@ -111,73 +112,65 @@ class Trainer:
     Raises ExecutionError if the arguments do not fit each other.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        batches: Iterable[tuple[Any, Any]],
-        *,
-        epochs: int | None = None,
-        max_steps: int | None = None,
-        eval_every: int | None = None,
-        save_every: int | None = None,
-        log_every: int | None = None,
-        scheduler: Any = None,
-        scheduler_by: Literal["step", "epoch", "evaluation"] = "step",
-        evaluation: Iterable[tuple[Any, Any]] | None = None,
-        metrics: Mapping[str, Metric] | None = None,
-        best: str | None = None,
-        best_mode: Mode = "min",
-        patience: int | None = None,
-        checkpoint: str | PathLike[str] | None = None,
-        keep: int = 2,
-        async_save: bool = False,
-        others: Mapping[str, Stateful] | None = None,
-        segment: int | None = None,
-        autocast: torch.dtype | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        unit: str = "samples",
-        callbacks: Sequence[Callback | AfterRecord] = (),
-        progress: bool = True,
-    ) -> None:
-        self.executor, self.batches, self.evaluation = executor, batches, evaluation
-        self.epochs, self.max_steps, self.patience = epochs, max_steps, patience
-        self.eval_every, self.save_every, self.log_every = eval_every, save_every, log_every
-        self.scheduler, self.scheduler_by = scheduler, scheduler_by
-        self.metrics, self.best = measures(metrics), best
-        self.autocast, self.segment, self.unit, self.progress = autocast, segment, unit, progress
-        self.callbacks = callbacks_of(callbacks)
-        self._by_metric = scheduler is not None and takes_metric(scheduler)
-        for wrong, message in self._rules(keep, best_mode, scaler, checkpoint, others or {}):
+    executor: Executor
+    batches: Iterable[tuple[Any, Any]]
+    _: KW_ONLY
+    epochs: int | None = None
+    max_steps: int | None = None
+    eval_every: int | None = None
+    save_every: int | None = None
+    log_every: int | None = None
+    scheduler: Any = None
+    scheduler_by: Literal["step", "epoch", "evaluation"] = "step"
+    evaluation: Iterable[tuple[Any, Any]] | None = None
+    metrics: Mapping[str, Metric] | None = None
+    best: str | None = None
+    best_mode: Mode = "min"
+    patience: int | None = None
+    checkpoint: str | PathLike[str] | None = None
+    keep: int = 2
+    async_save: bool = False
+    others: Mapping[str, Stateful] | None = None
+    segment: int | None = None
+    autocast: torch.dtype | None = None
+    scaler: torch.amp.GradScaler | None = None
+    unit: str = "samples"
+    callbacks: Sequence[Callback | AfterRecord] = ()
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        self._callbacks = callbacks_of(self.callbacks)
+        self._by_metric = self.scheduler is not None and takes_metric(self.scheduler)
+        for wrong, message in self._rules():
             if wrong:
                 raise ExecutionError(message)
-        self.optimizer = executor.optimizer  # refused at once where there is none
-        self._length = length_hint(batches)
-        self._now = Standing(
-            History((), best or "loss", best_mode), executor.nonfinite == "skip", segment
-        )
+        self.optimizer = self.executor.optimizer  # refused at once where there is none
+        self._length = length_hint(self.batches)
+        history = History((), self.best or "loss", self.best_mode)
+        self._now = Standing(history, self.executor.nonfinite == "skip", self.segment)
         self.stopped = False
         self._folder: RunFolder | None = None
-        if checkpoint is not None:
-            data: Any = batches
-            if hasattr(evaluation, "state_dict"):  # a shuffled set's order changes how sums round
-                data = _Data(data, evaluation)
-            others = {_PROGRESS: self._now, **(others or {})}
-            saves = Checkpoint(executor, scheduler=scheduler, batches=data, others=others)
-            self._folder = RunFolder(Path(checkpoint), saves, keep, executor, async_save)
+        if self.checkpoint is not None:
+            data: Any = self.batches
+            if hasattr(self.evaluation, "state_dict"):  # in another order sums round otherwise
+                data = _Data(data, self.evaluation)
+            others = {_PROGRESS: self._now, **(self.others or {})}
+            saves = Checkpoint(self.executor, scheduler=self.scheduler, batches=data, others=others)
+            self._folder = RunFolder(
+                Path(self.checkpoint), saves, self.keep, self.executor, self.async_save
+            )
 
-    def _rules(
-        self, keep: int, best_mode: str, scaler: object, checkpoint: object, others: Collection[str]
-    ) -> Iterator[tuple[object, str]]:
+    def _rules(self) -> Iterator[tuple[object, str]]:
         """What may be wrong with the arguments: whether it is, and the error's words.
 
         A rule relies on the rules before it.
         """
         evaluation, by = self.evaluation, self.scheduler_by
+        metrics = measures(self.metrics)
         for name in _NUMBERS:
             number = getattr(self, name)
             unfit = number is not None and not (is_number(number) and number)
             yield unfit, f"{name} must be an int of at least 1, not {number!r}"
-        yield not (is_number(keep) and keep), f"keep must be an int of at least 1, not {keep!r}"
         yield (
             self.epochs is None and self.max_steps is None,
             "nothing says when the training ends: pass epochs= or max_steps=",
@@ -187,43 +180,33 @@ class Trainer:
                 getattr(self, name) and evaluation is None,
                 f"{name} needs an evaluation set: pass evaluation= as well",
             )
-        each_epoch = evaluation is not None and not self.eval_every
-        by_epochs = self.epochs or by == "epoch" or each_epoch
+        by_epochs = self.epochs or by == "epoch" or (evaluation is not None and not self.eval_every)
         held_out = () if evaluation is None else evaluation
         for name, given in {"batches": self.batches, "evaluation": held_out}.items():
             yield (
                 not isinstance(given, Iterable),
                 f"{name} must be an iterable of pairs (inputs, target), not {type(given).__name__}",
             )
-            is_endless = isinstance(given, Batches) and given.endless
             yield (
-                is_endless and (by_epochs or name == "evaluation"),
+                getattr(given, "endless", False) and (by_epochs or name == "evaluation"),
                 f"{name} never ends, so no epoch ends: leave out repeat=True, or, for batches, "
                 'use steps: max_steps, eval_every, and scheduler_by="step" or "evaluation"',
             )
         own = self.executor.scaler
         yield (
-            scaler is not None and scaler is not own,
+            self.scaler not in (None, own),
             "scaler must be the executor's: Executor(…, scaler=scaler)",
         )
-        half = () if own is None else (torch.float16,)
-        yield (
-            self.autocast not in (None, torch.bfloat16, *half),
-            "autocast must be torch.bfloat16 or None, or torch.float16 with Executor(…, "
-            f"scaler=…), not {self.autocast}",
-        )
-        yield (
-            self.best not in (None, "loss", *self.metrics),
-            f'best must be "loss" or the name of a metric, not {self.best!r}',
-        )
-        yield (
-            best_mode not in ("min", "max"),
-            f'best_mode must be "min" or "max", not {best_mode!r}',
-        )
-        yield (
-            by not in ("step", "epoch", "evaluation"),
-            f'scheduler_by must be "step", "epoch" or "evaluation", not {by!r}',
-        )
+        half = torch.bfloat16 if own is None else torch.float16
+        words = "torch.bfloat16 or None, or torch.float16 with Executor(…, scaler=…)"
+        for name, allowed, what in (
+            ("autocast", (None, torch.bfloat16, half), words),
+            ("best", (None, "loss", *metrics), '"loss" or the name of a metric'),
+            ("best_mode", ("min", "max"), '"min" or "max"'),
+            ("scheduler_by", ("step", "epoch", "evaluation"), '"step", "epoch" or "evaluation"'),
+        ):
+            chosen = getattr(self, name)
+            yield chosen not in allowed, f"{name} must be {what}, not {chosen!r}"
         evaluated = by == "evaluation" or (by == "epoch" and not self.eval_every)
         yield (
             self._by_metric and (evaluation is None or not evaluated),
@@ -231,12 +214,12 @@ class Trainer:
             'evaluation= and scheduler_by="evaluation"',
         )
         yield (
-            checkpoint is not None and not hasattr(self.batches, "state_dict"),
+            self.checkpoint is not None and not hasattr(self.batches, "state_dict"),
             f"a {type(self.batches).__name__} does not know where it is, so no training can resume "
             "from a checkpoint: wrap it, as in batches=Batches(…)",
         )
         yield (
-            checkpoint is not None and _PROGRESS in others,
+            self.checkpoint is not None and _PROGRESS in (self.others or {}),
             f"others: the Trainer itself uses {_PROGRESS!r}; use another name",
         )
 
@@ -254,16 +237,15 @@ class Trainer:
         if self._is_over():
             return self.history
         ends = (self.epochs or 0) * self._length, self.max_steps
-        bar = [ProgressBar(min(filter(None, ends), default=None))] if self.progress else []
-        self._called = callbacks_of([*bar, *self.callbacks])
-        begun: list[Callback] = []
+        shown = self.progress and is_first()
+        bar = [ProgressBar(min(filter(None, ends), default=None))] if shown else []
+        self._called = [*bar, *self._callbacks]
         with ExitStack() as stack:  # whatever fails, all that has begun ends
-            stack.callback(self._end, begun)
-            if self._folder is not None:
-                stack.callback(self._folder.end)
             for callback in self._called:
                 callback.before_training(now.step)
-                begun.append(callback)
+                stack.callback(lambda begun: begun.after_training(self.history), callback)
+            if self._folder is not None:
+                stack.callback(self._folder.end)
             while not (self._is_over() or self.stopped):
                 self._train()
             if self._folder is not None:
@@ -272,11 +254,6 @@ class Trainer:
                 saved = "" if self._folder is None else ", and has saved a checkpoint"
                 logger.warning("the training stops after step %d, as asked%s", now.step, saved)
         return self.history
-
-    def _end(self, begun: Sequence[Callback]) -> None:
-        with ExitStack() as stack:  # of all callbacks, whichever of them fails
-            for callback in reversed(begun):
-                stack.callback(callback.after_training, self.history)
 
     @property
     def history(self) -> History:
@@ -317,7 +294,9 @@ class Trainer:
                 # At an epoch's end, if it is known, everything that is due is done together.
                 if (now.step - before) % together or now.in_epoch == self._length:
                     continue
-                if self._is_asked_to_stop or any(self._is_due(every, before) for every in often):
+                if self.executor.stop_requested or any(
+                    self._is_due(every, before) for every in often
+                ):
                     break
             else:
                 ended = True
@@ -357,17 +336,12 @@ class Trainer:
         """Whether a multiple of `every` steps was reached since step `before`."""
         return every is not None and self._now.step // every > before // every
 
-    @property
-    def _is_asked_to_stop(self) -> bool:
-        """Whether the executor is to stop; after a step all ranks know the same."""
-        return getattr(self.executor, "stop_requested", False)
-
     def _arrive(self, before: int, began: float, result: StepResult | None, is_epoch: bool) -> None:
         """Log, evaluate, call back and save, as is due after the steps since `before`.
 
         These steps began at the time `began`, and `result` is that of the last one.
         """
-        now, asked = self._now, self._is_asked_to_stop
+        now, asked = self._now, self.executor.stop_requested
         figures = {}
         loss = now.logged.mean  # reading it waits for the last step
         now.seconds += perf_counter() - began
@@ -425,9 +399,8 @@ class Trainer:
     def _step_scheduler(self, after: str) -> None:
         """Step the scheduler if it is stepped after this: a step, an epoch or an evaluation."""
         if self.scheduler is not None and after == self.scheduler_by:
-            last = self.history[-1:]
-            measured = [one.measured(last.measure) for one in last if self._by_metric]
-            self.scheduler.step(*measured)
+            by = [self.history[-1].measured(self.history.measure)] if self._by_metric else []
+            self.scheduler.step(*by)
 
     def _precision(self) -> AbstractContextManager[object]:
         if self.autocast is None:
@@ -435,17 +408,18 @@ class Trainer:
         return torch.autocast(self.executor.device.type, self.autocast)
 
 
+@dataclass
 class _Data:
     """The state of the batches and of the evaluation set as one."""
 
-    def __init__(self, batches: Stateful, evaluation: Any) -> None:
-        self._batches, self._evaluation = batches, evaluation
+    batches: Stateful
+    evaluation: Any
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._batches.state_dict(), "evaluation": self._evaluation.state_dict()}
+        return {**self.batches.state_dict(), "evaluation": self.evaluation.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = dict(state)
         if "evaluation" in own:
-            self._evaluation.load_state_dict(own.pop("evaluation"))
-        self._batches.load_state_dict(own)
+            self.evaluation.load_state_dict(own.pop("evaluation"))
+        self.batches.load_state_dict(own)

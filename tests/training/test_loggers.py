@@ -136,10 +136,19 @@ def test_a_line_that_was_cut_off_is_dropped(kind: str, tmp_path: Path) -> None:
     assert [*read(path)] == [2, 4, 5, 6, 8, 10]
 
 
-def test_json_has_null_for_what_is_not_finite(tmp_path: Path) -> None:
-    logger = JSONLines(tmp_path / "run")
-    logger.after_log(3, {"loss": math.nan, "lr": 1.0})
-    assert (tmp_path / "run").read_text() == '{"step": 3, "loss": null, "lr": 1.0}\n'
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (JSONLines, '{"step": 3, "loss": null, "lr": 0.5}\n'),
+        (CSV, "step,loss,lr\n3,nan,0.5\n"),
+    ],
+)
+def test_tensors_are_numbers_and_json_has_null_for_nan(
+    make: Callable[[Path], Logger], text: str, tmp_path: Path
+) -> None:
+    figures: dict[str, Any] = {"loss": math.nan, "lr": torch.tensor([0.5])}
+    make(tmp_path / "run").after_log(3, figures)
+    assert (tmp_path / "run").read_text() == text
 
 
 @pytest.mark.parametrize("make", [CSV, JSONLines])

@@ -611,4 +611,4 @@ def test_each_callback_that_has_begun_ends_whichever_fails(fails: str) -> None:
     with an_executor(None) as executor, pytest.raises(ValueError, match="no more of this"):
         trainer_of(executor, TRAINED, max_steps=1, callbacks=callbacks).fit()
     ended = [line.split()[1] for line in seen if line.startswith("after")]
-    assert ended == (["first"] if fails == "before_training" else ["first", "second", "third"])
+    assert ended == (["first"] if fails == "before_training" else ["third", "second", "first"])

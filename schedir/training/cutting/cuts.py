@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 from itertools import accumulate, groupby, islice, pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -22,10 +23,10 @@ from schedir.training.cutting.stages import (
     Part,
     Span,
     Stages,
-    StageSummary,
     Uncut,
     held_stages,
     parameters_of,
+    summary_of,
     ties_across,
 )
 
@@ -83,13 +84,8 @@ def cut(
     here = held_stages(stages, rank)
     ties = ties_across(parts, spans)
     summaries = tuple(
-        StageSummary(
-            tuple(name for part in parts[first:end] for name in part.layers),
-            parameters_of(parts[first:end]),
-            None if told is None else sum(told[first:end]),
-            tuple(kind for part in parts[first:end] for kind in part.layers.values()),
-        )
-        for first, end in spans
+        summary_of(parts[slice(*span)], None if told is None else told[slice(*span)])
+        for span in spans
     )
     return Stages(dict(model.make(spans, here)), ties, summaries)
 
@@ -111,29 +107,25 @@ def _spans(
     ways = [f"{name}=" for name, value in given.items() if value is not None]
     if len(ways) > 1:
         raise ExecutionError(f"{' and '.join(ways)}: a model is cut in one way; pass one of them")
-    told = costs
-    if costs is not None:
-        if not isinstance(costs, (Sequence, np.ndarray)):
-            raise ExecutionError(
-                f"costs: a list of numbers, one per layer, not {type(costs).__name__}"
-            )
-        if len(costs) != len(parts):
-            raise ExecutionError(
-                f"costs: {len(costs)} numbers for {len(parts)} layers; give one for each"
-            )
-    elif boundaries is not None:
+    if boundaries is not None:
         return spans_of(_starts(boundaries, parts, stages), len(parts)), None
-    elif by == "uniform":
-        costs = [1] * len(parts)
-    elif by is None or by == "parameters":
-        costs = [parameters_of([part]) for part in parts]
-    elif isinstance(by, str) and by.lower().startswith("type:"):
-        costs = told = _matching(by[len("type:") :], parts)
+    told = costs
+    if isinstance(by, str) and by.lower().startswith("type:"):
+        told = _matching(by[len("type:") :], parts)
     elif isinstance(by, str) and ("|" in by or by.startswith("E")):
         return _layout_spans(by, parts, stages), None
-    else:
+    elif by not in (None, "parameters", "uniform"):
         raise ExecutionError(f"{_WAYS}, not {by!r}")
-    return balanced(costs, stages), told
+    elif costs is None:
+        sizes = [1 if by == "uniform" else parameters_of([part]) for part in parts]
+        return balanced(sizes, stages), None
+    if not isinstance(told, (Sequence, np.ndarray)):
+        raise ExecutionError(f"costs: a list of numbers, one per layer, not {type(told).__name__}")
+    if len(told) != len(parts):
+        raise ExecutionError(
+            f"costs: {len(told)} numbers for {len(parts)} layers; give one for each"
+        )
+    return balanced(told, stages), told
 
 
 def _check_number(layers: int, stages: int) -> None:
@@ -192,39 +184,35 @@ def written_out(layout: str) -> str:
 
     Raises ExecutionError, with the position, if the layout is not well formed.
     """
-    written, at = "", 0
+    written = ""
     opened: list[tuple[int, str]] = []  # the position, and the text written before it
-    while at < len(layout):
-        start, letter = at, layout[at]
-        at += 1
-        if letter == "(":
-            opened.append((start, written))
+    for found in re.finditer(r"([^(])(?:\*([0-9]*))?|\(", layout):
+        at, (unit, times) = found.start(), found.groups()
+        if unit is None:
+            opened.append((at, written))
             written = ""
             continue
-        if letter == ")":
+        if unit == ")":
             if not opened:
-                raise _error(layout, start, "this parenthesis was never opened")
+                raise _error(layout, at, "this parenthesis was never opened")
             unit, written = written, opened.pop()[1]
-        elif letter in ", ":
+        elif unit in ", ":
             unit = ""
-        elif letter in _LETTERS:
-            unit = letter
-        else:
+        elif unit not in _LETTERS:
             raise _error(
-                layout, start, f"{letter!r} is none of E, t, m, L, |, a comma, a parenthesis or *n"
+                layout, at, f"{unit!r} is none of E, t, m, L, |, a comma, a parenthesis or *n"
             )
-        if times := re.compile(r"\*([0-9]*)").match(layout, at):
-            number = int(times[1][:9] or 0)
+        if times is not None:
+            number = int(times[:9] or 0)
             if not unit or not number:
                 raise _error(
                     layout,
-                    at,
+                    at + 1,
                     "* stands between a letter or parentheses and a number of at least 1",
                 )
             if len(unit) * number > _MOST:
-                raise _error(layout, at, f"that makes more than {_MOST} letters")
+                raise _error(layout, at + 1, f"that makes more than {_MOST} letters")
             unit *= number
-            at = times.end()
         written += unit
     if opened:
         raise _error(layout, opened[-1][0], "this parenthesis is never closed")
@@ -242,22 +230,18 @@ def _layout_spans(layout: str, layers: Sequence[Part], stages: int) -> tuple[Spa
         raise ExecutionError(
             f"the layout {layout!r} has {len(parts)} stages, but the schedule has {stages}"
         )
-    for stage, part in enumerate(parts):
-        if not part:
-            raise ExecutionError(f"the layout {layout!r} leaves stage {stage} empty")
     sizes = iter(_sizes(layout, "".join(parts), layers))
     ends = accumulate(sum(islice(sizes, len(part))) for part in parts)
     spans = tuple(pairwise([0, *ends]))
+    empty = {
+        "": "",
+        "E": f": E stands for nothing, because no layer comes before {layers[0]}",
+        "L": f": L stands for the loss alone, because no layer follows {layers[-1]}",
+    }
     for stage, (first, end) in enumerate(spans):
         if first == end:
-            nothing = (
-                f"the loss alone, because no layer follows {layers[-1]}"
-                if stage
-                else f"nothing, because no layer comes before {layers[0]}"
-            )
             raise ExecutionError(
-                f"the layout {layout!r} leaves stage {stage} empty: {parts[stage]} stands for "
-                + nothing
+                f"the layout {layout!r} leaves stage {stage} empty{empty[parts[stage]]}"
             )
     return spans
 
@@ -270,20 +254,19 @@ def _sizes(layout: str, letters: str, layers: Sequence[Part]) -> list[int]:
             f"the layout {layout!r} must begin with one E and end with one L, and have its t "
             "before its m"
         )
-    kinds = [layer.kind for layer in layers]
-    runs = groupby(range(len(kinds)), key=kinds.__getitem__)
-    longest = max((list(run) for _, run in runs), key=len)  # of several the first
-    first, length = longest[0], len(longest)
-    rest = len(layers) - first - length - predictions
-    if length == blocks and rest >= 0:
-        return [first, *[1] * (blocks + predictions), rest]
+    runs = (list(run) for _, run in groupby(layers, key=attrgetter("kind")))
+    run = max(runs, key=len)  # of several the first
+    first = layers.index(run[0])
+    rest = len(layers) - first - len(run)
+    if len(run) == blocks and rest >= predictions:
+        return [first, *[1] * (blocks + predictions), rest - predictions]
     if len(layers) != len(letters):
-        run = f"{layers[first].name} to {layers[longest[-1]].name}"
         raise ExecutionError(
             f"the layout {layout!r} has {blocks} t and {predictions} m, but of {len(layers)} "
-            f"layers the longest run of one class is {length} × {kinds[first]}, layers {run}, "
-            f"with {first} before it and {len(layers) - first - length} after; write one t for "
-            "each layer of that run: E is all layers before it, m one layer after, and L the rest"
+            f"layers the longest run of one class is {len(run)} × {run[0].kind}, layers "
+            f"{run[0].name} to {run[-1].name}, with {first} before it and {rest} after; write one "
+            "t for each layer of that run: E is all layers before it, m one layer after, and L the "
+            "rest"
         )
     return [1] * len(letters)
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.runtime.arguments import TieOf, whole_name
-from schedir.training.cutting.stages import Stages, StageSummary, held_stages, ties_of
+from schedir.runtime.arguments import whole_name
+from schedir.training.cutting.cuts import cut
+from schedir.training.cutting.stages import Holding, Part, Stages, Uncut
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Pipe
@@ -56,22 +57,25 @@ def stages_of_pipe(pipe: Pipe, schedule: Schedule, *, rank: int | None = None) -
             f"the model was split into {len(calls)} stages, but the schedule has {schedule.stages}"
             "; change split_spec, or the schedule"
         )
-    parts = [cast(fx.GraphModule, pipe.split_gm.get_submodule(str(call.target))) for call in calls]
+    graphs: list[Any] = [pipe.split_gm.get_submodule(str(call.target)) for call in calls]
     entering = _entering(pipe.split_gm.graph, calls)
-    modules = [
-        _module(part, call, before, after)
-        for part, call, before, after in zip(parts, calls, entering, entering[1:], strict=False)
-    ]
-    ties = _ties(pipe, {str(call.target): stage for stage, call in enumerate(calls)}, modules)
-    _check_statistics(modules)
-    summaries = tuple(
-        StageSummary(
-            tuple(str(node.target) for node in part.graph.nodes if node.op == "call_module"),
-            sum(p.numel() for p in module.parameters()),
+    modules = list(map(_module, graphs, calls, entering, entering[1:]))
+    known_as = _known_as(pipe, {str(call.target): at for at, call in enumerate(calls)}, modules)
+    parts = []
+    for graph, module in zip(graphs, modules, strict=True):
+        layers = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
+        means = [each for each in module.named_buffers() if each[0].endswith("running_mean")]
+        holdings, statistics = (
+            tuple(
+                Holding(known_as.get(whole, whole), name, tuple(tensor.shape))
+                for name, tensor in named
+                for whole in [whole_name(name)]
+            )
+            for named in (module.named_parameters(), means)
         )
-        for part, module in zip(parts, modules, strict=True)
-    )
-    return Stages({stage: modules[stage] for stage in held_stages(schedule, rank)}, ties, summaries)
+        parts.append(Part("", dict.fromkeys(layers, ""), holdings, {}, statistics))
+    model = Uncut(parts, lambda spans, stages: ((stage, modules[stage]) for stage in stages))
+    return cut(model, schedule, None, None, range(1, len(parts)), rank)
 
 
 def _entering(graph: fx.Graph, calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -99,7 +103,7 @@ def _entering(graph: fx.Graph, calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _module(
-    part: fx.GraphModule, call: fx.Node, before: Sequence[fx.Node], after: Sequence[fx.Node]
+    part: Any, call: fx.Node, before: Sequence[fx.Node], after: Sequence[fx.Node]
 ) -> fx.GraphModule:
     """Make a stage that takes the values before it, and returns those after it."""
     graph = fx.Graph()
@@ -117,48 +121,27 @@ def _module(
     return fx.GraphModule(part, graph)
 
 
-def _check_statistics(modules: Sequence[nn.Module]) -> None:
-    """Raise ExecutionError if several stages would keep running statistics of one module."""
-    kept: dict[str, int] = {}
-    for stage, module in enumerate(modules):
-        for name, _ in module.named_buffers():
-            whole = whole_name(name)
-            if whole.endswith("running_mean") and kept.setdefault(whole, stage) != stage:
-                raise ExecutionError(
-                    f"{whole.rpartition('.')[0]} is called in stages {kept[whole]} and {stage}, "
-                    "and each would keep its own running statistics; put both calls on one stage"
-                )
-
-
-def _ties(
+def _known_as(
     pipe: Pipe, numbers: Mapping[str, int], modules: Sequence[nn.Module]
-) -> tuple[TieOf, ...]:
-    """Find the parameters that stages share: those of one name, and those that torch reports.
+) -> dict[str, str]:
+    """The name that stands for all names of a parameter, by name; torch reports the shared ones.
 
     If a stage calls a module again, the second module gets the tensors of the first: torch.export
     lists it as another module, and torch's split may give it other parameters.
     """
-    told = [
-        sorted(
+    found: dict[str, str] = {}
+    for shared in pipe.replicated_params:
+        first, *others = sorted(
             (numbers[part], used)
             for part, name in shared.items()
             for used, own in modules[numbers[part]].named_parameters()
             if own is pipe.split_gm.get_parameter(f"{part}.{name}")
         )
-        for shared in pipe.replicated_params
-    ]
+        found |= {whole_name(name): whole_name(first[1]) for _, name in others}
     for module in modules:
-        first: dict[str, nn.Module] = {}
+        made: dict[str, nn.Module] = {}
         for name, part in [*module.named_modules(remove_duplicate=False)]:
-            own = first.setdefault(whole_name(name), part)
+            own = made.setdefault(whole_name(name), part)
             part._parameters.update(own._parameters)
             part._buffers.update(own._buffers)
-    same: dict[str, str] = {}
-    for tie in told:
-        for _, name in tie:
-            same[whole_name(name)] = whole_name(tie[0][1])
-    return ties_of(
-        (stage, same.get(whole_name(name), whole_name(name)), name)
-        for stage, module in enumerate(modules)
-        for name, _ in module.named_parameters()
-    )
+    return found

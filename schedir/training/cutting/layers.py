@@ -33,11 +33,9 @@ Layers: TypeAlias = (
 
 @attrs.frozen(eq=False)
 class Deferred:
-    """A layer that `make(*args, **kwargs)` makes; see `deferred`."""
+    """A layer that `make()` makes; see `deferred`."""
 
-    make: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    make: partial[Any]
     key: str | None = None
     use: Callable[..., Any] | None = None
 
@@ -53,6 +51,10 @@ class Deferred:
         if not isinstance(key, str) or not key:
             raise ExecutionError(f"a tied layer's key must be a string, not {key!r}")
         return attrs.evolve(self, key=key, use=use)
+
+    def owner(self, name: str) -> tuple[str | None, str]:
+        """What has the parameters of the layer with this name: all layers of its key, or it."""
+        return self.key, self.key or name
 
 
 def deferred(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred:
@@ -81,25 +83,27 @@ def deferred(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Deferred:
             "deferred takes the class of the layer, such as nn.Linear, but this "
             f"{type(make).__name__} is made already; list it as it is"
         )
-    return Deferred(make, args, kwargs)
+    return Deferred(partial(make, *args, **kwargs))
 
 
 @attrs.frozen(eq=False)
-class Stash:
-    """Puts the present value aside under a name, and passes it on."""
+class Skip:
+    """One end of a skip connection: puts the present value aside under a name, and passes it on.
+
+    With `join` it is the other end: it joins the present value with the one that was put aside.
+    """
 
     name: str
+    join: Callable[[Any, Any], Any] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ExecutionError(
+                f"stash and pop: a value needs a name, a string, not {self.name!r}"
+            )
 
 
-@attrs.frozen(eq=False)
-class Pop:
-    """Joins the present value with the one that was put aside under a name."""
-
-    name: str
-    join: Callable[[Any, Any], Any]
-
-
-def stash(name: str) -> Stash:
+def stash(name: str) -> Skip:
     """A layer for `partition` that puts the current value aside for a later `pop(name, …)`.
 
     >>> import torch
@@ -111,10 +115,10 @@ def stash(name: str) -> Stash:
 
     The value is passed on as well. Raises ExecutionError if the name is no string, or empty.
     """
-    return Stash(_checked(name))
+    return Skip(name)
 
 
-def pop(name: str, join: Callable[[Any, Any], Any]) -> Pop:
+def pop(name: str, join: Callable[[Any, Any], Any]) -> Skip:
     """A layer for `partition` that takes up the value of an earlier `stash(name)`.
 
     >>> import torch
@@ -133,109 +137,76 @@ def pop(name: str, join: Callable[[Any, Any], Any]) -> Pop:
         raise ExecutionError(
             f"pop({name!r}) needs a function of both values, not {type(join).__name__}"
         )
-    return Pop(_checked(name), join)
+    return Skip(name, join)
 
 
-def _checked(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise ExecutionError(f"stash and pop: a value needs a name, a string, not {name!r}")
-    return name
-
-
-@attrs.frozen(eq=False)
-class Layer:
-    """One layer of a list, with its name in the whole model."""
-
-    name: str
-    given: Any
-
-    def __str__(self) -> str:
-        if isinstance(self.given, (Stash, Pop)):
-            return f"{self.name} ({type(self.given).__name__.lower()} {self.given.name!r})"
-        return f"{self.name} ({type_name(self.given)})"
-
-
-def layers_of(given: Layers) -> list[Layer]:
+def layers_of(given: Layers) -> dict[str, Any]:
     """Name the layers: of an `nn.Sequential` as in its state dict, of a sequence by position, of a
     mapping by key.
 
     Raises ExecutionError if there is no layer, or if an entry is no layer.
     """
-    if isinstance(given, nn.Sequential):
-        named = list(given._modules.items())  # children() would leave out one that is listed twice
-    elif isinstance(given, (Mapping, nn.ModuleDict)):
-        named = list(given.items())
-    elif isinstance(given, (Sequence, nn.ModuleList)) and not isinstance(given, str):
-        named = [(str(number), layer) for number, layer in enumerate(given)]
-    else:
+    if isinstance(given, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        given = given._modules  # children() would leave out one that is listed twice
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        given = {str(number): layer for number, layer in enumerate(given)}
+    if not isinstance(given, Mapping):
         raise ExecutionError(
             "partition takes an nn.Sequential, a list of layers, or a mapping from names to "
             f"layers, not {type(given).__name__}"
         )
-    if not named:
+    if not given:
         raise ExecutionError("there is no layer to make stages of: the list is empty")
-    found = [Layer(name, layer) for name, layer in named]
-    for layer in found:
-        _check(layer)
-    names = dict.fromkeys(layer.name for layer in found)
-    for name in names:
+    for name, layer in given.items():
+        _check(name, layer)
         for outer in accumulate(name.split("."), "{}.{}".format):
-            if outer in names and outer != name:
+            if outer in given and outer != name:
                 raise ExecutionError(
                     f"layers {outer} and {name} can't both have these names: parameters of the two "
                     "could get the same name; rename one"
                 )
-    return found
+    return dict(given)
 
 
-def stashed_before(layers: Sequence[object]) -> list[tuple[str, ...]]:
-    """For each layer, the names of the values that were stashed before it and are still to be taken
-    up.
+def stashed_before(layers: dict[str, Any]) -> list[tuple[str, ...]]:
+    """For each layer, and after the last, the names of the values that were stashed before and are
+    still to be taken up.
 
     Raises ExecutionError for a `stash` without a `pop`, and the other way round.
     """
-    wanted: dict[str, int] = {}
-    kept: list[tuple[str, ...]] = [()] * len(layers)
-    for number in reversed(range(len(layers))):
-        layer = layers[number]
-        if isinstance(layer, Stash) and wanted.pop(layer.name, None) is None:
+    wanted: dict[str, str] = {}
+    kept: list[tuple[str, ...]] = [()]
+    for layer, skip in reversed(layers.items()):
+        if isinstance(skip, Skip) and skip.join is not None:
+            wanted[skip.name] = layer
+        elif isinstance(skip, Skip) and wanted.pop(skip.name, None) is None:
             raise ExecutionError(
-                f"layer {number} puts {layer.name!r} aside, but no later layer takes it up by "
-                f"pop({layer.name!r}, …)"
+                f"layer {layer} puts {skip.name!r} aside, but no later layer takes it up by "
+                f"pop({skip.name!r}, …)"
             )
-        if isinstance(layer, Pop):
-            wanted[layer.name] = number
-        kept[number] = tuple(sorted(wanted))
-    for name, number in wanted.items():
+        kept.append(tuple(sorted(wanted)))
+    for name, taker in wanted.items():
         raise ExecutionError(
-            f"layer {number} takes up {name!r}, which no earlier layer puts aside by "
-            f"stash({name!r})"
+            f"layer {taker} takes up {name!r}, which no earlier layer puts aside by stash({name!r})"
         )
-    return kept
+    return kept[::-1]
 
 
 def made_on_meta(name: str, layer: Deferred) -> Any:
     """Make a layer on the device meta: with shapes, without memory.
 
-    Raises ExecutionError if it can't be made there.
+    Raises ExecutionError if it can't be made there, or if what is made is no layer.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        try:
-            return made(name, layer)
-        except ExecutionError:
-            raise
-        except Exception as error:
-            raise ExecutionError(
-                f"layer {name} can't be made on the device meta, where schedir counts its "
-                f"parameters ({type(error).__name__}: {error}); if making it needs a tensor's "
-                "values, compute them outside, and pass the result as an argument",
-                cause=error,
-            ) from error
-
-
-def made(name: str, layer: Deferred) -> Any:
-    """Make a deferred layer. Raises ExecutionError if that is no layer."""
-    found = layer.make(*layer.args, **layer.kwargs)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            found = layer.make()
+    except Exception as error:
+        raise ExecutionError(
+            f"layer {name} can't be made on the device meta, where schedir counts its "
+            f"parameters ({type(error).__name__}: {error}); if making it needs a tensor's "
+            "values, compute them outside, and pass the result as an argument",
+            cause=error,
+        ) from error
     if not callable(found):
         raise ExecutionError(
             f"layer {name}: {type_name(layer)} has made no layer, a module or function, but "
@@ -246,8 +217,10 @@ def made(name: str, layer: Deferred) -> Any:
 
 def type_name(layer: object) -> str:
     """The name of a layer's class or function; of a deferred layer, the one that makes it."""
+    if isinstance(layer, Skip):
+        return "Stash" if layer.join is None else "Pop"
     if isinstance(layer, Deferred):
-        layer = layer.make
+        layer = layer.make.func
     if isinstance(layer, nn.Module):
         return type(layer).__name__
     return getattr(layer, "__name__", type(layer).__name__)
@@ -258,30 +231,28 @@ def seed_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def _check(layer: Layer) -> None:
-    if not isinstance(layer.name, str) or not all(layer.name.split(".")):
-        raise ExecutionError(f"a layer's name must be a string, not {layer.name!r}")
-    if isinstance(layer.given, type):
+def _check(name: object, given: Any) -> None:
+    """Raise ExecutionError if it is no layer, or if its name is none."""
+    if not isinstance(name, str) or not all(name.split(".")):
+        raise ExecutionError(f"a layer's name must be a string, not {name!r}")
+    if isinstance(given, type):
         raise ExecutionError(
-            f"layer {layer.name} is the class {layer.given.__name__}; list an instance of it, or "
-            f"deferred({layer.given.__name__}, …)"
+            f"layer {name} is the class {given.__name__}; list an instance of it, or "
+            f"deferred({given.__name__}, …)"
         )
-    if not (callable(layer.given) or isinstance(layer.given, (Deferred, Stash, Pop))):
-        raise ExecutionError(
-            f"layer {layer.name} is no module, function or deferred layer, but "
-            f"{type(layer.given).__name__}"
-        )
-    function = layer.given
-    if isinstance(function, Pop):
-        function = function.join
-    elif isinstance(function, Deferred):
-        function = function.use
-    if function is None or isinstance(layer.given, (nn.Module, Stash)):
+    if isinstance(given, nn.Module):
         return
+    function = given
+    if isinstance(given, (Deferred, Skip)):
+        function = given.use if isinstance(given, Deferred) else given.join
+    elif not callable(given):
+        raise ExecutionError(
+            f"layer {name} is no module, function or deferred layer, but {type(given).__name__}"
+        )
     if (held := _brought_along(function)) is not None:
         what = f"the module {type(held).__name__}" if isinstance(held, nn.Module) else "a parameter"
         raise ExecutionError(
-            f"layer {layer.name} is a function that uses {what}, which its stage would neither "
+            f"layer {name} is a function that uses {what}, which its stage would neither "
             "hold nor train; list a module that has it, or, if it is also a layer of the list, "
             "deferred(…).tied(key, use)"
         )

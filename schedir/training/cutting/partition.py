@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -16,16 +18,14 @@ from torch.utils import _pytree as pytree
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime import rng
+from schedir.runtime.boundaries.boundary import meta_of
 from schedir.runtime.boundaries.calling import CallingConvention, convention_of
 from schedir.training.cutting.cuts import cut
 from schedir.training.cutting.layers import (
     Deferred,
-    Layer,
     Layers,
-    Pop,
-    Stash,
+    Skip,
     layers_of,
-    made,
     made_on_meta,
     seed_of,
     stashed_before,
@@ -44,6 +44,9 @@ from schedir.training.cutting.stages import (
 _OF_THE_INPUT = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 """The errors that layers raise for an input that they do not take."""
 
+Init: TypeAlias = Callable[[nn.Module], object]
+"""Gives a module's own parameters and buffers values."""
+
 
 def partition(
     layers: Layers,
@@ -55,7 +58,7 @@ def partition(
     rank: int | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
-    init: Callable[[nn.Module], object] | None = None,
+    init: Init | None = None,
 ) -> Stages:
     """Cut a model, given as its layers in order, into stages. No stage is empty.
 
@@ -122,7 +125,7 @@ def uncut_layers(
     layers: Layers,
     seed: int,
     device: torch.device | str | None,
-    init: Callable[[nn.Module], object] | None = None,
+    init: Init | None = None,
 ) -> Uncut:
     """The parts of a list of layers. Deferred layers are made on meta, one at a time.
 
@@ -130,52 +133,56 @@ def uncut_layers(
     different parameters, and if `init` would give a shared parameter two values.
     """
     listed = layers_of(layers)
-    stashed = stashed_before([layer.given for layer in listed])
-    parts = [_part(number, layer) for number, layer in enumerate(listed)]
+    stashed = stashed_before(listed)
+    parts = [_part(name, given) for name, given in listed.items()]
     _check_tied(listed, parts)
     if init is not None:
         _check_unshared(parts)
-    making = _Making(seed, None if device is None else torch.device(device), init)
+    place = None if device is None else torch.device(device)
+    made = partial(_made, seed=seed, device=place, init=init)
 
     def make(spans: Sequence[Span], stages: Iterable[int]) -> Iterator[tuple[int, nn.Module]]:
-        own = own_modules(parts, spans, stages)
-        for stage, modules in own.items():
-            yield stage, _stage_module(listed, spans[stage], modules, stashed, making)
+        for stage, own in own_modules(parts, spans, stages).items():
+            first, end = spans[stage]
+            before = f"layer {parts[first - 1]}" if first else "the model's input"
+            calls = _calls(parts[first:end], {**listed, **own}, made)
+            yield stage, StageModule(calls, before, stashed[first], stashed[end])
 
     return Uncut(parts, make)
 
 
-def _part(number: int, layer: Layer) -> Part:
+def _part(name: str, given: Any) -> Part:
     """A layer as a part of the model."""
-    module, owner = layer.given, None
-    if isinstance(module, Deferred):
-        owner = ("layer", number) if module.key is None else ("key", module.key)
-        module = made_on_meta(layer.name, module)
+    module, owner = given, None
+    if isinstance(given, Deferred):
+        module, owner = made_on_meta(name, given), given.owner(name)
     if not isinstance(module, nn.Module):
         module = nn.Module()  # a function holds nothing
-    statistics = frozenset(
-        id(part) if owner is None else (owner, name)
-        for name, part in module.named_modules()
-        if isinstance(part, _NormBase) and part.track_running_stats
+    statistics = (
+        (f"{path}.running_mean".lstrip("."), part.running_mean)
+        for path, part in module.named_modules()
+        if isinstance(part, _NormBase) and part.running_mean is not None
     )
     return Part(
-        layer.name,
-        {layer.name: type_name(layer.given)},
-        holdings_of(module.named_parameters(remove_duplicate=False), f"{layer.name}.", owner),
-        {layer.name: layer.given} if isinstance(layer.given, nn.Module) else {},
-        statistics,
+        name,
+        {name: type_name(given)},
+        holdings_of(module.named_parameters(remove_duplicate=False), f"{name}.", owner),
+        {name: given} if isinstance(given, nn.Module) else {},
+        holdings_of(statistics, f"{name}.", owner),
     )
 
 
-def _check_tied(listed: Sequence[Layer], parts: Sequence[Part]) -> None:
+def _check_tied(listed: Mapping[str, Any], parts: Sequence[Part]) -> None:
     """Raise ExecutionError if layers that are tied by one key have different parameters."""
     first: dict[str, Part] = {}
-    for layer, part in zip(listed, parts, strict=True):
-        key = layer.given.key if isinstance(layer.given, Deferred) else None
-        if key is None:
+    for given, part in zip(listed.values(), parts, strict=True):
+        if not isinstance(given, Deferred) or (key := given.key) is None:
             continue
         other = first.setdefault(key, part)
-        mine, others = map(_shapes, (part, other))
+        mine, others = (
+            [f"{held.name.removeprefix(one.name)[1:]}{list(held.shape)}" for held in one.holdings]
+            for one in (part, other)
+        )
         if mine != others:
             raise ExecutionError(
                 f"layers {other} and {part} are tied by {key!r}, but the former has "
@@ -185,59 +192,37 @@ def _check_tied(listed: Sequence[Layer], parts: Sequence[Part]) -> None:
             )
 
 
-def _shapes(part: Part) -> list[str]:
-    return [
-        f"{held.name.removeprefix(f'{part.name}.')}{list(held.shape)}" for held in part.holdings
-    ]
-
-
 def _check_unshared(parts: Sequence[Part]) -> None:
     """Raise ExecutionError if layers on meta share a parameter: init would give it two values."""
-    seen: dict[object, Part] = {}
+    seen: dict[nn.Parameter, Part] = {}
     for part in parts:
-        if not any(p.is_meta for given in part.modules.values() for p in given.parameters()):
-            continue
-        for holding in part.holdings:
-            other = seen.setdefault(holding.identity, part)
-            if other is not part:
+        for parameter in (p for module in part.modules.values() for p in module.parameters()):
+            other = seen.setdefault(parameter, part)
+            if other is not part and parameter.is_meta:
                 raise ExecutionError(
                     f"layers {other} and {part} share a parameter on the device meta, which init "
                     "would give two values; list them as deferred(…).tied(key)"
                 )
 
 
-@attrs.frozen
-class _Making:
-    """How layers are made: with memory on `device`, from random numbers of `seed`.
-
-    With an `init`, deferred layers are made on the device meta. Layers on meta get memory on
-    `device`, and `init` is called with every module in them.
-    """
-
-    seed: int
-    device: torch.device | None
-    init: Callable[[nn.Module], object] | None
-
-
-def _made(name: str, layer: Any, making: _Making) -> Any:
+def _made(
+    name: str, given: Any, *, seed: int, device: torch.device | None, init: Init | None
+) -> Any:
     """Make a deferred layer, or move a module that was given."""
-    key = layer.key if isinstance(layer, Deferred) else None
-    with rng(making.seed, seed_of(key or name), 0, 0):
-        if isinstance(layer, Deferred) and making.init is not None:
-            layer = made_on_meta(name, layer)
-        elif isinstance(layer, Deferred):
-            with making.device or nullcontext():
-                layer = made(name, layer)
-        if not isinstance(layer, nn.Module):
-            return layer
-        if making.init is not None and any(tensor.is_meta for tensor in _tensors(layer).values()):
-            _fill(name, layer, making.device or torch.get_default_device(), making.init)
-        return layer if making.device is None else layer.to(making.device)
+    _, source = given.owner(name) if isinstance(given, Deferred) else (None, name)
+    with rng(seed, seed_of(source), 0, 0):
+        if isinstance(given, Deferred):
+            with device or nullcontext() if init is None else torch.device("meta"):
+                given = given.make()
+        if isinstance(given, nn.Module):
+            if init is not None and any(tensor.is_meta for tensor in _tensors(given).values()):
+                _fill(name, given, device or torch.get_default_device(), init)
+            if device is not None:
+                given = given.to(device)
+        return given
 
 
-def _fill(
-    name: str, layer: nn.Module, device: torch.device, init: Callable[[nn.Module], object]
-) -> None:
+def _fill(name: str, layer: nn.Module, device: torch.device, init: Init) -> None:
     """Give a layer on meta memory and values. Raises ExecutionError if a tensor stays unset."""
     shared = tied_names(layer)
     layer.to_empty(device=device)
@@ -250,8 +235,13 @@ def _fill(
             tensor.fill_(_unset(tensor))
         for module in layer.modules():
             init(module)
-    tensors = _tensors(layer).items()
-    if left := [key for key, tensor in tensors if tensor.numel() and _is_unset(tensor)]:
+    left = [
+        key
+        for key, x in _tensors(layer).items()
+        # A mask may well be all False, so it can't be recognised as unset.
+        if x.numel() and x.dtype != torch.bool and bool((x.isnan() | (x == _unset(x))).all())
+    ]
+    if left:
         raise ExecutionError(
             f"layer {name}: init has given no values to {', '.join(left)}, made on the device "
             "meta without values; let init(module) set every parameter and buffer"
@@ -262,68 +252,43 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
-def _unset(tensor: Tensor) -> float | int | bool:
-    """A value that no init gives to a whole tensor."""
+def _unset(tensor: Tensor) -> float:
+    """A value that no init gives to a whole tensor, except to a mask."""
     if tensor.is_floating_point() or tensor.is_complex():
-        return float("nan")
-    return False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
-
-
-def _is_unset(tensor: Tensor) -> bool:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().all())
-    # A mask may well be all False, so it can't be recognised as unset.
-    return tensor.dtype != torch.bool and bool((tensor == _unset(tensor)).all())
-
-
-def _stage_module(
-    listed: Sequence[Layer],
-    span: Span,
-    own: Mapping[str, nn.Module],
-    stashed: Sequence[tuple[str, ...]],
-    making: _Making,
-) -> StageModule:
-    """Make the module of one stage, of which `own` are the modules that were given."""
-    first, end = span
-    modules: dict[str, nn.Module] = {}
-    of_key: dict[object, object] = {}
-    calls = []
-    for layer in listed[first:end]:
-        given, use = layer.given, None
-        if isinstance(given, (Stash, Pop)):
-            calls.append(LayerCall(layer.name, str(layer), skip=given))
-            continue
-        if isinstance(given, Deferred):
-            use, key = given.use, given.key or layer
-            if key not in of_key:
-                of_key[key] = _made(layer.name, given, making)
-            given = of_key[key]
-        elif isinstance(given, nn.Module):
-            given = _made(layer.name, own[layer.name], making)
-        if isinstance(given, nn.Module):
-            modules[layer.name] = given
-            calls.append(LayerCall(layer.name, str(layer), use=use))
-        else:
-            calls.append(LayerCall(layer.name, str(layer), function=given))
-    before = f"layer {listed[first - 1]}" if first else "the model's input"
-    leaves = stashed[end] if end < len(listed) else ()
-    return StageModule(tuple(calls), modules, before, stashed[first], leaves)
+        return math.nan
+    return tensor.dtype != torch.bool and torch.iinfo(tensor.dtype).min
 
 
 @attrs.frozen(eq=False)
-class LayerCall:
+class Call:
     """One layer of a stage, and how to call it.
 
-    `label` is its name in messages. It is a `function`, a `skip`, or a module, which is looked up
-    by `name` at every call, so that it may be exchanged. `use`, if any, is called with the module
-    and the value.
+    `label` is its name in messages. `layer` is a function, a `Skip`, or a module, which the stage
+    looks up by `name` at every call, so that it may be exchanged. `use`, if any, is called with the
+    module and the value.
     """
 
     name: str
     label: str
-    function: Callable[..., Any] | None = None
+    layer: Any
     use: Callable[..., Any] | None = None
-    skip: Stash | Pop | None = None
+
+
+def _calls(
+    parts: Iterable[Part], listed: Mapping[str, Any], made: Callable[[str, Any], Any]
+) -> Iterator[Call]:
+    """Make the layers of one stage."""
+    shared: dict[object, object] = {}
+    for part in parts:
+        given, use = listed[part.name], None
+        if isinstance(given, Deferred):
+            owner, use = given.owner(part.name), given.use
+            if owner not in shared:
+                shared[owner] = made(part.name, given)
+            given = shared[owner]
+        elif isinstance(given, nn.Module):
+            given = made(part.name, given)
+        yield Call(part.name, str(part), given, use)
 
 
 class StageModule(nn.Module):
@@ -340,41 +305,49 @@ class StageModule(nn.Module):
 
     def __init__(
         self,
-        calls: tuple[LayerCall, ...],
-        modules: Mapping[str, nn.Module],
+        calls: Iterable[Call],
         before: str,
         enters: tuple[str, ...] = (),
         leaves: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
-        self._calls, self._before = calls, before
-        self._enters, self._leaves = enters, leaves
+        self._before, self._enters, self._leaves = before, enters, leaves
+        self._calls = []
         self._conventions: dict[Hashable, CallingConvention] = {}
         self._names: dict[Hashable, frozenset[str]] = {}
-        for name, module in modules.items():
-            _attach(self, name, module)
+        for call in calls:
+            if isinstance(call.layer, nn.Module):
+                _attach(self, call.name, call.layer)
+                call = attrs.evolve(call, layer=None)
+            self._calls.append(call)
 
     def forward(self, given: Any, /, **beside: Any) -> Any:
         """Call the layers."""
+        value, *entered = given if self._enters else (given,)
+        aside = dict(zip(self._enters, entered, strict=True))
         taken = self._takers(beside) if beside else {}
-        aside: dict[str, Any] = {}
-        value = given
-        if self._enters:
-            value, *entered = given
-            aside.update(zip(self._enters, entered, strict=True))
         before = self._before
         for call in self._calls:
-            if isinstance(call.skip, Stash):
-                aside[call.skip.name] = value
-                continue
+            skip = call.layer
             try:
-                value = self._called(call, value, aside, taken.get(call))
+                if not isinstance(skip, Skip):
+                    value = self._called(call, value, taken.get(call))
+                elif skip.join is not None:
+                    value = skip.join(value, aside[skip.name])
+                else:
+                    aside[skip.name] = value
+                    continue
             except torch.OutOfMemoryError:
                 raise
             except _OF_THE_INPUT as error:
+                shown = pytree.tree_map_only(Tensor, lambda x: meta_of(x.detach()), value)
+                hint = ""
+                if call.use is not None and not isinstance(value, Tensor):
+                    hint = "; the function of .tied(key, use) is called as use(layer, x), x being "
+                    hint += f"all of the {type(value).__name__}"
                 raise ExecutionError(
-                    f"layer {call.label} fails on what {before} gives, {_described(value)}: "
-                    f"{type(error).__name__}: {error}{_hint(call, value)}",
+                    f"layer {call.label} fails on what {before} gives, {shown}: "
+                    f"{type(error).__name__}: {error}{hint}",
                     cause=error,
                 ) from error
             before = f"layer {call.label}"
@@ -382,15 +355,7 @@ class StageModule(nn.Module):
             return (value, *(aside[name] for name in self._leaves))
         return value
 
-    def _called(
-        self,
-        call: LayerCall,
-        value: Any,
-        aside: Mapping[str, Any],
-        beside: Mapping[str, Any] | None,
-    ) -> Any:
-        if isinstance(call.skip, Pop):
-            return call.skip.join(value, aside[call.skip.name])
+    def _called(self, call: Call, value: Any, beside: Mapping[str, Any] | None) -> Any:
         layer = self._layer(call)
         if call.use is not None:
             return call.use(layer, value, **beside or {})
@@ -405,35 +370,25 @@ class StageModule(nn.Module):
             self._conventions[key] = convention_of(layer, value, beside)
         return self._conventions[key](layer, value, beside)
 
-    def _layer(self, call: LayerCall) -> Callable[..., Any]:
-        return self.get_submodule(call.name) if call.function is None else call.function
+    def _layer(self, call: Call) -> Any:
+        return self.get_submodule(call.name) if call.layer is None else call.layer
 
-    def _takers(self, beside: Mapping[str, Any]) -> dict[LayerCall, dict[str, Any]]:
+    def _takers(self, beside: Mapping[str, Any]) -> dict[Call, dict[str, Any]]:
         """Find the layers that take the values which the stage gets beside its input."""
         found = {}
         for call in self._calls:
-            if call.skip is None:
-                layer = call.use or self._layer(call)
-                if (key := (call, type(layer))) not in self._names:
-                    self._names[key] = _parameters(layer)
-                found[call] = {x: beside[x] for x in beside if x in self._names[key]}
-        untaken = set(beside).difference(*found.values())
-        if untaken:
+            if isinstance(call.layer, Skip):
+                continue
+            layer = call.use or self._layer(call)
+            if (key := (call, type(layer))) not in self._names:
+                self._names[key] = _parameters(layer)
+            found[call] = {x: beside[x] for x in beside if x in self._names[key]}
+        if untaken := set(beside).difference(*found.values()):
             raise ExecutionError(
                 f"no layer of this stage, {', '.join(call.label for call in self._calls)}, has a "
                 f"parameter named {' or '.join(sorted(untaken))}, which stage_inputs= gives it"
             )
         return found
-
-
-def _hint(call: LayerCall, value: Any) -> str:
-    """What a function that uses a tied layer may have been written against."""
-    if call.use is None or isinstance(value, Tensor):
-        return ""
-    kind = type(value).__name__
-    return (
-        f"; the function of .tied(key, use) is called as use(layer, x), x being all of the {kind}"
-    )
 
 
 def _parameters(layer: Callable[..., Any]) -> frozenset[str]:
@@ -459,16 +414,3 @@ def _attach(root: nn.Module, name: str, module: nn.Module) -> None:
             f"a layer can't be named {name}, because modules have an attribute of that name; "
             "rename it"
         ) from None
-
-
-def _described(value: Any) -> str:
-    """Describe a layer's input by its types and shapes."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_described(v)}" for key, v in value.items()) + "}"
-    if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(map(_described, value)) + ")"
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    inside = f" of {', '.join(map(_described, tensors))}" if tensors else ""
-    return f"{type(value).__name__}{inside}"

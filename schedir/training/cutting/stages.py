@@ -7,13 +7,15 @@ a Hugging Face model    alike on every process          the modules of this proc
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 
 import attrs
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
@@ -82,7 +84,7 @@ class Stages(Mapping[int, nn.Module]):
 
 def _line(stage: int, of: StageSummary) -> str:
     cost = "" if of.cost is None else f", cost {of.cost:g}"
-    if of.kinds:
+    if any(of.kinds):
         runs = groupby(zip(of.layers, of.kinds, strict=True), key=itemgetter(1))
         layers = ", ".join(_run([name for name, _ in run], kind) for kind, run in runs)
     else:
@@ -97,12 +99,11 @@ def _run(names: Sequence[str], kind: str) -> str:
 
 @attrs.frozen
 class Holding:
-    """A parameter in one part: its identity, its name in the whole model, and its shape."""
+    """A tensor in one part: its identity, its name in the whole model, and its shape."""
 
     identity: Hashable
     name: str
     shape: tuple[int, ...]
-    size: int
 
 
 @attrs.frozen(eq=False)
@@ -110,15 +111,15 @@ class Part:
     """What is never cut: a layer of a list, or a block of a Hugging Face model.
 
     `layers` are the names of its layers, with their classes. Of several, `name` is the one that the
-    part is known by. `modules` are the ones that were given, by name; layers that are made later
-    are not among them. `statistics` identifies the running statistics that it keeps.
+    part is known by. `holdings` are its parameters, and `statistics` its running statistics.
+    `modules` are the ones that were given, by name; layers that are made later are not among them.
     """
 
     name: str
     layers: Mapping[str, str]
     holdings: tuple[Holding, ...]
     modules: Mapping[str, nn.Module]
-    statistics: frozenset[Hashable] = frozenset()
+    statistics: tuple[Holding, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -141,27 +142,34 @@ class Uncut:
 
 
 def holdings_of(
-    named: Iterable[tuple[str, nn.Parameter]], prefix: str = "", owner: Hashable | None = None
+    named: Iterable[tuple[str, Tensor]], prefix: str = "", owner: Hashable | None = None
 ) -> tuple[Holding, ...]:
-    """The parameters of a part, given by name; the whole model's names begin with `prefix`.
+    """The tensors of a part, given by name; the whole model's names begin with `prefix`.
 
     Without an `owner` they may be shared with other parts; with one they are known by it.
     """
     found = []
     first: dict[int, str] = {}
-    for name, parameter in named:
-        same = first.setdefault(id(parameter), name)
-        identity = id(parameter) if owner is None else (owner, same)
+    for name, tensor in named:
+        same = first.setdefault(id(tensor), name)
+        identity = id(tensor) if owner is None else (owner, same)
         # A lazy parameter has no shape yet; the executor says so.
-        lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
-        shape = () if lazy else tuple(parameter.shape)
-        found.append(Holding(identity, prefix + name, shape, 0 if lazy else parameter.numel()))
+        shape = (0,) if is_lazy(tensor) else tuple(tensor.shape)
+        found.append(Holding(identity, prefix + name, shape))
     return tuple(found)
+
+
+def summary_of(parts: Sequence[Part], costs: Sequence[float] | None = None) -> StageSummary:
+    """The summary of a stage, if these are its parts."""
+    layers = {name: kind for part in parts for name, kind in part.layers.items()}
+    cost = None if costs is None else sum(costs)
+    return StageSummary(tuple(layers), parameters_of(parts), cost, tuple(layers.values()))
 
 
 def parameters_of(parts: Iterable[Part]) -> int:
     """How many numbers the parameters of some parts hold; shared parameters count once."""
-    return sum({h.identity: h.size for part in parts for h in part.holdings}.values())
+    shapes = {held.identity: held.shape for part in parts for held in part.holdings}
+    return sum(map(math.prod, shapes.values()))
 
 
 def ties_across(parts: Sequence[Part], spans: Sequence[Span]) -> tuple[TieOf, ...]:
@@ -169,48 +177,36 @@ def ties_across(parts: Sequence[Part], spans: Sequence[Span]) -> tuple[TieOf, ..
 
     Raises ExecutionError if stages share running statistics, or memory that is no parameter.
     """
-    kept: dict[Hashable, tuple[int, Part]] = {}
-    given: dict[int, nn.Module] = {}
-    for stage, span in enumerate(spans):
-        own = parts[slice(*span)]
-        given[stage] = nn.ModuleList(module for part in own for module in part.modules.values())
-        for part in own:
-            for statistic in part.statistics:
-                other, first = kept.setdefault(statistic, (stage, part))
-                if other != stage:
-                    raise ExecutionError(
-                        f"layers {first} and {part} share the running statistics of a "
-                        f"normalisation, but lie on stages {other} and {stage}, and each would "
-                        "keep its own; put both layers on one stage"
-                    )
-    held = [
-        (stage, one.identity, one.name)
+    placed = [(stage, part) for stage, span in enumerate(spans) for part in parts[slice(*span)]]
+    for copies in _shared((stage, part.statistics) for stage, part in placed).values():
+        (one, first), (other, second) = copies[:2]
+        raise ExecutionError(
+            f"stages {one} and {other} share the running statistics of a normalisation, {first} "
+            f"and {second}, and each would keep its own; put both on one stage"
+        )
+    ties = _shared((stage, part.holdings) for stage, part in placed)
+    given = {
+        stage: nn.ModuleList(
+            module for part in parts[slice(*span)] for module in part.modules.values()
+        )
         for stage, span in enumerate(spans)
-        for part in parts[slice(*span)]
-        for one in part.holdings
-    ]
-    ties = ties_of(held)
-    tied = {(stage, name) for tie in ties for stage, name in tie}
-    known = [x for stage, x, name in held if isinstance(x, int) and (stage, name) in tied]
-    if found := shared_memory(given, known):
+    }
+    if found := shared_memory(given, [tied for tied in ties if isinstance(tied, int)]):
         raise ExecutionError(
             f"stages {found[0].stage} and {found[1].stage} share the memory of a tensor of "
             f"shape {list(found[0].tensor.shape)}, but not as one parameter; let both have the "
             "same nn.Parameter, which becomes a tie, or give each layer its own copy"
         )
-    return ties
+    return tuple(ties.values())
 
 
-def ties_of(held: Iterable[tuple[int, Hashable, str]]) -> tuple[TieOf, ...]:
-    """Find the parameters that several stages hold, by stage and name.
-
-    Each entry of `held` is (stage, identity of a parameter, the parameter's name there). If a stage
-    has several names for a parameter, the first counts.
-    """
+def _shared(held: Iterable[tuple[int, Iterable[Holding]]]) -> dict[Hashable, TieOf]:
+    """The tensors that several stages hold, by identity: the stages, and the first name in each."""
     names: dict[Hashable, dict[int, str]] = {}
-    for stage, parameter, name in held:
-        names.setdefault(parameter, {}).setdefault(stage, name)
-    return tuple(sorted(of.items()) for of in names.values() if len(of) > 1)
+    for stage, holdings in held:
+        for one in holdings:
+            names.setdefault(one.identity, {}).setdefault(stage, one.name)
+    return {tensor: sorted(of.items()) for tensor, of in names.items() if len(of) > 1}
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -234,18 +230,15 @@ def own_modules(
     for stage in stages:
         memo: dict[int, object] = {}
         found[stage] = {}
-        for name, module in _given(parts[slice(*spans[stage])]):
-            own = {id(p): owner.setdefault(id(p), stage) == stage for p in module.parameters()}
-            if not all(own.values()):
-                tensors = (*module.parameters(), *module.buffers())
-                memo.update((id(x), x) for x in tensors if own.get(id(x), True))
-            found[stage][name] = module if all(own.values()) else copy.deepcopy(module, memo)
+        for part in parts[slice(*spans[stage])]:
+            for name, module in part.modules.items():
+                own = {id(p): owner.setdefault(id(p), stage) == stage for p in module.parameters()}
+                if not all(own.values()):
+                    tensors = (*module.parameters(), *module.buffers())
+                    memo.update((id(x), x) for x in tensors if own.get(id(x), True))
+                    module = copy.deepcopy(module, memo)
+                found[stage][name] = module
     return found
-
-
-def _given(parts: Iterable[Part]) -> Iterator[tuple[str, nn.Module]]:
-    for part in parts:
-        yield from part.modules.items()
 
 
 def held_stages(stages: Schedule | int, rank: int | None = None) -> Sequence[int]:
