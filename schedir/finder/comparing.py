@@ -74,10 +74,11 @@ def compare(
     (`append_steps`).
 
     All schedules train the same model, however they cut it. So a cost that is one number is the
-    cost of one of as many stages as there are ranks. An interleaved schedule of 2 stages per rank
-    has stages half as long, and at the textbook's costs its makespan is half the one that
-    `simulate` gives. Costs by stage are summed if a schedule has fewer stages, and divided evenly
-    if it has more (`recut`). `costs` may also be a function from a number of stages to costs.
+    cost of one of as many stages as there are ranks, unless others are by stage. An interleaved
+    schedule of 2 stages per rank has stages half as long, and at the textbook's costs its
+    makespan is half the one that `simulate` gives. Costs by stage are summed if a schedule has
+    fewer stages, and divided evenly if it has more (`recut`). `costs` may also be a function
+    from a number of stages to costs.
 
     With a `channel` model, or a transport that stands for one, times are those under it
     (`simulate`). The table also holds each schedule that does not run under the model (by default

@@ -235,6 +235,8 @@ class Trainer:
         elif self._folder is not None:
             self._folder.resume()
         if self._is_over():
+            if is_first():
+                logger.warning("nothing to train: step %d is the last already", now.step)
             return self.history
         ends = (self.epochs or 0) * self._length, self.max_steps
         shown = self.progress and is_first()

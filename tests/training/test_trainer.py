@@ -278,13 +278,15 @@ def test_segments_are_those_of_run(tmp_path: Path) -> None:
             assert said in message_of(trainer.fit)
 
 
-def test_it_goes_on_under_another_cut(tmp_path: Path) -> None:
+def test_it_goes_on_under_another_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with noisy_executor(None) as executor:
         first = trainer_of(executor, checkpoint=tmp_path, epochs=2).fit()
     with noisy_executor(None, chunks=2) as executor:
         history = trainer_of(executor, checkpoint=tmp_path, epochs=3).fit()
+        assert trainer_of(executor, checkpoint=tmp_path, epochs=3).fit() == history
     assert history[:2] == first[:]
     assert len(history) == 3
+    assert caplog.messages == [f"nothing to train: step {history[-1].step} is the last already"]
 
 
 @on_ranks(2)
