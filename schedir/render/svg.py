@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from textwrap import wrap
 from xml.sax.saxutils import escape
 
@@ -35,14 +36,15 @@ from schedir.errors import SchedirError
 from schedir.ir import KIND_INDEX, KINDS, Bools, Columns, Ints, Kind, Schedule, printable
 from schedir.render.axis import finite, round_step, ticks
 from schedir.render.captions import (
+    axis_title,
     bubble,
     caption,
     captions,
-    clock_of,
     makespan,
     readable,
     title,
     window_of,
+    with_unit,
 )
 from schedir.render.lanes import (
     SHADES,
@@ -68,7 +70,7 @@ from schedir.render.palette import (
 )
 from schedir.render.svg_text import LABEL, SMALL_LABEL, Lengths, path, px, text_at, text_width
 from schedir.render.text import Piece, number
-from schedir.simulator import Timeline
+from schedir.simulator import Timeline, Unit
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 _MARGIN = 14.0
@@ -173,16 +175,15 @@ def svg_blocks(
     stages.
     """
     pixels = _pixels(breadth)
-    both = [timeline] if against is None else [timeline, against]
+    both = readable([timeline] if against is None else [timeline, against])
     schedules = [line.schedule for line in both]
     kept = kept_by(both) if memory else None
-    clock = clock_of(both)
-    start, end = window_of(readable(both), start, end)
+    start, end = window_of(both, start, end)
     left = _MARGIN + 22 + 7 * len(str(max(each.ranks for each in schedules) - 1))
     left += max(map(_stages_room, schedules))
     room = kept.room if kept else _MARGIN
     if pixels is None:
-        width = _width(both, clock.factors, end - start)
+        width = _width(both, end - start)
     else:
         width = pixels - left - max(room, _tick_width(number(end)) / 2)
     per_unit = finite(width / (end - start or 1))
@@ -194,12 +195,12 @@ def svg_blocks(
     top += _LINE * rows
     heights = _heights(both, memory)
     panels = []
-    for line, name, factor in zip(both, captions(both), clock.factors, strict=True):
-        said = f"makespan {makespan(line, clock.duration, factor)}, bubble {bubble(line)}"
+    for line, name in zip(both, captions(both), strict=True):
+        long = makespan(line, partial(_duration, unit=line.unit))
+        said = f"makespan {long}, bubble {bubble(line)}"
         if name or line.measured is not None:
             said = f"{name or caption(line)}: {said}"
-        times = per_unit * factor, start / factor, end / factor
-        panels.append(_Panel(line, said, *times, top + _LINE + 6, *heights))
+        panels.append(_Panel(line, said, per_unit, start, end, top + _LINE + 6, *heights))
         top = panels[-1].bottom
     marks = _ticks(start, end, per_unit)
     reach = max((x + _tick_width(text) / 2 for text, x in marks), default=0)
@@ -219,7 +220,7 @@ def svg_blocks(
         yield from _panel(panel, left, [x for _, x in marks])
         if kept is not None:
             yield from _curves(kept, kept.curves[turn], panel, left, width)
-    yield from _axis(marks, clock.title, left, width, panels[-1].bottom)
+    yield from _axis(marks, axis_title(both[0]), left, width, panels[-1].bottom)
     yield Piece("</svg>\n")
 
 
@@ -282,12 +283,11 @@ def _curves(
         yield from kept.beside(curve, left + width, top, panel.curve)
 
 
-def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: float) -> float:
+def _width(timelines: Sequence[Timeline], longest: float) -> float:
     """A width with room for the labels of all but the shortest cells, within that of a page."""
     needs = [1.0]
-    for line, factor in zip(timelines, factors, strict=True):
-        columns = line.schedule.columns
-        durations = (line.ends - line.starts) * factor
+    for line in timelines:
+        columns, durations = line.schedule.columns, line.ends - line.starts
         least = np.fmax.reduce(durations[columns.is_kind(*WORDS)], initial=0) / _SHORTEST
         digits = "0" * len(str(columns.microbatch.max(initial=0)))
         for kind in WORDS:
@@ -296,6 +296,12 @@ def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: flo
                 wide = text_width(kind.letter + digits, LABEL)
                 needs.append(wide / np.quantile(own, 0.1).item())
     return min(_WIDEST, max(_NARROWEST, longest * max(needs)))
+
+
+def _duration(time: float, unit: Unit | None) -> str:
+    """A time with its unit, in four digits, or in whole units if these are more."""
+    digits = 3 - math.floor(math.log10(time)) if time else 0
+    return with_unit(round(time, max(0, digits)), unit)
 
 
 def _description(panels: Sequence[_Panel]) -> str:
