@@ -46,14 +46,14 @@ def test_schedules_without_replicas_keep_a_lane_for_each_rank() -> None:
 
 def test_beside_a_schedule_without_replicas() -> None:
     one, other = simulated("chimera", 2, 2), simulated("1f1b", 2, 2)
-    text = plain(overview_blocks(one, 80, 40, other))
+    text = plain(overview_blocks([one, other], 80, 40))
     assert "rank  stage  0" in text
     assert "\n   1      1     F0 B0---      *\n" in text
     assert "\n   0         F0 F1" in text
 
 
 def test_an_overview_leaves_out_whole_ranks() -> None:
-    text = plain(overview_blocks(simulated("chimera", 8, 8), 100, 24))
+    text = plain(overview_blocks([simulated("chimera", 8, 8)], 100, 24))
     rows = re.findall(r"^ +(\d+) +(\d+)  ", text, re.MULTILINE)
     ranks = Counter(int(rank) for rank, _ in rows)
     assert set(ranks.values()) == {2}

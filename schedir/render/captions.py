@@ -72,9 +72,16 @@ def makespan(timeline: Timeline, write: Callable[[float], str] | None = None) ->
     return found if least is None else f"{found} ({write(least)} under edge)"
 
 
-def costs(timeline: Timeline) -> str:
+def costs(timeline: Timeline, write: Callable[[float], str] | None = None) -> str:
     """The makespan and the bubble of a timeline."""
-    return f"makespan {makespan(timeline)}, bubble {bubble(timeline)}"
+    return f"makespan {makespan(timeline, write)}, bubble {bubble(timeline)}"
+
+
+def named_costs(timeline: Timeline, name: str, write: Callable[[float], str] | None = None) -> str:
+    """The makespan and the bubble after the name of a timeline, or after the caption of a measured
+    one without a name."""
+    name = name or (caption(timeline) if timeline.measured else "")
+    return f"{name}: {costs(timeline, write)}" if name else costs(timeline, write)
 
 
 def verdict(timeline: Timeline) -> str:
@@ -88,16 +95,17 @@ def axis_title(timeline: Timeline) -> str:
     return f"time ({UNIT_NAMES[timeline.unit]})" if timeline.unit else "time"
 
 
-def readable(lines: Sequence[Timeline]) -> list[Timeline]:
-    """The timelines in the unit that suits the longest; unchanged if none has a unit.
+def readable(timeline: Timeline, against: Timeline | None = None) -> list[Timeline]:
+    """The one or two timelines in the unit that suits the longer; unchanged if none has a unit.
 
     A timeline without a unit counts as one in the unit of the others.
     """
     from schedir.simulator import factor, in_unit  # not for a schedule, which has a title alone
 
+    lines = [timeline] if against is None else [timeline, against]
     known = next((line.unit for line in lines if line.unit), None)
     if known is None:
-        return list(lines)
+        return lines
     lines = [line if line.unit else in_unit(line, known) for line in lines]
     shown = unit_for(max(line.makespan * factor(line.unit, "s") for line in lines))
     return [line if line.unit == shown else in_unit(line, shown) for line in lines]

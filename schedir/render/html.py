@@ -28,7 +28,7 @@ import numpy as np
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, RECEIVES, VALUES, Ints, Kind, Schedule
 from schedir.render import palette
-from schedir.render.captions import UNIT_NAMES, caption, captions, costs, readable, title
+from schedir.render.captions import UNIT_NAMES, captions, costs, named_costs, readable, title
 from schedir.render.lanes import SHADES, has_copies, has_replicas, labels_say_stages, lanes_of
 from schedir.render.memory import Curve, Kept, kept_by, most_of
 from schedir.render.palette import CAUSE_WORDS, picture_fill, swatches
@@ -80,16 +80,11 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
     A simulated timeline stands above a measured one. `memory` opens the page with memory curves.
     Raises UnsoundError if the lists are too wrong to tell what waits for what.
     """
-    lines = [timeline] if against is None else [timeline, against]
-    lines.sort(key=lambda line: line.measured is not None)
+    lines = sorted(readable(timeline, against), key=lambda line: line.measured is not None)
     labels = captions(lines)
-    lines = readable(lines)
     shown = _shown_at_first(lines, memory)
     schedules = [line.schedule for line in lines]
-    says = [costs(line) for line in lines]
-    if len(lines) > 1 or timeline.measured is not None:
-        named = [label or caption(line) for label, line in zip(labels, lines, strict=True)]
-        says = [f"{name}: {own}" for name, own in zip(named, says, strict=True)]
+    says = map(named_costs, lines, labels)
     data = json.dumps(_page_data(lines, labels, shown), ensure_ascii=False, separators=(",", ":"))
     return _TEMPLATE.format(
         title=html.escape("; ".join(dict.fromkeys(map(title, schedules)))),
@@ -253,24 +248,21 @@ def _about(
     row_of[place] = np.arange(len(place))
     edges = np.round(np.stack([lanes.top, lanes.top + lanes.height], axis=1), 6)
     boxes, box = np.unique(edges, axis=0, return_inverse=True)
-    start, idle_start = np.rint(lanes.start / tick), np.rint(idle.start / tick)
     times, amounts = (np.concatenate(each) for each in zip(*curves, strict=True))
-    before = data_before(schedule)
+    start, before = np.rint(lanes.start / tick), data_before(schedule)
     path = np.array(line.critical_path, np.int64)
     critical = np.zeros(len(columns), np.bool_)
     critical[path] = True
     # The path has a transfer at its receive.
     received = path[columns.is_kind(*RECEIVES)[path] & (before[path] >= 0)]
     critical[before[received]] = True
-    path = row_of[path]
+    path, ranks = row_of[path], range(schedule.ranks)
     return {
-        "stages": [schedule.stages_of(rank) for rank in range(schedule.ranks)],
+        "stages": [schedule.stages_of(rank) for rank in ranks],
         "replicas": has_replicas(schedule),
         "makespan": line.makespan,
         "boxes": boxes.tolist(),
         "sources": [str(each) for each in sources.lines] if sources else [],
-        "idleBounds": idle.bounds.tolist(),
-        "keptBounds": [0, *np.cumsum([len(times) for times, _ in curves]).tolist()],
         "most": [most_of(curve) for curve in curves],
     }, {
         "start": start,
@@ -284,13 +276,15 @@ def _about(
         "index": (columns.entry - columns.entry[columns.starts[columns.rank]])[place],
         "before": row_of[before[place]],
         "source": sources.line_of[place] if sources else np.full(len(place), -1),
-        "idleStart": idle_start,
-        "idleLength": np.rint(idle.end / tick) - idle_start,
+        "idleRank": np.repeat(ranks, np.diff(idle.bounds)),
+        "idleStart": idle.start / tick,
+        "idleEnd": idle.end / tick,
         "idleTransfer": row_of[idle.transfer],
         "idleBlamed": row_of[idle.blamed],
         "idleCause": idle.cause,
         "path": path[path >= 0],
         "critical": critical[place],
+        "keptRank": np.repeat(ranks, [len(times) for times, _ in curves]),
         "keptStart": times / tick,
         "keptAmount": amounts,
     }
@@ -374,6 +368,7 @@ script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:">
 <main>
 <canvas id="lanes" tabindex="0" role="img" aria-label="{title}: a lane for each of {ranks} ranks, \
 time to the right"></canvas>
+<canvas id="marks" aria-hidden="true"></canvas>
 <div id="box" role="status" hidden></div>
 </main>
 <footer>{help}</footer>

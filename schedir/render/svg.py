@@ -37,10 +37,8 @@ from schedir.ir import KIND_INDEX, KINDS, Bools, Columns, Ints, Kind, Schedule, 
 from schedir.render.axis import finite, round_step, ticks
 from schedir.render.captions import (
     axis_title,
-    bubble,
-    caption,
     captions,
-    makespan,
+    named_costs,
     readable,
     title,
     window_of,
@@ -175,7 +173,7 @@ def svg_blocks(
     stages.
     """
     pixels = _pixels(breadth)
-    both = readable([timeline] if against is None else [timeline, against])
+    both = readable(timeline, against)
     schedules = [line.schedule for line in both]
     kept = kept_by(both) if memory else None
     start, end = window_of(both, start, end)
@@ -196,10 +194,7 @@ def svg_blocks(
     heights = _heights(both, memory)
     panels = []
     for line, name in zip(both, captions(both), strict=True):
-        long = makespan(line, partial(_duration, unit=line.unit))
-        said = f"makespan {long}, bubble {bubble(line)}"
-        if name or line.measured is not None:
-            said = f"{name or caption(line)}: {said}"
+        said = named_costs(line, name, partial(_duration, unit=line.unit))
         panels.append(_Panel(line, said, per_unit, start, end, top + _LINE + 6, *heights))
         top = panels[-1].bottom
     marks = _ticks(start, end, per_unit)
@@ -308,8 +303,12 @@ def _description(panels: Sequence[_Panel]) -> str:
     """A description of the picture, for readers who cannot see it."""
     text = "Time goes to the right; a lane for each rank shows what it computes"
     copies = any(panel.engine for panel in panels)
-    text += ", and one below it what it copies to its host and back. " if copies else ". "
-    text += " ".join(f"{panel.caption[0].upper()}{panel.caption[1:]}." for panel in panels)
+    text += ", and one below it what it copies to its host and back." if copies else "."
+    for panel in panels:
+        said = panel.caption
+        if not said.startswith(panel.timeline.schedule.name):
+            said = f"{said[0].upper()}{said[1:]}"
+        text += f" {said}."
     computes = [panel.lanes.where(panel.lanes.lane % 2 == 0) for panel in panels]
     thin, every = sum(int(_thin(cells).sum()) for cells in computes), sum(map(len, computes))
     if thin:
@@ -493,37 +492,29 @@ def _labels(columns: Columns, cells: Lanes, height: float) -> Iterator[str]:
         if height * part < _LOWEST_LABEL:
             continue
         size = LABEL if part == 1 or height * part >= _ROOMY else SMALL_LABEL
-        roomy = (cells.height == part) & (room >= text_width(digits, size))
-        for ink, colours in _inks(cells.colour):
-            some = cells.where(roomy & np.isin(cells.colour, colours))
-            texts = "".join(_texts(columns, some, digits, size, height))
-            if texts:
-                yield f'<g class="labels" fill="{ink}" font-size="{px(size)}">{texts}</g>'
-
-
-def _inks(colours: Ints) -> list[tuple[str, list[int]]]:
-    inks: dict[str, list[int]] = {}
-    for colour in np.unique(colours).tolist():
-        inks.setdefault(fill_of(colour).ink, []).append(colour)
-    return sorted(inks.items())
+        roomy = cells.where((cells.height == part) & (room >= text_width(digits, size)))
+        texts: dict[str, str] = {}
+        for colour in np.unique(roomy.colour).tolist():
+            some, ink = roomy.where(roomy.colour == colour), fill_of(colour).ink
+            texts[ink] = texts.get(ink, "") + "".join(_texts(columns, some, digits, size, height))
+        for ink, text in sorted(texts.items()):
+            yield f'<g class="labels" fill="{ink}" font-size="{px(size)}">{text}</g>'
 
 
 def _texts(
     columns: Columns, cells: Lanes, digits: str, size: float, height: float
 ) -> Iterator[str]:
-    for colour in np.unique(cells.colour).tolist():
-        some = cells.where(cells.colour == colour)
-        name = KINDS[colour // SHADES].letter
-        # Cells of one kind get one form of label, even if some are a little shorter.
-        if np.median(some.length) + _TIGHT < text_width(name + digits, size):
-            name = ""
-        for x, y, microbatch in zip(
-            ((some.start + some.end) / 2).tolist(),
-            ((some.top + some.height / 2) * height + 0.36 * size).tolist(),
-            columns.microbatch[some.place].tolist(),
-            strict=True,
-        ):
-            yield f'<text x="{px(x)}" y="{px(y)}">{escape(name)}{microbatch}</text>'
+    """The labels of cells of one colour. They get one form, even if some are a little shorter."""
+    name = KINDS[int(cells.colour[0]) // SHADES].letter
+    if np.median(cells.length) + _TIGHT < text_width(name + digits, size):
+        name = ""
+    for x, y, microbatch in zip(
+        ((cells.start + cells.end) / 2).tolist(),
+        ((cells.top + cells.height / 2) * height + 0.36 * size).tolist(),
+        columns.microbatch[cells.place].tolist(),
+        strict=True,
+    ):
+        yield f'<text x="{px(x)}" y="{px(y)}">{escape(name)}{microbatch}</text>'
 
 
 def _steps(cells: Lanes, among: Lanes, height: float) -> str:

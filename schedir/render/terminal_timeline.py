@@ -89,26 +89,24 @@ def timeline_text(timeline: Timeline, width: int | None = None, colour: bool = F
     and changes no character.
     """
     write = coloured if colour else plain
-    return write(timeline_blocks(timeline, width))
+    return write(timeline_blocks([timeline], width))
 
 
 def timeline_blocks(
-    timeline: Timeline,
+    lines: Sequence[Timeline],
     width: int | None = None,
-    against: Timeline | None = None,
     fit: bool = False,
     window: tuple[float, float] | None = None,
 ) -> Iterator[Block]:
-    """The timeline as blocks; a second timeline is drawn below the first.
+    """Timelines as blocks, one drawn below the other.
 
     With `fit` the whole drawing fits into `width`, with letters if labels would need more. With a
     `window` only the part between its two times is drawn.
     """
-    lines = [timeline] if against is None else [timeline, against]
     for shape in dict.fromkeys(title(line.schedule) for line in lines):
         yield Piece(f"{fill(shape, width)}\n")
     yield Piece("\n")
-    yield from _drawn(sketch_of(lines, window), axis_title(timeline), width, fit)
+    yield from _drawn(sketch_of(lines, window), axis_title(lines[0]), width, fit)
     for line, name in zip(lines, captions(lines), strict=True):
         yield Piece(f"\n{f'{name}: {costs(line)}' if name else verdict(line)}\n\n")
         yield statistics(line)
@@ -166,14 +164,9 @@ def statistics(timeline: Timeline) -> Table:
     return Table([header, *rows], ">" * len(header), header=True)
 
 
-def overview_blocks(
-    timeline: Timeline, width: int, height: int, against: Timeline | None = None
-) -> Iterator[Block]:
-    """The figures of a timeline and its drawing, on a screen of `width` columns and `height` lines.
-
-    A second timeline is drawn below the first, on its axis.
-    """
-    several = [timeline] if against is None else [timeline, against]
+def overview_blocks(several: Sequence[Timeline], width: int, height: int) -> Iterator[Block]:
+    """The figures of one or two timelines and their drawing, one below the other, on a screen of
+    `width` columns and `height` lines."""
     found = captions(several)
     costs = [
         list(_costs(line, several, name and name.ljust(max(map(len, found)) + 2)))
@@ -192,9 +185,9 @@ def overview_blocks(
         yield from drawing.page(left, end)
     yield Piece("\n")
     yield from drawing.painted_legend(width)
-    table = statistics(timeline)
+    table = statistics(several[0])
     lines = _lines(drawing, width) + 1 + len(table.rows) + _TABLE_RULES
-    if against is None and lines <= room and table.width <= width:
+    if len(several) == 1 and lines <= room and table.width <= width:
         yield Piece("\n")
         yield table
 
@@ -275,7 +268,7 @@ def steady_blocks(
 
     Cells are letters if labels need more than `width` columns.
     """
-    (drained,) = readable([drained])
+    (drained,) = readable(drained)
     if drained.unit is not None:
         line, steady = in_unit(line, drained.unit), steady_in_unit(steady, drained.unit)
     shape = f"{count(line.schedule.ranks, 'rank')}, {count(line.schedule.stages, 'stage')}"

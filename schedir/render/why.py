@@ -49,7 +49,7 @@ _MOST_STAGES = 12
 
 def why_blocks(timeline: Timeline, width: int | None, against: Timeline | None) -> Iterator[Block]:
     """Why the ranks of one or two timelines are idle."""
-    several = readable([timeline] if against is None else [timeline, against])
+    several = readable(timeline, against)
     for turn, (line, name) in enumerate(zip(several, captions(several), strict=True)):
         yield Piece("\n" if turn else "")
         whose = "" if name in ("", line.schedule.name) else f"{name}: "
