@@ -54,15 +54,17 @@ _TOGGLES = {
     "memory": "memory",
     "paired": "rank by rank",
 }
-_HELP = (
-    ("w s", "or wheel: zoom"),
-    ("a d", "or drag: move"),
-    ("q e", "lower, higher lanes"),
-    ("PgUp PgDn", "other ranks"),
-    ("f", "fit"),
-    ("← → ↑ ↓", "from action to action"),
-    ("Esc", "let go"),
-)
+_INKS = {
+    "ink": palette.INK,
+    "faint": palette.FAINT_INK,
+    "paper": palette.PAPER,
+    "grid": palette.GRID,
+    "idle": palette.IDLE_FILL,
+    "critical": palette.CRITICAL_LINE,
+    "memory": palette.MEMORY_LINE,
+    "memoryFill": palette.MEMORY_FILL,
+}
+"""The colours of the page beside those of actions, for its style and its script."""
 _TRANSFERS = ({Kind.SEND_ACT} | GROUPS, {Kind.SEND_GRAD}, {Kind.RECV_ACT}, {Kind.RECV_GRAD})
 """The tracks of a rank below that of its compute, and of its copies if there are any."""
 _PAYLOAD_OF = {
@@ -97,7 +99,6 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
             for key, words in _TOGGLES.items()
             if key in shown
         ),
-        help=" · ".join(f"{_keys(keys)} {html.escape(words)}" for keys, words in _HELP),
         ranks=sum(schedule.ranks for schedule in schedules),
         # No text in a name may end the element.
         data=data.replace("<", "\\u003c"),
@@ -135,20 +136,8 @@ def _swatch(fills: Sequence[str], word: str) -> str:
     return f"<li><i>{colours}</i>{html.escape(word)}</li>"
 
 
-def _keys(keys: str) -> str:
-    return " ".join(f"<kbd>{key}</kbd>" for key in keys.split())
-
-
 def _style() -> str:
-    colours = {
-        "ink": palette.INK,
-        "faint": palette.FAINT_INK,
-        "paper": palette.PAPER,
-        "grid": palette.GRID,
-        "idle": palette.IDLE_FILL,
-        "memory": palette.MEMORY_LINE,
-    }
-    named = "".join(f"--{name}:{colour};" for name, colour in colours.items())
+    named = "".join(f"--{name}:{colour};" for name, colour in _INKS.items())
     return f":root{{{named}}}\n{_file('page.css')}"
 
 
@@ -197,13 +186,7 @@ def _page_data(
             "idle": _pixel(palette.IDLE_FILL),
         },
         "causes": [CAUSE_WORDS[cause] for cause in CAUSES],
-        "ink": {
-            "ink": palette.INK,
-            "faint": palette.FAINT_INK,
-            "critical": palette.CRITICAL_LINE,
-            "memory": palette.MEMORY_LINE,
-            "memoryFill": palette.MEMORY_FILL,
-        },
+        "ink": _INKS,
         "kept": _amounts(kept),
         "shown": shown,
         "timelines": timelines,
@@ -301,33 +284,28 @@ def tick_for(timelines: Sequence[Timeline]) -> float:
     if longest / 10.0**exponent > MOST_TICKS:
         exponent += 1  # log10 was a hair too low
     # Floats are inexact: 0.1 + 0.2 counts as 0.3.
-    while _whole(times / 10.0 ** (exponent + 1), 1e-15 * longest / 10.0 ** (exponent + 1)):
+    while np.allclose(
+        times / 10.0 ** (exponent + 1),
+        np.rint(times / 10.0 ** (exponent + 1)),
+        rtol=0,
+        atol=max(1e-15 * longest / 10.0 ** (exponent + 1), 1e-15),
+    ):
         exponent += 1
     return 10.0**exponent
-
-
-def _whole(times: Numbers, error: float) -> bool:
-    return bool((np.abs(times - np.rint(times)) <= max(error, 1e-15)).all())
 
 
 def data_before(schedule: Schedule) -> Ints:
     """The place that hands its data over to each place: the receive for its consumer, the send for
     a receive, the maker of the payload for a send; -1 if only the list's order matters."""
     columns, flow = schedule.columns, graph_of(schedule)
-    before = np.full(len(columns), -1)
-
-    def follows(users: Ints, makers: Ints) -> None:
+    before, transfers = np.full(len(columns), -1), flow.transfers
+    for users, makers in (
+        (transfers.user, transfers.receive),
+        (transfers.receive, transfers.send),
+        (transfers.send, transfers.maker),
+    ):
         there = (users >= 0) & (makers >= 0)
         before[users[there]] = makers[there]
-
-    forward, gradient = flow.of(Kind.FORWARD), flow.where("end", "output gradient")
-    follows(forward[1:], forward[:-1])
-    follows(gradient[-1], forward[-1])
-    follows(gradient[:-1], gradient[1:])
-    transfers = flow.transfers
-    follows(transfers.user, transfers.receive)
-    follows(transfers.receive, transfers.send)
-    follows(transfers.send, transfers.maker)
     # What is left takes what it ends, or else what it reads, from the first that makes it.
     touches = [*flow.touches(*(name for name, v in VALUES.items() if v.per == "microbatch"))]
     maker = np.full(flow.base[""], -1)
@@ -371,7 +349,10 @@ time to the right"></canvas>
 <canvas id="marks" aria-hidden="true"></canvas>
 <div id="box" role="status" hidden></div>
 </main>
-<footer>{help}</footer>
+<footer><kbd>w</kbd> <kbd>s</kbd> or wheel: zoom · <kbd>a</kbd> <kbd>d</kbd> or drag: move · \
+<kbd>q</kbd> <kbd>e</kbd> lower, higher lanes · <kbd>PgUp</kbd> <kbd>PgDn</kbd> other ranks · \
+<kbd>f</kbd> fit · <kbd>←</kbd> <kbd>→</kbd> <kbd>↑</kbd> <kbd>↓</kbd> from action to action · \
+<kbd>Esc</kbd> let go</footer>
 <noscript><p>The timeline is drawn by a script that this page holds.</p></noscript>
 <script type="application/json" id="data">{data}</script>
 <script>
