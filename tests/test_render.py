@@ -251,6 +251,7 @@ def test_ranks_that_have_no_room_are_counted() -> None:
     assert len(shown) + int(hidden) == 40
     assert shown[0] == 0
     assert shown[-1] == 39
+    assert "F1" in plain(overview_blocks([simulated("1f1b", 1, 2)], 80, 6))
 
 
 def test_an_overview_of_what_fits_leaves_nothing_out() -> None:
