@@ -139,7 +139,7 @@ def test_a_drawing_has_a_lane_of_the_copy_engine() -> None:
         "F forward, B backward, > copy of the activation to the host, < copy of the activation "
         "back, * step of the optimiser; F0 is the forward of microbatch 0",
     ]
-    screen = plain(overview_blocks(line, 80, 24))
+    screen = plain(overview_blocks([line], 80, 24))
     assert "\n   0    F0 F1 " in screen
     assert "\ncopies        >1          <1\n" in screen
 

@@ -209,7 +209,7 @@ def test_a_schedule_without_a_steady_state_has_none() -> None:
 @given(lines(20, 40), st.integers(60, 200), st.integers(14, 60))
 def test_the_overview_fits(line: Timeline, width: int, height: int) -> None:
     screen = io.StringIO()
-    write_to_terminal(overview_blocks(line, width, height), screen, width, colour=False)
+    write_to_terminal(overview_blocks([line], width, height), screen, width, colour=False)
     rows = screen.getvalue().splitlines()
     assert len(rows) < height
     assert max(map(len, rows)) <= width
@@ -218,7 +218,7 @@ def test_the_overview_fits(line: Timeline, width: int, height: int) -> None:
 def test_the_overview_is_the_timeline_with_a_piece_cut_out() -> None:
     line = simulated("1f1b", 4, 12)
     whole = [row for (row,) in rows_of(timeline_text(line))]
-    overview = plain(overview_blocks(line, 120, 24))
+    overview = plain(overview_blocks([line], 120, 24))
     rows = re.findall(r"^ +\d  (.*)$", overview, re.MULTILINE)[:4]
     assert "… 7 × the same …" in overview
     legend = " ".join(overview.split())
@@ -230,7 +230,7 @@ def test_the_overview_is_the_timeline_with_a_piece_cut_out() -> None:
         assert full_row.startswith(before)
         assert full_row.endswith(after[1:].lstrip("- "))
     # If it needs more columns than there are, it goes on below, and keeps its labels.
-    folded = plain(overview_blocks(simulated("1f1b", 4, 48), 80, 24))
+    folded = plain(overview_blocks([simulated("1f1b", 4, 48)], 80, 24))
     assert folded.count("\nrank  ") > 1
     assert {"F0", "F47", "B0", "B47"} <= set(re.findall(r"[FB]\d+", folded))
 
@@ -240,22 +240,23 @@ def test_a_name_is_no_markup() -> None:
     name = "a[/b] [red]c :smile:"
     line = attrs.evolve(line, schedule=attrs.evolve(line.schedule, name=name))
     screen = io.StringIO()
-    write_to_terminal(overview_blocks(line, 80, 24), screen, 80, colour=False)
+    write_to_terminal(overview_blocks([line], 80, 24), screen, 80, colour=False)
     assert f" {name}: 2 ranks, " in screen.getvalue().splitlines()[0]
 
 
 def test_ranks_that_have_no_room_are_counted() -> None:
-    overview = plain(overview_blocks(simulated("1f1b", 40, 4), 80, 24))
+    overview = plain(overview_blocks([simulated("1f1b", 40, 4)], 80, 24))
     shown = [int(rank) for rank in re.findall(r"^ +(\d+)  ", overview, re.MULTILINE)]
     (hidden,) = re.findall(r"^   …  (\d+) ranks left out$", overview, re.MULTILINE)
     assert len(shown) + int(hidden) == 40
     assert shown[0] == 0
     assert shown[-1] == 39
+    assert "F1" in plain(overview_blocks([simulated("1f1b", 1, 2)], 80, 6))
 
 
 def test_an_overview_of_what_fits_leaves_nothing_out() -> None:
     line = simulated("1f1b", 4, 4)
-    overview = plain(overview_blocks(line, 80, 24))
+    overview = plain(overview_blocks([line], 80, 24))
     for (row,) in rows_of(timeline_text(line)):
         assert f"  {row}\n" in overview
     assert "--full" not in overview
@@ -403,7 +404,7 @@ def test_an_overlapped_pair_is_one_cell() -> None:
         "rank 1     F0 B0--- F1 B1--- F2 B2---*",
     ]
     assert "; between two that run as one" in drawn[7]
-    coarse = plain(overview_blocks(line, 24, 14))
+    coarse = plain(overview_blocks([line], 24, 14))
     assert "   0  FFF   XXXXXBBB BBB\n   1   FFBBBFFBBBFBBB\n" in coarse
     assert "X a forward and a backward as one" in " ".join(coarse.split())
 

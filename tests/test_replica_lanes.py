@@ -40,20 +40,20 @@ def test_both_parts_of_a_pair_are_in_their_lanes() -> None:
 
 def test_schedules_without_replicas_keep_a_lane_for_each_rank() -> None:
     line = simulated("dualpipev", 2, 4)
-    assert [(row.rank, row.stage) for row in rows_of(line, range(2))] == [(0, None), (1, None)]
+    assert [row.head for row in rows_of(line, range(2), named)] == ["0", "1"]
     assert "0F3;3B1" in timeline_text(line)
 
 
 def test_beside_a_schedule_without_replicas() -> None:
     one, other = simulated("chimera", 2, 2), simulated("1f1b", 2, 2)
-    text = plain(overview_blocks(one, 80, 40, other))
+    text = plain(overview_blocks([one, other], 80, 40))
     assert "rank  stage  0" in text
     assert "\n   1      1     F0 B0---      *\n" in text
     assert "\n   0         F0 F1" in text
 
 
 def test_an_overview_leaves_out_whole_ranks() -> None:
-    text = plain(overview_blocks(simulated("chimera", 8, 8), 100, 24))
+    text = plain(overview_blocks([simulated("chimera", 8, 8)], 100, 24))
     rows = re.findall(r"^ +(\d+) +(\d+)  ", text, re.MULTILINE)
     ranks = Counter(int(rank) for rank, _ in rows)
     assert set(ranks.values()) == {2}
@@ -64,18 +64,22 @@ def test_an_overview_leaves_out_whole_ranks() -> None:
     assert len(text.splitlines()) <= 24
 
 
+def named(rank: int, stage: int | None, copies: bool) -> str:
+    return f"{rank}" if stage is None else f"{rank} {stage}"
+
+
 @given(st.integers(0, 1 << 32))
 def test_lanes_hold_what_their_ranks_compute(seed: int) -> None:
     line = schedir.simulate(schedir.insert_communication(drawn(random.Random(seed))))
     schedule = line.schedule
     for rank, actions in enumerate(schedule.flat):
-        rows = rows_of(line, [rank])
+        rows = list(rows_of(line, [rank], named))
         assert rows  # one that has no stage is idle
         found = [span.action for row in rows for span in row.spans]
         assert Counter(found) == Counter(a for a in actions if a.kind in COMPUTE)
         for row in rows:
-            if row.stage is not None:
-                assert {span.action.stage for span in row.spans} <= {row.stage}
+            if has_replicas(schedule) and schedule.stages_of(rank):
+                assert {f"{rank} {span.action.stage}" for span in row.spans} <= {row.head}
 
 
 @given(st.integers(0, 1 << 32), st.booleans())

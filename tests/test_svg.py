@@ -328,6 +328,7 @@ def test_the_times_of_the_axis_can_be_told_apart(unit: float) -> None:
 def test_it_needs_nothing_from_elsewhere() -> None:
     picture = svg(simulated("interleaved-1f1b", 4, 8))
     assert re.findall(r"https?://[^\"]*", picture) == ["http://www.w3.org/2000/svg"]
+    assert ". zbv: makespan" in svg(simulated("zbv", 2, 2), simulated("1f1b", 2, 2))  # its <desc>
     assert not re.search(r"<(script|style|image|use|font|foreignObject)|href|url\(", picture)
 
 

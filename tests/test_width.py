@@ -30,12 +30,13 @@ def widest(text: str) -> int:
 
 def expect_all_drawn(line: Timeline, against: Timeline | None = None) -> None:
     """Every output of a timeline comes to its end, within its width, and holds numbers alone."""
-    assert widest(plain(timeline_blocks(line, against=against))) <= MOST
-    rows = re.findall(r"(?m)^rank \d.*", plain(timeline_blocks(line, 40, against, fit=True)))
+    both = [line] if against is None else [line, against]
+    assert widest(plain(timeline_blocks(both))) <= MOST
+    rows = re.findall(r"(?m)^rank \d.*", plain(timeline_blocks(both, 40, fit=True)))
     assert rows
     assert all(len(row) <= 40 for row in rows)
     screen = io.StringIO()
-    write_to_terminal(overview_blocks(line, 80, 24, against), screen, 80, colour=False)
+    write_to_terminal(overview_blocks(both, 80, 24), screen, 80, colour=False)
     assert widest(screen.getvalue()) <= 80
     picture = ElementTree.fromstring(line.svg(against=against))
     numbers = re.findall(r"[-\d.]*(?:nan|inf|e[+-]?\d)[-\d.]*", str(picture.attrib))
@@ -75,8 +76,8 @@ def test_what_labels_have_room_for_is_drawn_as_ever() -> None:
     whole = timeline_text(line)
     needed = max(len(row) for row in whole.splitlines() if row.startswith("rank 0"))
     assert "F0" in whole
-    assert plain(timeline_blocks(line, needed + 9, fit=True)) == whole
-    narrow = plain(timeline_blocks(line, needed - 9, fit=True))
+    assert plain(timeline_blocks([line], needed + 9, fit=True)) == whole
+    narrow = plain(timeline_blocks([line], needed - 9, fit=True))
     assert "F0" not in narrow
     assert re.search(r"a column is [\d.]+ of time", narrow)
 
@@ -145,7 +146,7 @@ def test_json_in_a_pipe_is_as_ever(
 @sweep("name", ["1f1b", "interleaved-1f1b", "zb-h1", "fill-drain"], quick=["1f1b", "fill-drain"])
 def test_a_column_of_several_kinds_is_marked_as_such(name: str) -> None:
     line = simulated(name, 16, 64)
-    text = plain(timeline_blocks(line, 80, fit=True))
+    text = plain(timeline_blocks([line], 80, fit=True))
     rows = re.findall(r"(?m)^rank +\d+  (.*)$", text)
     unit = float(re.findall(r"a column is\s([\d.]+)\sof\stime", text)[0])
     columns = round(line.makespan / unit)
@@ -174,7 +175,7 @@ def test_a_column_of_several_kinds_is_marked_as_such(name: str) -> None:
 
 def test_the_mark_of_several_kinds_is_shaded_by_their_share() -> None:
     line = simulated("1f1b", 16, 64)
-    pieces = [piece for piece in timeline_blocks(line, 80, fit=True) if isinstance(piece, Piece)]
+    pieces = [piece for piece in timeline_blocks([line], 80, fit=True) if isinstance(piece, Piece)]
     mixed = {piece.style for piece in pieces if piece.text == "+" and piece.style}
     ends = [bytes.fromhex(shade(kind)[-6:]) for kind in (Kind.FORWARD, Kind.BACKWARD)]
     for style in mixed:

@@ -41,7 +41,7 @@ PAN = """async (steps) => {
         const from = view.from + (step % 2 ? -1 : 1) * span * 0.01;
         Object.assign(view, { from, to: from + span });
         const before = performance.now();
-        draw(canvas, schedir.lines, {});
+        draw(canvas, schedir.lines);
         script.push(performance.now() - before);
         const now = await new Promise(requestAnimationFrame);
         whole.push(now - last);
@@ -51,7 +51,7 @@ PAN = """async (steps) => {
 }"""
 HOVER = """(spots) => spots.map(([x, y]) => {
     const before = performance.now();
-    draw(canvas, schedir.lines, schedir.point(x, y));
+    drawMarks(byId("marks"), schedir.lines, [schedir.point(x, y)]);
     return performance.now() - before;
 })"""
 

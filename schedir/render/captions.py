@@ -3,12 +3,9 @@ time in which one timeline, or two on one axis, are shown."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import attrs
 
 from schedir.display import rounded
 from schedir.errors import SchedirError
@@ -65,21 +62,26 @@ def with_unit(time: float, unit: Unit | None) -> str:
     return f"{number(time)} {UNIT_NAMES[unit]}".rstrip()
 
 
-def makespan(
-    timeline: Timeline, write: Callable[[float], str] | None = None, factor: float = 1
-) -> str:
+def makespan(timeline: Timeline, write: Callable[[float], str] | None = None) -> str:
     """The makespan in words, with the channel model that it was simulated under. `write` writes a
-    time in another unit, which is so many times shorter; by default it is the timeline's."""
+    time; by default with its unit."""
     write = write or partial(with_unit, unit=timeline.unit)
-    found, least = write(timeline.makespan * factor), timeline.edge_makespan
+    found, least = write(timeline.makespan), timeline.edge_makespan
     if timeline.channel is not None:
         found += f" under {timeline.channel}"
-    return found if least is None else f"{found} ({write(least * factor)} under edge)"
+    return found if least is None else f"{found} ({write(least)} under edge)"
 
 
-def costs(timeline: Timeline) -> str:
+def costs(timeline: Timeline, write: Callable[[float], str] | None = None) -> str:
     """The makespan and the bubble of a timeline."""
-    return f"makespan {makespan(timeline)}, bubble {bubble(timeline)}"
+    return f"makespan {makespan(timeline, write)}, bubble {bubble(timeline)}"
+
+
+def named_costs(timeline: Timeline, name: str, write: Callable[[float], str] | None = None) -> str:
+    """The makespan and the bubble after the name of a timeline, or after the caption of a measured
+    one without a name."""
+    name = name or (caption(timeline) if timeline.measured else "")
+    return f"{name}: {costs(timeline, write)}" if name else costs(timeline, write)
 
 
 def verdict(timeline: Timeline) -> str:
@@ -88,40 +90,25 @@ def verdict(timeline: Timeline) -> str:
     return costs(timeline) + (f", measured at step {measured.step}" if measured else "")
 
 
-@attrs.frozen
-class Clock:
-    """The unit of an axis, None if times have no unit. A time of the i-th timeline is multiplied
-    by `factors[i]`."""
-
-    unit: Unit | None
-    factors: tuple[float, ...]
-
-    @property
-    def title(self) -> str:
-        """The title of a time axis."""
-        return f"time ({UNIT_NAMES[self.unit]})" if self.unit else "time"
-
-    def duration(self, shown: float) -> str:
-        """A time with its unit, in four digits, or in whole units if these are more."""
-        digits = 3 - math.floor(math.log10(shown)) if shown else 0
-        return with_unit(round(shown, max(0, digits)), self.unit)
+def axis_title(timeline: Timeline) -> str:
+    """The title of a time axis."""
+    return f"time ({UNIT_NAMES[timeline.unit]})" if timeline.unit else "time"
 
 
-def clock_of(lines: Sequence[Timeline]) -> Clock:
-    """The unit that suits the longest of the timelines.
+def readable(timeline: Timeline, against: Timeline | None = None) -> list[Timeline]:
+    """The one or two timelines in the unit that suits the longer; unchanged if none has a unit.
 
     A timeline without a unit counts as one in the unit of the others.
     """
-    from schedir.simulator import factor  # not for a schedule, which has a title alone
+    from schedir.simulator import factor, in_unit  # not for a schedule, which has a title alone
 
+    lines = [timeline] if against is None else [timeline, against]
     known = next((line.unit for line in lines if line.unit), None)
     if known is None:
-        return Clock(None, (1.0,) * len(lines))
-    units = [line.unit or known for line in lines]
-    shown = unit_for(
-        max(line.makespan * factor(unit, "s") for line, unit in zip(lines, units, strict=True))
-    )
-    return Clock(shown, tuple(factor(unit, shown) for unit in units))
+        return lines
+    lines = [line if line.unit else in_unit(line, known) for line in lines]
+    shown = unit_for(max(line.makespan * factor(line.unit, "s") for line in lines))
+    return [line if line.unit == shown else in_unit(line, shown) for line in lines]
 
 
 def unit_for(seconds: float) -> Unit:
@@ -129,14 +116,6 @@ def unit_for(seconds: float) -> Unit:
     from schedir.simulator.values import UNITS, factor
 
     return next((unit for unit in UNITS if seconds >= factor(unit, "s")), "us")
-
-
-def readable(lines: Sequence[Timeline]) -> list[Timeline]:
-    """The timelines in the unit of their clock; unchanged if they have no unit."""
-    from schedir.simulator import in_unit
-
-    shown = clock_of(lines).unit
-    return [line if shown is None else in_unit(line, shown) for line in lines]
 
 
 def window_of(

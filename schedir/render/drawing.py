@@ -15,9 +15,8 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ import attrs
 
 from schedir.ir import Action, Kind
 from schedir.render.axis import finite, nearest, round_step, ticks
-from schedir.render.lanes import SHADES, has_replicas, labels_say_stages, lanes_of
+from schedir.render.lanes import SHADES, Lanes, has_replicas, lanes_of
 from schedir.render.palette import (
     FAINT,
     LEFT_OUT,
@@ -76,24 +75,34 @@ class Span(NamedTuple):
 
 @attrs.frozen
 class Row:
-    """A row of a drawing by time: the compute of a rank, or of its replica of a `stage`, or its
-    `copies` to the host and back."""
+    """A row of a drawing: its head, and the spans of a rank's compute, of its replica of a stage,
+    or of its copies to the host and back; or a `note` in place of spans."""
 
-    rank: int
-    spans: Sequence[Span]
-    stage: int | None = None
-    copies: bool = False
+    head: str
+    spans: Sequence[Span] = ()
+    note: str = ""
 
 
-def rows_of(timeline: Timeline, ranks: Iterable[int]) -> list[Row]:
-    """The rows of the `ranks`, from the top."""
+def rows_of(
+    timeline: Timeline,
+    ranks: Sequence[int],
+    head: Callable[[int, int | None, bool], str],
+    since: float = -math.inf,
+    until: float = math.inf,
+) -> Iterator[Row]:
+    """The rows of the `ranks`, from the top, with what runs between two times; and a note on the
+    ranks left out between two of them.
+
+    `head` makes the head of a row from its rank, its stage if each has a row of its own, and
+    whether it shows copies.
+    """
     schedule, lanes = timeline.schedule, lanes_of(timeline)
     # The second part of a pair is in the cell of the first.
     lanes = lanes.where(~(lanes.paired & schedule.columns.joined[lanes.place]))
     replicas, action = has_replicas(schedule), schedule.columns.action
 
-    def spans(lane: int) -> list[Span]:
-        own = lanes.of(lane)
+    def spans(own: Lanes) -> list[Span]:
+        own = own.where((own.end > since) & (own.start < until))
         columns = (own.place, own.start, own.end, own.colour, own.paired)
         return [
             Span(action(place), start, end, colour, action(place + 1) if paired else None)
@@ -102,17 +111,16 @@ def rows_of(timeline: Timeline, ranks: Iterable[int]) -> list[Row]:
             )
         ]
 
-    rows = []
-    for rank in ranks:
-        computes, copies = spans(2 * rank), spans(2 * rank + 1)
-        stages = schedule.stages_of(rank) if replicas else ()
-        for stage in stages:
-            rows.append(Row(rank, [s for s in computes if s.action.stage == stage], stage))
-        if not stages:
-            rows.append(Row(rank, computes))
-        if copies:
-            rows.append(Row(rank, copies, copies=True))
-    return rows
+    for before, rank in zip((ranks[0] - 1, *ranks), ranks, strict=False):
+        if rank > before + 1:
+            hidden = count(rank - before - 1, "rank")
+            yield Row(f"{LEFT_OUT:>4}", note=f"{hidden} left out")
+        computes, copies = spans(lanes.of(2 * rank)), lanes.of(2 * rank + 1)
+        for stage in (schedule.stages_of(rank) if replicas else ()) or (None,):
+            own = [span for span in computes if stage in (None, span.action.stage)]
+            yield Row(head(rank, stage, False), own)
+        if len(copies):
+            yield Row(head(rank, None, True), spans(copies))
 
 
 class Cell(NamedTuple):
@@ -215,6 +223,9 @@ class Axis:
 
     def around_cuts(self, cells: Sequence[Cell]) -> Iterator[Cell]:
         """The cells of a row around the cuts, with a mark in place of each cut."""
+        if not self.cuts:
+            yield from cells
+            return
         for first, end, moved in self.parts:
             if first:
                 yield Cell(first - moved - _CUT_WIDTH, 1, LEFT_OUT, FAINT)
@@ -229,8 +240,7 @@ class Axis:
 class Drawing:
     """Rows of cells: `rows[i]`, ascending, stand after `heads[i]`; `corner` is before the ruler.
 
-    The corner and the heads have one width, except for heads of rows without cells. `legend`
-    explains the letters.
+    `legend` explains the letters.
     """
 
     corner: str
@@ -242,25 +252,30 @@ class Drawing:
     def pages(
         self, width: int | None, left: int = 0, last: int | None = None
     ) -> Iterator[tuple[int, int]]:
-        """The columns at which pages start and end; one page if there is no `width`."""
-        columns = self.axis.columns if last is None else last
-        room = columns if width is None else width - len(self.corner)
-        if columns - left <= room:
-            yield left, columns
-            return
+        """The columns at which pages start and end; one page if there is no `width`.
+
+        A page ends at a tick of the ruler, if there is one. A cell that this would cut inside its
+        label goes to the next page as a whole, which then starts with the first such cell.
+        """
+        last = self.axis.columns if last is None else last
         # The least that a page holds, however narrow the terminal is.
         least = max((cell.whole for cells in self.rows for cell in cells), default=1)
-        while left < columns:
-            end = min(self._page_end(left, least, max(room, least)), columns)
+        room = last if width is None else max(width - len(self.corner), least)
+        while last - left > room:
+            end = left + room
+            end = max((tick for tick, _ in self.axis.ticks(left + least, end + 1)), default=end)
+            cut = [c.left for r in self.rows for c in _from(r, left, end) if c.left + c.whole > end]
+            end = min((column for column in cut if column >= left), default=end)
             yield left, end
             left = end
+        yield left, last
 
     def page(self, left: int, end: int) -> Iterator[Piece]:
         """The ruler and all rows, from one column to another."""
         yield Piece(f"{(self.corner + self.axis.ruler(left, end)).rstrip()}\n")
         for head, cells in zip(self.heads, self.rows, strict=True):
             drawn = list(self._row(cells, left, end))
-            yield Piece(head if drawn else head.rstrip())
+            yield Piece(head.ljust(len(self.corner)) if drawn else head)
             yield from drawn
             yield Piece("\n")
 
@@ -271,18 +286,6 @@ class Drawing:
         for part in re.split(rf"((?<!\w)(?:{letters})(?!\w))", fill(self.legend, width)):
             yield Piece(part, styles.pop(part, ""))
         yield Piece("\n")
-
-    def _page_end(self, left: int, least: int, room: int) -> int:
-        """Where the next page takes over from the one that starts at `left`.
-
-        It ends at a tick of the ruler, if there is one. A cell that this would cut inside its
-        label goes to the next page as a whole, which then starts with the first such cell.
-        """
-        end = min(left + room, self.axis.columns)
-        if end < self.axis.columns:
-            end = max((tick for tick, _ in self.axis.ticks(left + least, end + 1)), default=end)
-        cut = (c.left for row in self.rows for c in _from(row, left, end) if c.left + c.whole > end)
-        return min((column for column in cut if column >= left), default=end)
 
     def _row(self, cells: Sequence[Cell], left: int, end: int) -> Iterator[Piece]:
         """The columns of a row from `left` up to `end`; labels that begin there are not cut."""
@@ -300,67 +303,28 @@ class Drawing:
             column = first + len(text)
 
 
-def _from(cells: Sequence[Cell], left: int, end: int) -> Iterator[Cell]:
+def _from(cells: Sequence[Cell], left: int, end: int) -> Sequence[Cell]:
     """The cells that begin between two columns, and the one before, which may reach into them."""
-    # By index: a slice would copy everything after the page.
-    for index in range(max(0, bisect_left(cells, left, key=_LEFT) - 1), len(cells)):
-        if cells[index].left >= end:
-            return
-        yield cells[index]
-
-
-@attrs.frozen
-class Part:
-    """A timeline in a drawing: its name, its rows, and the head of each row.
-
-    `hidden` ranks in the middle are left out.
-    """
-
-    timeline: Timeline
-    name: str
-    rows: Sequence[Row]
-    heads: Sequence[str]
-    hidden: int = 0
+    first, last = (bisect_left(cells, column, key=_LEFT) for column in (left, end))
+    return cells[max(0, first - 1) : last]
 
 
 # Not slotted, because cached properties need a __dict__.
 @attrs.frozen(slots=False)
 class Sketch:
-    """Draws timelines on one axis, one below the other, in more or less detail, from `since` to
-    `until`.
+    """Draws rows on one axis up to `makespan`, in more or less detail, from `since` to `until`.
 
-    `corner` stands above the heads of the rows. If something is left out, or letters replace
-    labels, `note` ends the legend.
+    `corner` stands above the heads of the rows. Labels name their stage if they are `staged`. If
+    something is left out, or letters replace labels, `note` ends the legend.
     """
 
-    parts: Sequence[Part]
+    rows: Sequence[Row]
     corner: str
+    staged: bool
+    makespan: float
     since: float
     until: float
     note: str = ""
-
-    @cached_property
-    def rows(self) -> Sequence[Row]:
-        """The rows of all timelines, with what runs between the two times."""
-        return [
-            attrs.evolve(
-                row, spans=[s for s in row.spans if self.since < s.end and s.start < self.until]
-            )
-            if self.until - self.since < self.makespan
-            else row
-            for part in self.parts
-            for row in part.rows
-        ]
-
-    @cached_property
-    def makespan(self) -> float:
-        """The end of the last timeline."""
-        return max(part.timeline.makespan for part in self.parts)
-
-    @cached_property
-    def _several(self) -> bool:
-        """Whether labels name their stage, because a lane has several."""
-        return labels_say_stages(part.timeline for part in self.parts)
 
     @cached_property
     def _named(self) -> Sequence[Span]:
@@ -421,7 +385,7 @@ class Sketch:
         words = _in_words(marks)
         example = next((s.action for s in self._named if s.action.microbatch is not None), None)
         if example is not None:
-            whose = f"stage {example.stage}'s" if self._several else "the"
+            whose = f"stage {example.stage}'s" if self.staged else "the"
             words += (
                 f"; {self._name(example)} is {whose} {WORDS[example.kind]} "
                 f"of microbatch {example.microbatch}"
@@ -466,26 +430,13 @@ class Sketch:
         self, axis: Axis, cells: Sequence[Sequence[Cell]], words: str, complete: bool
     ) -> Drawing:
         words += "".join(f"; {cut.meaning}" for cut in axis.cuts)
-        if not complete or any(part.hidden for part in self.parts):
+        if not complete or any(row.note for row in self.rows):
             words += self.note
-        if axis.cuts:
-            cells = [list(axis.around_cuts(row)) for row in cells]
-        drawn, wide = iter(cells), len(self.corner)
-        heads: list[str] = []
-        rows: list[Sequence[Cell]] = []
-        for part in self.parts:
-            if len(self.parts) > 1:
-                heads.append(part.name)
-                rows.append(())
-            heads += [head.ljust(wide) for head in part.heads]
-            rows += islice(drawn, len(part.rows))
-            if part.hidden:
-                ranks = [row.rank for row in part.rows]
-                after = next(n for n in range(1, len(ranks)) if ranks[n] > ranks[n - 1] + 1)
-                heads.insert(after - len(ranks), f"{LEFT_OUT:>4}".ljust(wide))
-                note = f"{count(part.hidden, 'rank')} left out"
-                rows.insert(after - len(ranks), [Cell(0, len(note), note, FAINT)])
-        return Drawing(self.corner, heads, rows, axis, words)
+        rows = [
+            [Cell(0, len(row.note), row.note, FAINT)] if row.note else list(axis.around_cuts(own))
+            for row, own in zip(self.rows, cells, strict=True)
+        ]
+        return Drawing(self.corner, [row.head for row in self.rows], rows, axis, words)
 
     def _label(self, span: Span) -> str:
         """The label of a span's cell."""
@@ -496,7 +447,7 @@ class Sketch:
         if action.kind is Kind.OPTIM_STEP:
             return STEP
         microbatch = "" if action.microbatch is None else action.microbatch
-        return f"{action.stage if self._several else ''}{action.kind.letter}{microbatch}"
+        return f"{action.stage if self.staged else ''}{action.kind.letter}{microbatch}"
 
     def _kinds(self) -> dict[str, str]:
         """The letter and the meaning of each kind that occurs."""

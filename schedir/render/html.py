@@ -28,7 +28,7 @@ import numpy as np
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPUTE, COPIES, GROUPS, KINDS, RECEIVES, VALUES, Ints, Kind, Schedule
 from schedir.render import palette
-from schedir.render.captions import UNIT_NAMES, caption, captions, costs, readable, title
+from schedir.render.captions import UNIT_NAMES, captions, costs, named_costs, readable, title
 from schedir.render.lanes import SHADES, has_copies, has_replicas, labels_say_stages, lanes_of
 from schedir.render.memory import Curve, Kept, kept_by, most_of
 from schedir.render.palette import CAUSE_WORDS, picture_fill, swatches
@@ -54,15 +54,17 @@ _TOGGLES = {
     "memory": "memory",
     "paired": "rank by rank",
 }
-_HELP = (
-    ("w s", "or wheel: zoom"),
-    ("a d", "or drag: move"),
-    ("q e", "lower, higher lanes"),
-    ("PgUp PgDn", "other ranks"),
-    ("f", "fit"),
-    ("← → ↑ ↓", "from action to action"),
-    ("Esc", "let go"),
-)
+_INKS = {
+    "ink": palette.INK,
+    "faint": palette.FAINT_INK,
+    "paper": palette.PAPER,
+    "grid": palette.GRID,
+    "idle": palette.IDLE_FILL,
+    "critical": palette.CRITICAL_LINE,
+    "memory": palette.MEMORY_LINE,
+    "memoryFill": palette.MEMORY_FILL,
+}
+"""The colours of the page beside those of actions, for its style and its script."""
 _TRANSFERS = ({Kind.SEND_ACT} | GROUPS, {Kind.SEND_GRAD}, {Kind.RECV_ACT}, {Kind.RECV_GRAD})
 """The tracks of a rank below that of its compute, and of its copies if there are any."""
 _PAYLOAD_OF = {
@@ -80,16 +82,11 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
     A simulated timeline stands above a measured one. `memory` opens the page with memory curves.
     Raises UnsoundError if the lists are too wrong to tell what waits for what.
     """
-    lines = [timeline] if against is None else [timeline, against]
-    lines.sort(key=lambda line: line.measured is not None)
+    lines = sorted(readable(timeline, against), key=lambda line: line.measured is not None)
     labels = captions(lines)
-    lines = readable(lines)
     shown = _shown_at_first(lines, memory)
     schedules = [line.schedule for line in lines]
-    says = [costs(line) for line in lines]
-    if len(lines) > 1 or timeline.measured is not None:
-        named = [label or caption(line) for label, line in zip(labels, lines, strict=True)]
-        says = [f"{name}: {own}" for name, own in zip(named, says, strict=True)]
+    says = map(named_costs, lines, labels)
     data = json.dumps(_page_data(lines, labels, shown), ensure_ascii=False, separators=(",", ":"))
     return _TEMPLATE.format(
         title=html.escape("; ".join(dict.fromkeys(map(title, schedules)))),
@@ -102,7 +99,6 @@ def html_page(timeline: Timeline, against: Timeline | None = None, *, memory: bo
             for key, words in _TOGGLES.items()
             if key in shown
         ),
-        help=" · ".join(f"{_keys(keys)} {html.escape(words)}" for keys, words in _HELP),
         ranks=sum(schedule.ranks for schedule in schedules),
         # No text in a name may end the element.
         data=data.replace("<", "\\u003c"),
@@ -140,20 +136,8 @@ def _swatch(fills: Sequence[str], word: str) -> str:
     return f"<li><i>{colours}</i>{html.escape(word)}</li>"
 
 
-def _keys(keys: str) -> str:
-    return " ".join(f"<kbd>{key}</kbd>" for key in keys.split())
-
-
 def _style() -> str:
-    colours = {
-        "ink": palette.INK,
-        "faint": palette.FAINT_INK,
-        "paper": palette.PAPER,
-        "grid": palette.GRID,
-        "idle": palette.IDLE_FILL,
-        "memory": palette.MEMORY_LINE,
-    }
-    named = "".join(f"--{name}:{colour};" for name, colour in colours.items())
+    named = "".join(f"--{name}:{colour};" for name, colour in _INKS.items())
     return f":root{{{named}}}\n{_file('page.css')}"
 
 
@@ -202,13 +186,7 @@ def _page_data(
             "idle": _pixel(palette.IDLE_FILL),
         },
         "causes": [CAUSE_WORDS[cause] for cause in CAUSES],
-        "ink": {
-            "ink": palette.INK,
-            "faint": palette.FAINT_INK,
-            "critical": palette.CRITICAL_LINE,
-            "memory": palette.MEMORY_LINE,
-            "memoryFill": palette.MEMORY_FILL,
-        },
+        "ink": _INKS,
         "kept": _amounts(kept),
         "shown": shown,
         "timelines": timelines,
@@ -253,24 +231,21 @@ def _about(
     row_of[place] = np.arange(len(place))
     edges = np.round(np.stack([lanes.top, lanes.top + lanes.height], axis=1), 6)
     boxes, box = np.unique(edges, axis=0, return_inverse=True)
-    start, idle_start = np.rint(lanes.start / tick), np.rint(idle.start / tick)
     times, amounts = (np.concatenate(each) for each in zip(*curves, strict=True))
-    before = data_before(schedule)
+    start, before = np.rint(lanes.start / tick), data_before(schedule)
     path = np.array(line.critical_path, np.int64)
     critical = np.zeros(len(columns), np.bool_)
     critical[path] = True
     # The path has a transfer at its receive.
     received = path[columns.is_kind(*RECEIVES)[path] & (before[path] >= 0)]
     critical[before[received]] = True
-    path = row_of[path]
+    path, ranks = row_of[path], range(schedule.ranks)
     return {
-        "stages": [schedule.stages_of(rank) for rank in range(schedule.ranks)],
+        "stages": [schedule.stages_of(rank) for rank in ranks],
         "replicas": has_replicas(schedule),
         "makespan": line.makespan,
         "boxes": boxes.tolist(),
         "sources": [str(each) for each in sources.lines] if sources else [],
-        "idleBounds": idle.bounds.tolist(),
-        "keptBounds": [0, *np.cumsum([len(times) for times, _ in curves]).tolist()],
         "most": [most_of(curve) for curve in curves],
     }, {
         "start": start,
@@ -284,13 +259,15 @@ def _about(
         "index": (columns.entry - columns.entry[columns.starts[columns.rank]])[place],
         "before": row_of[before[place]],
         "source": sources.line_of[place] if sources else np.full(len(place), -1),
-        "idleStart": idle_start,
-        "idleLength": np.rint(idle.end / tick) - idle_start,
+        "idleRank": np.repeat(ranks, np.diff(idle.bounds)),
+        "idleStart": idle.start / tick,
+        "idleEnd": idle.end / tick,
         "idleTransfer": row_of[idle.transfer],
         "idleBlamed": row_of[idle.blamed],
         "idleCause": idle.cause,
         "path": path[path >= 0],
         "critical": critical[place],
+        "keptRank": np.repeat(ranks, [len(times) for times, _ in curves]),
         "keptStart": times / tick,
         "keptAmount": amounts,
     }
@@ -307,33 +284,28 @@ def tick_for(timelines: Sequence[Timeline]) -> float:
     if longest / 10.0**exponent > MOST_TICKS:
         exponent += 1  # log10 was a hair too low
     # Floats are inexact: 0.1 + 0.2 counts as 0.3.
-    while _whole(times / 10.0 ** (exponent + 1), 1e-15 * longest / 10.0 ** (exponent + 1)):
+    while np.allclose(
+        times / 10.0 ** (exponent + 1),
+        np.rint(times / 10.0 ** (exponent + 1)),
+        rtol=0,
+        atol=max(1e-15 * longest / 10.0 ** (exponent + 1), 1e-15),
+    ):
         exponent += 1
     return 10.0**exponent
-
-
-def _whole(times: Numbers, error: float) -> bool:
-    return bool((np.abs(times - np.rint(times)) <= max(error, 1e-15)).all())
 
 
 def data_before(schedule: Schedule) -> Ints:
     """The place that hands its data over to each place: the receive for its consumer, the send for
     a receive, the maker of the payload for a send; -1 if only the list's order matters."""
     columns, flow = schedule.columns, graph_of(schedule)
-    before = np.full(len(columns), -1)
-
-    def follows(users: Ints, makers: Ints) -> None:
+    before, transfers = np.full(len(columns), -1), flow.transfers
+    for users, makers in (
+        (transfers.user, transfers.receive),
+        (transfers.receive, transfers.send),
+        (transfers.send, transfers.maker),
+    ):
         there = (users >= 0) & (makers >= 0)
         before[users[there]] = makers[there]
-
-    forward, gradient = flow.of(Kind.FORWARD), flow.where("end", "output gradient")
-    follows(forward[1:], forward[:-1])
-    follows(gradient[-1], forward[-1])
-    follows(gradient[:-1], gradient[1:])
-    transfers = flow.transfers
-    follows(transfers.user, transfers.receive)
-    follows(transfers.receive, transfers.send)
-    follows(transfers.send, transfers.maker)
     # What is left takes what it ends, or else what it reads, from the first that makes it.
     touches = [*flow.touches(*(name for name, v in VALUES.items() if v.per == "microbatch"))]
     maker = np.full(flow.base[""], -1)
@@ -374,9 +346,13 @@ script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:">
 <main>
 <canvas id="lanes" tabindex="0" role="img" aria-label="{title}: a lane for each of {ranks} ranks, \
 time to the right"></canvas>
+<canvas id="marks" aria-hidden="true"></canvas>
 <div id="box" role="status" hidden></div>
 </main>
-<footer>{help}</footer>
+<footer><kbd>w</kbd> <kbd>s</kbd> or wheel: zoom · <kbd>a</kbd> <kbd>d</kbd> or drag: move · \
+<kbd>q</kbd> <kbd>e</kbd> lower, higher lanes · <kbd>PgUp</kbd> <kbd>PgDn</kbd> other ranks · \
+<kbd>f</kbd> fit · <kbd>←</kbd> <kbd>→</kbd> <kbd>↑</kbd> <kbd>↓</kbd> from action to action · \
+<kbd>Esc</kbd> let go</footer>
 <noscript><p>The timeline is drawn by a script that this page holds.</p></noscript>
 <script type="application/json" id="data">{data}</script>
 <script>

@@ -47,16 +47,12 @@ def drawn(
 ) -> Iterable[Block]:
     """The timeline in text: its overview on a screen that has a height, or else every action. Of a
     part, from `start` to `end`, every action is drawn on any screen."""
-    first, *others = readable([timeline] if against is None else [timeline, against])
-    second = others[0] if others else None
+    from schedir.render.terminal_timeline import overview_blocks, timeline_blocks
+
+    lines = readable(timeline, against)
     if screen.width is None or screen.height is None or start or end is not None:
-        from schedir.render.terminal_timeline import timeline_blocks
-
-        window = window_of([first, *others], start, end)
-        return timeline_blocks(first, screen.width, second, screen.fit, window)
-    from schedir.render.terminal_timeline import overview_blocks
-
-    return overview_blocks(first, screen.width, screen.height, second)
+        return timeline_blocks(lines, screen.width, screen.fit, window_of(lines, start, end))
+    return overview_blocks(lines, screen.width, screen.height)
 
 
 @attrs.frozen

@@ -27,7 +27,7 @@ import heapq
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain, count, groupby, islice, pairwise
+from itertools import chain, count, islice, pairwise
 from typing import Any, NamedTuple
 
 import attrs
@@ -138,16 +138,16 @@ class _View:
     @cached_property
     def starts(self) -> Ints:
         """The start of each action, 0 if it is unknown."""
-        return self._ticks(np.where(self.timeline.known, self.timeline.starts, 0))
+        return self._ticks(self.timeline.starts)
 
     @cached_property
     def ends(self) -> Ints:
         """The end of each action, 0 if it is unknown."""
-        return self._ticks(np.where(self.timeline.known, self.timeline.ends, 0))
+        return self._ticks(self.timeline.ends)
 
     def _ticks(self, times: Numbers) -> Ints:
         factor = _MICROSECONDS[self.timeline.unit] * _PER_MICROSECOND
-        return np.rint(times * factor).astype(np.int64)
+        return np.rint(np.nan_to_num(times) * factor).astype(np.int64)
 
     def process(self, rank: int) -> int:
         """The number of a rank's process: viewers show it, so its last digits are the rank."""
@@ -181,8 +181,8 @@ class _View:
         """The events that name a process or a thread, and set its position."""
         of: dict[str, Any] = {"pid": self.process(rank), "tid": thread}
         return ",\n".join(
-            json.dumps({"ph": "M", "name": f"{what}_{event}", **of, "args": {key: value}})
-            for event, key, value in (("name", "name", name), ("sort_index", "sort_index", order))
+            json.dumps({"ph": "M", "name": f"{what}_{key}", **of, "args": {key: value}})
+            for key, value in (("name", name), ("sort_index", order))
         )
 
     def _slices(self, tracks: Iterable[tuple[_Track, int]], arrows: Ints) -> Iterator[str]:
@@ -193,39 +193,37 @@ class _View:
         version = np.full(len(columns), -1)
         reads = columns.where(*READS_WEIGHTS)
         version[reads] = dataflow.reads[columns.stage[reads], columns.microbatch[reads]]
-        for rank, own in groupby(tracks, lambda numbered: numbered[0].rank):
-            first = int(columns.starts[rank])
-            actions = list(columns.of_rank(rank))
-            indices = (columns.entry[first:] - columns.entry[first]).tolist()
-            for track, thread in own:
-                where = f'"pid":{self.process(rank)},"tid":{thread},"ts":'
-                arrow = '"ph":"s"' if track.doing == _SEND else '"ph":"f","bp":"e"'
-                each = (self.starts, self.ends, version, arrows)
-                for place, start, end, read, number in zip(
-                    track.places.tolist(),
-                    *(column[track.places].tolist() for column in each),
-                    strict=True,
-                ):
-                    action = actions[place - first]
-                    about = f'"index":{indices[place - first]},"stage":{action.stage}'
-                    if action.microbatch is not None:
-                        about += f',"microbatch":{action.microbatch}'
-                    if read >= 0:
-                        about += f',"version":{read}'
-                    name = str(action)
-                    if track.doing == _COMPUTE and columns.shared[place]:
-                        other = actions[place - first + 1]
-                        name, about = f"({action};{other})", f'{about},"overlaps":"{other}"'
+        actions = [*chain.from_iterable(map(columns.of_rank, range(columns.ranks)))]
+        index = columns.entry - columns.entry[columns.starts[columns.rank]]
+        for track, thread in tracks:
+            where = f'"pid":{self.process(track.rank)},"tid":{thread},"ts":'
+            arrow = '"ph":"s"' if track.doing == _SEND else '"ph":"f","bp":"e"'
+            each = (self.starts, self.ends, index, version, arrows)
+            for place, start, end, listed, read, number in zip(
+                track.places.tolist(),
+                *(column[track.places].tolist() for column in each),
+                strict=True,
+            ):
+                action = actions[place]
+                about = f'"index":{listed},"stage":{action.stage}'
+                if action.microbatch is not None:
+                    about += f',"microbatch":{action.microbatch}'
+                if read >= 0:
+                    about += f',"version":{read}'
+                name = str(action)
+                if track.doing == _COMPUTE and columns.shared[place]:
+                    other = actions[place + 1]
+                    name, about = f"({action};{other})", f'{about},"overlaps":"{other}"'
+                yield (
+                    f'{{"ph":"X",{where}{_text(start)},"dur":{_text(end - start)},'
+                    f'"name":"{name}","cat":{words[KIND_INDEX[action.kind]]},'
+                    f'"args":{{{about}}}}}'
+                )
+                if number >= 0:
                     yield (
-                        f'{{"ph":"X",{where}{_text(start)},"dur":{_text(end - start)},'
-                        f'"name":"{name}","cat":{words[KIND_INDEX[action.kind]]},'
-                        f'"args":{{{about}}}}}'
+                        f'{{{arrow},{where}{_text(start)},"id":{number},"name":"transfer",'
+                        '"cat":"transfer"}'
                     )
-                    if number >= 0:
-                        yield (
-                            f'{{{arrow},{where}{_text(start)},"id":{number},"name":"transfer",'
-                            '"cat":"transfer"}'
-                        )
 
     def _arrows(self, views: int) -> Ints:
         """The number of the arrow of every send and receive, -1 if there is none.

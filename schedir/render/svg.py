@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from textwrap import wrap
 from xml.sax.saxutils import escape
 
@@ -35,14 +36,13 @@ from schedir.errors import SchedirError
 from schedir.ir import KIND_INDEX, KINDS, Bools, Columns, Ints, Kind, Schedule, printable
 from schedir.render.axis import finite, round_step, ticks
 from schedir.render.captions import (
-    bubble,
-    caption,
+    axis_title,
     captions,
-    clock_of,
-    makespan,
+    named_costs,
     readable,
     title,
     window_of,
+    with_unit,
 )
 from schedir.render.lanes import (
     SHADES,
@@ -68,7 +68,7 @@ from schedir.render.palette import (
 )
 from schedir.render.svg_text import LABEL, SMALL_LABEL, Lengths, path, px, text_at, text_width
 from schedir.render.text import Piece, number
-from schedir.simulator import Timeline
+from schedir.simulator import Timeline, Unit
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 _MARGIN = 14.0
@@ -173,16 +173,15 @@ def svg_blocks(
     stages.
     """
     pixels = _pixels(breadth)
-    both = [timeline] if against is None else [timeline, against]
+    both = readable(timeline, against)
     schedules = [line.schedule for line in both]
     kept = kept_by(both) if memory else None
-    clock = clock_of(both)
-    start, end = window_of(readable(both), start, end)
+    start, end = window_of(both, start, end)
     left = _MARGIN + 22 + 7 * len(str(max(each.ranks for each in schedules) - 1))
     left += max(map(_stages_room, schedules))
     room = kept.room if kept else _MARGIN
     if pixels is None:
-        width = _width(both, clock.factors, end - start)
+        width = _width(both, end - start)
     else:
         width = pixels - left - max(room, _tick_width(number(end)) / 2)
     per_unit = finite(width / (end - start or 1))
@@ -194,12 +193,9 @@ def svg_blocks(
     top += _LINE * rows
     heights = _heights(both, memory)
     panels = []
-    for line, name, factor in zip(both, captions(both), clock.factors, strict=True):
-        said = f"makespan {makespan(line, clock.duration, factor)}, bubble {bubble(line)}"
-        if name or line.measured is not None:
-            said = f"{name or caption(line)}: {said}"
-        times = per_unit * factor, start / factor, end / factor
-        panels.append(_Panel(line, said, *times, top + _LINE + 6, *heights))
+    for line, name in zip(both, captions(both), strict=True):
+        said = named_costs(line, name, partial(_duration, unit=line.unit))
+        panels.append(_Panel(line, said, per_unit, start, end, top + _LINE + 6, *heights))
         top = panels[-1].bottom
     marks = _ticks(start, end, per_unit)
     reach = max((x + _tick_width(text) / 2 for text, x in marks), default=0)
@@ -219,7 +215,7 @@ def svg_blocks(
         yield from _panel(panel, left, [x for _, x in marks])
         if kept is not None:
             yield from _curves(kept, kept.curves[turn], panel, left, width)
-    yield from _axis(marks, clock.title, left, width, panels[-1].bottom)
+    yield from _axis(marks, axis_title(both[0]), left, width, panels[-1].bottom)
     yield Piece("</svg>\n")
 
 
@@ -282,12 +278,11 @@ def _curves(
         yield from kept.beside(curve, left + width, top, panel.curve)
 
 
-def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: float) -> float:
+def _width(timelines: Sequence[Timeline], longest: float) -> float:
     """A width with room for the labels of all but the shortest cells, within that of a page."""
     needs = [1.0]
-    for line, factor in zip(timelines, factors, strict=True):
-        columns = line.schedule.columns
-        durations = (line.ends - line.starts) * factor
+    for line in timelines:
+        columns, durations = line.schedule.columns, line.ends - line.starts
         least = np.fmax.reduce(durations[columns.is_kind(*WORDS)], initial=0) / _SHORTEST
         digits = "0" * len(str(columns.microbatch.max(initial=0)))
         for kind in WORDS:
@@ -298,12 +293,22 @@ def _width(timelines: Sequence[Timeline], factors: Sequence[float], longest: flo
     return min(_WIDEST, max(_NARROWEST, longest * max(needs)))
 
 
+def _duration(time: float, unit: Unit | None) -> str:
+    """A time with its unit, in four digits, or in whole units if these are more."""
+    digits = 3 - math.floor(math.log10(time)) if time else 0
+    return with_unit(round(time, max(0, digits)), unit)
+
+
 def _description(panels: Sequence[_Panel]) -> str:
     """A description of the picture, for readers who cannot see it."""
     text = "Time goes to the right; a lane for each rank shows what it computes"
     copies = any(panel.engine for panel in panels)
-    text += ", and one below it what it copies to its host and back. " if copies else ". "
-    text += " ".join(f"{panel.caption[0].upper()}{panel.caption[1:]}." for panel in panels)
+    text += ", and one below it what it copies to its host and back." if copies else "."
+    for panel in panels:
+        said = panel.caption
+        if not said.startswith(panel.timeline.schedule.name):
+            said = f"{said[0].upper()}{said[1:]}"
+        text += f" {said}."
     computes = [panel.lanes.where(panel.lanes.lane % 2 == 0) for panel in panels]
     thin, every = sum(int(_thin(cells).sum()) for cells in computes), sum(map(len, computes))
     if thin:
@@ -487,37 +492,29 @@ def _labels(columns: Columns, cells: Lanes, height: float) -> Iterator[str]:
         if height * part < _LOWEST_LABEL:
             continue
         size = LABEL if part == 1 or height * part >= _ROOMY else SMALL_LABEL
-        roomy = (cells.height == part) & (room >= text_width(digits, size))
-        for ink, colours in _inks(cells.colour):
-            some = cells.where(roomy & np.isin(cells.colour, colours))
-            texts = "".join(_texts(columns, some, digits, size, height))
-            if texts:
-                yield f'<g class="labels" fill="{ink}" font-size="{px(size)}">{texts}</g>'
-
-
-def _inks(colours: Ints) -> list[tuple[str, list[int]]]:
-    inks: dict[str, list[int]] = {}
-    for colour in np.unique(colours).tolist():
-        inks.setdefault(fill_of(colour).ink, []).append(colour)
-    return sorted(inks.items())
+        roomy = cells.where((cells.height == part) & (room >= text_width(digits, size)))
+        texts: dict[str, str] = {}
+        for colour in np.unique(roomy.colour).tolist():
+            some, ink = roomy.where(roomy.colour == colour), fill_of(colour).ink
+            texts[ink] = texts.get(ink, "") + "".join(_texts(columns, some, digits, size, height))
+        for ink, text in sorted(texts.items()):
+            yield f'<g class="labels" fill="{ink}" font-size="{px(size)}">{text}</g>'
 
 
 def _texts(
     columns: Columns, cells: Lanes, digits: str, size: float, height: float
 ) -> Iterator[str]:
-    for colour in np.unique(cells.colour).tolist():
-        some = cells.where(cells.colour == colour)
-        name = KINDS[colour // SHADES].letter
-        # Cells of one kind get one form of label, even if some are a little shorter.
-        if np.median(some.length) + _TIGHT < text_width(name + digits, size):
-            name = ""
-        for x, y, microbatch in zip(
-            ((some.start + some.end) / 2).tolist(),
-            ((some.top + some.height / 2) * height + 0.36 * size).tolist(),
-            columns.microbatch[some.place].tolist(),
-            strict=True,
-        ):
-            yield f'<text x="{px(x)}" y="{px(y)}">{escape(name)}{microbatch}</text>'
+    """The labels of cells of one colour. They get one form, even if some are a little shorter."""
+    name = KINDS[int(cells.colour[0]) // SHADES].letter
+    if np.median(cells.length) + _TIGHT < text_width(name + digits, size):
+        name = ""
+    for x, y, microbatch in zip(
+        ((cells.start + cells.end) / 2).tolist(),
+        ((cells.top + cells.height / 2) * height + 0.36 * size).tolist(),
+        columns.microbatch[cells.place].tolist(),
+        strict=True,
+    ):
+        yield f'<text x="{px(x)}" y="{px(y)}">{escape(name)}{microbatch}</text>'
 
 
 def _steps(cells: Lanes, among: Lanes, height: float) -> str:

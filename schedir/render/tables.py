@@ -12,7 +12,8 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from schedir.display import rounded
 from schedir.errors import SchedirError
@@ -21,9 +22,6 @@ from schedir.ir import printable
 from schedir.render.captions import UNIT_NAMES, bubble, makespan, steady_figures, unit_for
 from schedir.render.text import Block, Piece, Table, as_json, count, fill, plain, size, table
 from schedir.simulator import factor, how_derived
-
-if TYPE_CHECKING:
-    from schedir.simulator.steady_state import SteadyState
 
 _SHAPE = ("target", "ranks", "stages", "microbatches", "chunks", "makespan", "time_per_microbatch")
 _FIGURES = (
@@ -40,14 +38,19 @@ _LATEX = str.maketrans(
 
 
 class _Column(NamedTuple):
-    """A column: its header, and a row's text in a `form`, or None. A `spare` column is left out
-    first if the table is too wide."""
+    """A column: its header and cells. A `spare` column is left out first if the table is too
+    wide."""
 
     header: str
-    value: Callable[[Row], Any]
-    form: Callable[[Any], str] = str
+    cells: Sequence[str]
     spare: bool = False
     align: str = ">"
+
+
+def _table(columns: Iterable[_Column]) -> Table:
+    """The columns as a table with a header."""
+    rows = list(zip(*([column.header, *column.cells] for column in columns), strict=True))
+    return Table(rows, "".join(column.align for column in columns), header=True)
 
 
 def comparison_blocks(comparison: Comparison, width: int | None = None) -> Iterator[Block]:
@@ -56,19 +59,18 @@ def comparison_blocks(comparison: Comparison, width: int | None = None) -> Itera
     If the table is wider than `width`, headers are folded, and columns that follow from others are
     left out.
     """
-    columns = list(_columns(comparison))
-    notes = _notes(comparison)
-    whole = Table(_cells(columns, comparison), _align(columns), header=True)
+    columns, notes = list(_columns(comparison)), _notes(comparison)
+    whole = _table(columns)
     if width is None or whole.width <= width:
         yield whole
     else:
         left_out = []
-        text = _folded(columns, comparison)
+        text = _folded(whole)
         for spare in [column for column in reversed(columns) if column.spare]:
             if max(map(len, text.splitlines())) > width:
                 columns.remove(spare)
                 left_out.append(spare.header)
-                text = _folded(columns, comparison)
+                text = _folded(_table(columns))
         yield Piece(text)
         if left_out:
             notes.insert(0, f"Left out because the table is too wide: {', '.join(left_out)}.")
@@ -76,49 +78,35 @@ def comparison_blocks(comparison: Comparison, width: int | None = None) -> Itera
         yield Piece(f"\n{fill(note, width)}\n")
 
 
-def _cells(columns: Sequence[_Column], comparison: Comparison) -> list[list[str]]:
-    """The header and all rows."""
-    rows = [[column.header for column in columns]]
-    for row in comparison.rows:
-        values = [(column.value(row), column.form) for column in columns]
-        rows.append(["" if value is None else form(value) for value, form in values])
-    return rows
-
-
-def _folded(columns: Sequence[_Column], comparison: Comparison) -> str:
-    """The table as text, with each word of a header on its own line."""
-    header, *rows = _cells(columns, comparison)
+def _folded(whole: Table) -> str:
+    """A table as text, with each word of a header on its own line."""
+    header, *rows = whole.rows
     lines = zip_longest(*(reversed(name.split()) for name in header), fillvalue="")
-    return table([*reversed(list(lines)), *rows], _align(columns))
-
-
-def _align(columns: Sequence[_Column]) -> str:
-    return "".join(column.align for column in columns)
+    return table([*reversed(list(lines)), *rows], whole.align)
 
 
 def comparison_markdown(comparison: Comparison) -> str:
     """The whole table in Markdown, with its notes."""
-    columns = list(_columns(comparison))
-    rule = ["--:" if column.align == ">" else ":--" for column in columns]
-    header, *rows = _escaped(_cells(columns, comparison), _MARKDOWN)
+    whole = _table(list(_columns(comparison)))
+    header, *rows = _escaped(whole, _MARKDOWN)
+    rule = ["--:" if align == ">" else ":--" for align in whole.align]
     lines = [f"| {' | '.join(row)} |\n" for row in (header, rule, *rows)]
     return "".join([*lines, *(f"\n{note.translate(_MARKDOWN)}\n" for note in _notes(comparison))])
 
 
 def comparison_latex(comparison: Comparison) -> str:
     """The whole table as a LaTeX tabular that needs no package; notes are comments."""
-    columns = list(_columns(comparison))
-    ways = _align(columns).replace("<", "l").replace(">", "r")
-    rows = _escaped(_cells(columns, comparison), _LATEX)
-    header, *lines = [f"{' & '.join(row)} \\\\\n" for row in rows]
+    whole = _table(list(_columns(comparison)))
+    ways = whole.align.replace("<", "l").replace(">", "r")
+    header, *lines = [f"{' & '.join(row)} \\\\\n" for row in _escaped(whole, _LATEX)]
     return (
         f"\\begin{{tabular}}{{{ways}}}\n\\hline\n{header}\\hline\n{''.join(lines)}\\hline\n"
         "\\end{tabular}\n" + "".join(f"% {note}\n" for note in _notes(comparison))
     )
 
 
-def _escaped(rows: Iterable[Sequence[str]], escapes: Mapping[int, str]) -> list[list[str]]:
-    return [[cell.translate(escapes) for cell in row] for row in rows]
+def _escaped(whole: Table, escapes: Mapping[int, str]) -> list[list[str]]:
+    return [[cell.translate(escapes) for cell in row] for row in whole.rows]
 
 
 def comparison_csv(comparison: Comparison) -> str:
@@ -220,49 +208,49 @@ def _columns(comparison: Comparison) -> Iterator[_Column]:
         value *= scale
         return f"{value:.0f}" if value == int(value) else rounded(value, 5)
 
-    yield _Column("schedule", lambda row: printable(row.target), align="<")
-    if any(_remark(comparison, row) for row in rows):
-        yield _Column("", lambda row: _remark(comparison, row), align="<")
+    def cells(value: Callable[[Row], Any], form: Callable[[Any], str] = str) -> list[str]:
+        values = map(value, rows)
+        return ["" if value is None else form(value) for value in values]
+
+    def once_full(name: str, form: Callable[[Any], str]) -> list[str]:
+        """A figure of the steady state; a dash for a schedule without one."""
+        without = ("" if row.makespan is None else "-" for row in rows)
+        found = cells(lambda row: row.steady and getattr(row.steady, name), form)
+        return [figure or dash for figure, dash in zip(found, without, strict=True)]
+
+    yield _Column("schedule", cells(lambda row: printable(row.target)), align="<")
+    remarks = cells(lambda row: _remark(comparison, row))
+    if any(remarks):
+        yield _Column("", remarks, align="<")
     if len({row.ranks for row in rows} - {None}) > 1:
-        yield _Column("P", lambda row: row.ranks)
+        yield _Column("P", cells(lambda row: row.ranks))
     if each:
-        yield _Column("M", lambda row: row.microbatches)
+        yield _Column("M", cells(lambda row: row.microbatches))
     if len({(row.target, row.chunks) for row in rows}) > len({row.target for row in rows}):
-        yield _Column("V", lambda row: row.chunks)
-    yield _Column(f"makespan{unit}", lambda row: row.makespan, time, spare=each)
+        yield _Column("V", cells(lambda row: row.chunks))
+    yield _Column(f"makespan{unit}", cells(lambda row: row.makespan, time), spare=each)
     if comparison.beside_edge:
-        yield _Column(f"under edge{unit}", lambda row: row.edge_makespan, time, spare=True)
+        yield _Column(f"under edge{unit}", cells(lambda row: row.edge_makespan, time), spare=True)
     full = any(row.steady is not None for row in rows)
     if each or full:
-        each_one = f"makespan/M{unit}"
-        yield _Column(each_one, lambda row: row.time_per_microbatch, time, spare=not each)
-    yield _Column("ratio", comparison.ratio, "{:.3f}".format)
+        taken = cells(lambda row: row.time_per_microbatch, time)
+        yield _Column(f"makespan/M{unit}", taken, spare=not each)
+    yield _Column("ratio", cells(comparison.ratio, "{:.3f}".format))
     percent = "{:.1%}".format
-    whole = _Column("bubble", lambda row: row.bubble_fraction, percent)
-    span = _Column("bubble of span", lambda row: row.span_bubble_fraction, percent, spare=True)
-    yield whole
-    if any(cells[0] != cells[1] for cells in _cells([whole, span], comparison)[1:]):
-        yield span
+    whole, span = (
+        cells(attrgetter(name), percent) for name in ("bubble_fraction", "span_bubble_fraction")
+    )
+    yield _Column("bubble", whole)
+    if whole != span:
+        yield _Column("bubble of span", span, spare=True)
     if full:
-        idle = _once_full(lambda steady: percent(steady.bubble_fraction))
-        yield _Column("bubble once full", idle, spare=True)
-        taken = _once_full(lambda steady: time(steady.time_per_microbatch))
+        yield _Column("bubble once full", once_full("bubble_fraction", percent), spare=True)
+        taken = once_full("time_per_microbatch", time)
         yield _Column(f"time/M once full{unit}", taken, spare=True)
-    yield _Column("peak activations", _activations, spare=True)
+    yield _Column("peak activations", cells(_activations), spare=True)
     if any(row.peak_bytes is not None for row in rows):
-        yield _Column("peak bytes", lambda row: row.peak_bytes, size, spare=True)
-    yield _Column("delay", lambda row: row.delay)
-
-
-def _once_full(figure: Callable[[SteadyState], str]) -> Callable[[Row], str | None]:
-    """A figure of the steady state; a dash for a schedule without one."""
-
-    def value(row: Row) -> str | None:
-        if row.steady is not None:
-            return figure(row.steady)
-        return None if row.makespan is None else "-"
-
-    return value
+        yield _Column("peak bytes", cells(lambda row: row.peak_bytes, size), spare=True)
+    yield _Column("delay", cells(lambda row: row.delay))
 
 
 def _activations(row: Row) -> str | None:
@@ -282,10 +270,11 @@ def _remark(comparison: Comparison, row: Row) -> str:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    return list(map(printable, _said(comparison)))
+    notes = (_on_figures, _on_derived, _on_problems)
+    return [printable(note) for of in notes for note in of(comparison)]
 
 
-def _said(comparison: Comparison) -> Iterator[str]:
+def _on_figures(comparison: Comparison) -> Iterator[str]:
     if comparison.timed:
         yield (
             f"Timed under {comparison.channel}, without buffers: a bound from above. What does not "
@@ -316,13 +305,9 @@ def _said(comparison: Comparison) -> Iterator[str]:
             f"{count(above, 'schedule')} over it"
             + (f", {unknown} of unknown size." if unknown else ".")
         )
-    yield from _derived(comparison)
-    yield from _objections(comparison)
-    if comparison.best is None:
-        yield "No schedule runs within the limits."
 
 
-def _derived(comparison: Comparison) -> Iterator[str]:
+def _on_derived(comparison: Comparison) -> Iterator[str]:
     """The schedules with costs that no run has shown, and what that means for the best one."""
     several: dict[tuple[str, ...], dict[str, None]] = {}
     for row in comparison.rows:
@@ -349,7 +334,7 @@ def _derived(comparison: Comparison) -> Iterator[str]:
         )
 
 
-def _objections(comparison: Comparison) -> Iterator[str]:
+def _on_problems(comparison: Comparison) -> Iterator[str]:
     """Why schedules can't be chosen: the first reason for each target and code."""
     several: dict[tuple[str, str | None], list[str]] = {}
     for row in comparison.rows:
@@ -363,6 +348,8 @@ def _objections(comparison: Comparison) -> Iterator[str]:
         several.setdefault((row.target, why.code), []).append(reason)
     for first, *others in several.values():
         yield first + (f" (also for {count(len(others), 'other shape')})" if others else "")
+    if comparison.best is None:
+        yield "No schedule runs within the limits."
 
 
 def found_text(found: Found) -> str:

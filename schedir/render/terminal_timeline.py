@@ -16,22 +16,29 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import attrs
 import numpy as np
 
+from schedir.ir import Schedule
 from schedir.render.captions import (
+    axis_title,
     bubble,
     captions,
-    clock_of,
     costs,
     makespan,
+    readable,
     steady_figures,
     title,
     verdict,
     with_unit,
 )
-from schedir.render.drawing import MOST_COLUMNS, Drawing, Part, Row, Sketch, rows_of
-from schedir.render.lanes import has_copies, lanes_per_rank
+from schedir.render.drawing import MOST_COLUMNS, Drawing, Row, Sketch, rows_of
+from schedir.render.lanes import (
+    has_copies,
+    has_replicas,
+    labels_say_stages,
+    lanes_of,
+    lanes_per_rank,
+)
 from schedir.render.repeats import Repeat, repeats
 from schedir.render.text import (
     Block,
@@ -82,26 +89,24 @@ def timeline_text(timeline: Timeline, width: int | None = None, colour: bool = F
     and changes no character.
     """
     write = coloured if colour else plain
-    return write(timeline_blocks(timeline, width))
+    return write(timeline_blocks([timeline], width))
 
 
 def timeline_blocks(
-    timeline: Timeline,
+    lines: Sequence[Timeline],
     width: int | None = None,
-    against: Timeline | None = None,
     fit: bool = False,
     window: tuple[float, float] | None = None,
 ) -> Iterator[Block]:
-    """The timeline as blocks; a second timeline is drawn below the first.
+    """Timelines as blocks, one drawn below the other.
 
     With `fit` the whole drawing fits into `width`, with letters if labels would need more. With a
     `window` only the part between its two times is drawn.
     """
-    lines = [timeline] if against is None else [timeline, against]
     for shape in dict.fromkeys(title(line.schedule) for line in lines):
         yield Piece(f"{fill(shape, width)}\n")
     yield Piece("\n")
-    yield from _drawn(sketch_of(lines, window), clock_of(lines).title, width, fit)
+    yield from _drawn(sketch_of(lines, window), axis_title(lines[0]), width, fit)
     for line, name in zip(lines, captions(lines), strict=True):
         yield Piece(f"\n{f'{name}: {costs(line)}' if name else verdict(line)}\n\n")
         yield statistics(line)
@@ -122,21 +127,34 @@ def _drawn(sketch: Sketch, axis: str, width: int | None, fit: bool) -> Iterator[
 
 def sketch_of(lines: Sequence[Timeline], window: tuple[float, float] | None = None) -> Sketch:
     """A sketch of all ranks of all timelines."""
-    several = [rows_of(line, range(line.schedule.ranks)) for line in lines]
-    rows = [row for own in several for row in own]
-    ranks = len(str(max(row.rank for row in rows)))
-    stages = max((len(str(row.stage)) for row in rows if row.stage is not None), default=0)
+    ranks = max(len(str(line.schedule.ranks - 1)) for line in lines)
+    stages = max(len(str(line.schedule.stages - 1)) for line in lines)
 
-    def head(row: Row) -> str:
-        stage = "" if row.stage is None else f" stage {row.stage:{stages}}"
-        return f"rank {row.rank:{ranks}}{stage}{f' {_COPIES}' * row.copies}"
+    def head(rank: int, stage: int | None, copies: bool) -> str:
+        named = "" if stage is None else f" stage {stage:{stages}}"
+        return f"rank {rank:{ranks}}{named}{f' {_COPIES}' * copies}"
 
-    parts = [
-        Part(line, name, own, list(map(head, own)))
-        for line, name, own in zip(lines, captions(lines), several, strict=True)
-    ]
-    corner = " " * (2 + max(len(head) for part in parts for head in part.heads))
-    return Sketch(parts, corner, *(window or (0.0, max(line.makespan for line in lines))))
+    return _sketch(lines, [range(line.schedule.ranks) for line in lines], "", head, window)
+
+
+def _sketch(
+    lines: Sequence[Timeline],
+    ranks: Sequence[Sequence[int]],
+    title: str,
+    head: Callable[[int, int | None, bool], str],
+    window: tuple[float, float] | None = None,
+    note: str = "",
+) -> Sketch:
+    """A sketch of some `ranks` of each timeline, below the `title` of the heads of their rows."""
+    last = max(line.makespan for line in lines)
+    since, until = window or (0.0, last)
+    part = (since, until) if until - since < last else ()
+    rows, corner = [], title
+    for line, name, shown in zip(lines, captions(lines), ranks, strict=True):
+        own = list(rows_of(line, shown, head, *part))
+        corner = corner.ljust(2 + max(len(row.head) for row in own))
+        rows += [Row(name), *own] if name else own
+    return Sketch(rows, corner, labels_say_stages(lines), last, since, until, note)
 
 
 def statistics(timeline: Timeline) -> Table:
@@ -146,14 +164,9 @@ def statistics(timeline: Timeline) -> Table:
     return Table([header, *rows], ">" * len(header), header=True)
 
 
-def overview_blocks(
-    timeline: Timeline, width: int, height: int, against: Timeline | None = None
-) -> Iterator[Block]:
-    """The figures of a timeline and its drawing, on a screen of `width` columns and `height` lines.
-
-    A second timeline is drawn below the first, on its axis.
-    """
-    several = [timeline] if against is None else [timeline, against]
+def overview_blocks(several: Sequence[Timeline], width: int, height: int) -> Iterator[Block]:
+    """The figures of one or two timelines and their drawing, one below the other, on a screen of
+    `width` columns and `height` lines."""
     found = captions(several)
     costs = [
         list(_costs(line, several, name and name.ljust(max(map(len, found)) + 2)))
@@ -172,9 +185,9 @@ def overview_blocks(
         yield from drawing.page(left, end)
     yield Piece("\n")
     yield from drawing.painted_legend(width)
-    table = statistics(timeline)
+    table = statistics(several[0])
     lines = _lines(drawing, width) + 1 + len(table.rows) + _TABLE_RULES
-    if against is None and lines <= room and table.width <= width:
+    if len(several) == 1 and lines <= room and table.width <= width:
         yield Piece("\n")
         yield table
 
@@ -211,14 +224,15 @@ def _overview(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
     space = room - _RULER_LINES - _LEGEND_LINES
     if len(timelines) > 1:
         space = space // len(timelines) - 1  # the name above each timeline
-    parts = [_part(*each, space) for each in zip(timelines, captions(timelines), strict=True)]
-    rows = [row for part in parts for row in part.rows]
-    corner = "rank  stage  " if any(row.stage is not None for row in rows) else "rank  "
-    if any(row.copies for row in rows):
-        corner = corner.ljust(len(_COPIES) + 2)
-    last = max(line.makespan for line in timelines)
-    sketch = Sketch(parts, corner, 0.0, last, note="; --full draws everything")
-    columns = max(width - len(corner), 1)
+    replicas = any(has_replicas(line.schedule) for line in timelines)
+
+    def head(rank: int, stage: int | None, copies: bool) -> str:
+        return _COPIES if copies else f"{rank:4}" + ("" if stage is None else f"  {stage:5}")
+
+    shown = [_ranks_shown(line.schedule, space) for line in timelines]
+    title, note = "rank  stage" if replicas else "rank", "; --full draws everything"
+    sketch = _sketch(timelines, shown, title, head, note=note)
+    columns = max(width - len(sketch.corner), 1)
     if sketch.columns <= columns:
         return sketch.labelled()
     # A part that repeats in one of two timelines need not repeat in the other.
@@ -236,24 +250,14 @@ def _overview(timelines: Sequence[Timeline], width: int, room: int) -> Drawing:
     return sketch.letters(columns=columns)
 
 
-def _part(timeline: Timeline, name: str, room: int) -> Part:
-    """The first and last ranks of a timeline, as many as there are lines for."""
-    ranks = timeline.schedule.ranks
-    shown, hidden = list(range(ranks)), 0
-    room //= lanes_per_rank(timeline.schedule) + has_copies(timeline.schedule)
-    if ranks > room:
-        many = max(room - 1, 2)
-        last = many // 2
-        shown = [*range(many - last), *range(ranks - last, ranks)]
-        hidden = ranks - many
-    rows = rows_of(timeline, shown)
-    return Part(timeline, name, rows, list(map(_head, rows)), hidden)
-
-
-def _head(row: Row) -> str:
-    if row.copies:
-        return _COPIES
-    return f"{row.rank:4}" + ("" if row.stage is None else f"  {row.stage:5}")
+def _ranks_shown(schedule: Schedule, room: int) -> Sequence[int]:
+    """The first and last ranks, as many as there are lines for."""
+    room //= lanes_per_rank(schedule) + has_copies(schedule)
+    if schedule.ranks <= max(room, 2):
+        return range(schedule.ranks)
+    many = max(room - 1, 2)
+    last = many // 2
+    return [*range(many - last), *range(schedule.ranks - last, schedule.ranks)]
 
 
 def steady_blocks(
@@ -264,16 +268,15 @@ def steady_blocks(
 
     Cells are letters if labels need more than `width` columns.
     """
-    clock = clock_of([drained])
-    if clock.unit is not None:
-        drained, line = in_unit(drained, clock.unit), in_unit(line, clock.unit)
-        steady = steady_in_unit(steady, clock.unit)
+    (drained,) = readable(drained)
+    if drained.unit is not None:
+        line, steady = in_unit(line, drained.unit), steady_in_unit(steady, drained.unit)
     shape = f"{count(line.schedule.ranks, 'rank')}, {count(line.schedule.stages, 'stage')}"
     many = count(line.schedule.microbatches, "microbatch", "es")
     name = f"{line.schedule.name}: {shape}, once full (from the middle of {many})"
     yield Piece(f"{fill(name, width)}\n\n")
     if steady.period:
-        yield from _drawn(_steady_sketch(line, steady, width), clock.title, width, fit=True)
+        yield from _drawn(_steady_sketch(line, steady, width), axis_title(line), width, fit=True)
         yield Piece("\n")
     yield Piece(f"{fill(_full(steady), width)}\n{fill(_drained(drained), width)}\n")
 
@@ -295,26 +298,21 @@ def _drained(line: Timeline) -> str:
 
 def _steady_sketch(line: Timeline, steady: SteadyState, width: int | None) -> Sketch:
     """Two periods if there is room for their labels, or else one."""
-    whole = sketch_of([line])
-    room = MOST_COLUMNS if width is None else max(width - len(whole.corner), 1)
     several = steady.end - steady.start >= 3 * steady.period
     for times in (2, 1) if several else (1,):
-        since, until = _bounds(whole.rows, steady, times)
-        sketch = attrs.evolve(whole, since=since, until=until)
-        if sketch.columns <= room:
+        sketch = sketch_of([line], _bounds(line, steady, times))
+        if sketch.columns <= (MOST_COLUMNS if width is None else width - len(sketch.corner)):
             break
     return sketch
 
 
-def _bounds(rows: Sequence[Row], steady: SteadyState, times: int) -> tuple[float, float]:
+def _bounds(line: Timeline, steady: SteadyState, times: int) -> tuple[float, float]:
     """The start and end of a window of some periods in the middle, which cuts as few actions as
     possible."""
-    period = steady.period
+    period, lanes = steady.period, lanes_of(line)
     spare = steady.end - steady.start - (times + 1) * period
     least = steady.start + max(0.0, spare) / 2
-    spans = [span for row in rows for span in row.spans]
-    starts = np.sort([span.start for span in spans])
-    ends = np.sort([span.end for span in spans])
+    starts, ends = np.sort(lanes.start), np.sort(lanes.end)
     tried = starts[(starts >= least) & (starts < least + period)]
     cut = np.searchsorted(starts, tried) - np.searchsorted(ends, tried, side="right")
     since = tried[cut.argmin()].item()

@@ -14,20 +14,18 @@ stage  rank    compute
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
-import attrs
 import numpy as np
 
 from schedir.graph.compile import graph_of
-from schedir.ir import COMMUNICATION, COMPUTE, COPIES, GROUPS, RECEIVES, Columns, Ints
+from schedir.ir import COMMUNICATION, COMPUTE, COPIES, GROUPS, RECEIVES, Columns
 from schedir.render.captions import captions, readable, title, verdict
 from schedir.render.palette import CAUSE_WORDS
 from schedir.render.text import Block, Piece, Table, fill, number
 from schedir.simulator import CAUSES, Cause, Idle, Timeline
-from schedir.simulator.values import Numbers
+from schedir.simulator.timeline import path_times
 
 _MEANS = {
     Cause.WARMUP: "the pipeline fills, until the rank's first backward",
@@ -51,7 +49,7 @@ _MOST_STAGES = 12
 
 def why_blocks(timeline: Timeline, width: int | None, against: Timeline | None) -> Iterator[Block]:
     """Why the ranks of one or two timelines are idle."""
-    several = readable([timeline] if against is None else [timeline, against])
+    several = readable(timeline, against)
     for turn, (line, name) in enumerate(zip(several, captions(several), strict=True)):
         yield Piece("\n" if turn else "")
         whose = "" if name in ("", line.schedule.name) else f"{name}: "
@@ -71,11 +69,6 @@ def _of(timeline: Timeline, time: float, whole: float) -> str:
     """A time and its share of a whole; empty if the share is nothing."""
     share = f"{time / whole:.1%}"
     return "" if share == "0.0%" else f"{_number(timeline, time)} ({share})"
-
-
-def _share(timeline: Timeline, time: float, whole: float) -> str:
-    """The share alone."""
-    return _of(timeline, time, whole) and f"{time / whole:.1%}"
 
 
 def _in_unit(what: str, timeline: Timeline) -> str:
@@ -98,15 +91,15 @@ def _causes(timeline: Timeline, width: int | None) -> Iterator[Block]:
     if len(several) > 1:
         several.append(("all", by_cause.sum(axis=0), makespan * len(by_cause)))
 
-    def table(of: Callable[[Timeline, float, float], str]) -> Table:
-        rows = [["rank", _in_unit("idle", timeline), *(CAUSE_WORDS[cause] for cause in shown)]]
-        for rank, own, whole in several:
-            times = [float(own.sum()), *own[columns].tolist()]
-            rows.append([rank, *(of(timeline, time, whole) for time in times)])
-        return Table(rows, ">" * len(rows[0]), header=True)
-
-    whole = table(_of)
-    yield whole if width is None or whole.width <= width else table(_share)
+    rows = [["rank", _in_unit("idle", timeline), *(CAUSE_WORDS[cause] for cause in shown)]]
+    for rank, own, whole in several:
+        times = [float(own.sum()), *own[columns].tolist()]
+        rows.append([rank, *(_of(timeline, time, whole) for time in times)])
+    table = Table(rows, ">" * len(rows[0]), header=True)
+    if width is not None and table.width > width:
+        shares = ([cell.rpartition("(")[2].rstrip(")") for cell in row] for row in rows[1:])
+        table = Table([rows[0], *shares], table.align, header=True)
+    yield table
     means = [[CAUSE_WORDS[cause], _MEANS[cause]] for cause in shown if cause in _MEANS]
     if means:
         yield Piece("\n")
@@ -139,15 +132,12 @@ def _waits(timeline: Timeline) -> Iterator[Block]:
     for n in longest[lengths[longest] > _NOTHING * timeline.makespan].tolist():
         rank = int(np.searchsorted(idle.bounds, n, side="right")) - 1
         one = idle.at(n)
-        span, long = _span(timeline, one.start, one.end), _number(timeline, one.end - one.start)
-        rows.append([str(rank), span, long, _why(timeline, one)])
+        times = one.start, one.end, one.end - one.start
+        start, end, long = (_number(timeline, time) for time in times)
+        rows.append([str(rank), f"{start}..{end}", long, _why(timeline, one)])
     if len(rows) > 1:
         yield Piece("\nthe longest waits\n")
         yield Table(rows, "><><", header=True)
-
-
-def _span(timeline: Timeline, start: float, end: float) -> str:
-    return f"{_number(timeline, start)}..{_number(timeline, end)}"
 
 
 def _named(columns: Columns, place: int) -> str:
@@ -184,70 +174,35 @@ def _why(timeline: Timeline, idle: Idle) -> str:
     return said
 
 
-@attrs.frozen(eq=False)
-class CriticalPath:
-    """What the actions at `places`, the critical path, take of the makespan, and the time `between`
-    them, which no action explains; only measured runs have it."""
-
-    columns: Columns
-    places: Ints
-    takes: Numbers
-    between: float
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> CriticalPath:
-        """The critical path of a timeline. Compute with an unknown time counts as zero; a transfer
-        takes the time between its neighbours."""
-        places, columns = np.array(timeline.critical_path, np.int64), timeline.schedule.columns
-        starts, ends = timeline.starts[places], timeline.ends[places]
-        computes = columns.is_kind(*COMPUTE)[places]
-        ends = np.where(np.isnan(ends) & computes, starts, ends)
-        starts = np.where(np.isnan(starts) & computes, ends, starts)
-        before = np.append(0, np.where(np.isnan(ends), starts, ends))[:-1]
-        begins = np.append(np.where(np.isnan(starts), before, starts), timeline.makespan)
-        begins = np.fmax.accumulate(begins)  # the clocks of two ranks may differ a little
-        over = np.clip(np.where(np.isnan(ends), begins[1:], ends), begins[:-1], begins[1:])
-        takes = over - begins[:-1]
-        return cls(columns, places, takes, float(timeline.makespan - takes.sum()))
-
-    def by_kind(self) -> dict[str, float]:
-        """The time of each kind of action on the path."""
-        found = {
-            what: float(self.takes[self.columns.is_kind(*kinds)[self.places]].sum())
-            for what, kinds in _PARTS.items()
-        }
-        return {**found, "between entries": self.between}
-
-    def by_stage(self) -> list[tuple[int, int, float, float]]:
-        """For each stage and rank on the path: the time of its compute and of its transfers."""
-        compute: dict[tuple[int, int], float] = defaultdict(float)
-        travel: dict[tuple[int, int], float] = defaultdict(float)
-        last = None
-        computes, receives = self.columns.is_kind(*COMPUTE), self.columns.is_kind(*RECEIVES)
-        for place, time in zip(self.places.tolist(), self.takes.tolist(), strict=True):
-            if computes[place]:
-                last = int(self.columns.stage[place]), int(self.columns.rank[place])
-                compute[last] += time
-            elif receives[place] and last is not None:
-                travel[last] += time
-        return [(*key, time, travel[key]) for key, time in compute.items()]
-
-
 def _path(timeline: Timeline) -> Iterator[Block]:
     """What the makespan consists of, by kind and by stage."""
-    path, makespan = CriticalPath.of(timeline), timeline.makespan
+    makespan, columns, takes = timeline.makespan, timeline.schedule.columns, path_times(timeline)
     if not makespan:
         return
-    of = partial(_of, timeline, whole=makespan)
-    parts = [f"{what} {of(time)}" for what, time in path.by_kind().items() if of(time)]
+    places, of = np.array(timeline.critical_path), partial(_of, timeline, whole=makespan)
+    by_kind = {what: takes[columns.is_kind(*kinds)[places]].sum() for what, kinds in _PARTS.items()}
+    by_kind["between entries"] = makespan - takes.sum()
+    parts = [f"{what} {of(float(time))}" for what, time in by_kind.items() if of(float(time))]
     yield Piece(f"\ncritical path: {', '.join(parts)}\n")
+    # The time of the compute of each stage on a rank, and of the transfers that follow it.
+    stages: dict[tuple[int, int], list[float]] = {}
+    computes, receives = (columns.is_kind(*kinds) for kinds in (COMPUTE, RECEIVES))
+    own = [0.0, 0.0]
+    for place, time in zip(places.tolist(), takes.tolist(), strict=True):
+        if computes[place]:
+            key = int(columns.stage[place]), int(columns.rank[place])
+            own = stages.setdefault(key, [0.0, 0.0])
+            own[0] += time
+        elif receives[place]:
+            own[1] += time
     rows = [["stage", "rank", _in_unit("compute", timeline), "transfers from it"]]
-    stages = sorted((row for row in path.by_stage() if any(row[2:])), key=lambda row: -row[2])
-    for stage, rank, compute, transfers in sorted(stages[:_MOST_STAGES]):
-        rows.append([str(stage), str(rank), of(compute), of(transfers)])
-    rest = stages[_MOST_STAGES:]
+    longest = sorted((each for each in stages.items() if any(each[1])), key=lambda e: -e[1][0])
+    for (stage, rank), times in sorted(longest[:_MOST_STAGES]):
+        rows.append([str(stage), str(rank), *map(of, times)])
+    rest = [times for _, times in longest[_MOST_STAGES:]]
     if rest:
-        computes, moves = (sum(row[column] for row in rest) for column in (2, 3))
-        rows.append([f"{len(rest)} others", "", of(computes), of(moves)])
+        rows.append(
+            [f"{len(rest)} others", "", *(of(sum(each)) for each in zip(*rest, strict=True))]
+        )
     if len(rows) > 1:
         yield Table(rows, ">>>>", header=True)

@@ -32,7 +32,7 @@ from schedir.errors import LoadError, SchedirError
 from schedir.files import replacing
 from schedir.graph.alive import later_versions, peak_activations
 from schedir.graph.compile import graph_of
-from schedir.ir import COPIES, HOMES, Action, Bools, Schedule, dumps, flat, loads
+from schedir.ir import COMPUTE, COPIES, HOMES, Action, Bools, Schedule, dumps, flat, loads
 from schedir.ir.tokens import clip
 from schedir.simulator.idle import Idle, IdleColumns, Work, idle_columns, work_of
 from schedir.simulator.memory import Curve, live_activations, live_bytes
@@ -401,6 +401,25 @@ def in_unit(timeline: Timeline, unit: Unit) -> Timeline:
         if (value := getattr(timeline, name)) is not None
     }
     return attrs.evolve(timeline, **scaled, unit=unit, measured=measured)
+
+
+def path_times(timeline: Timeline) -> Numbers:
+    """What each place on the critical path takes of the makespan; what is left over lies between
+    entries of a measured timeline.
+
+    Compute with an unknown time counts as zero; a transfer takes the time between its neighbours.
+    """
+    places, columns = np.array(timeline.critical_path, np.int64), timeline.schedule.columns
+    starts, ends = timeline.starts[places], timeline.ends[places]
+    computes = columns.is_kind(*COMPUTE)[places]
+    ends = np.where(np.isnan(ends) & computes, starts, ends)
+    starts = np.where(np.isnan(starts) & computes, ends, starts)
+    before = np.append(0, np.where(np.isnan(ends), starts, ends))[:-1]
+    begins = np.append(np.where(np.isnan(starts), before, starts), timeline.makespan)
+    begins = np.fmax.accumulate(begins)  # the clocks of two ranks may differ a little
+    over = np.clip(np.where(np.isnan(ends), begins[1:], ends), begins[:-1], begins[1:])
+    takes: Numbers = over - begins[:-1]
+    return takes
 
 
 def median_step(timelines: Sequence[Timeline]) -> Timeline:

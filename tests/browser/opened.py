@@ -70,7 +70,7 @@ class Opened:
                 const {left, top} = document.getElementById("lanes").getBoundingClientRect();
                 return rows.map((row) => {
                     const middle = (line.start[row] + line.end[row]) / 2;
-                    return [left + xOf(middle), top + middleOf(at, line, row)];
+                    return [left + xOf(middle), top + boxOf(at, line, row)[2]];
                 });
             })()""",
             at,

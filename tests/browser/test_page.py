@@ -215,8 +215,10 @@ def test_the_box_tells_of_an_action(browser: Browser, tmp_path: Path) -> None:
     source = line.schedule.source_of(rank, index)
     assert source is not None
     with opened(browser, tmp_path, line) as it:
+        it.ask("draw = () => schedir.drawn = true")  # which a pointer that moves need not
         it.page.mouse.move(*it.spot(0, int(place)))
         it.settle()
+        assert not it.ask("schedir.drawn")
         said = it.box()
         assert said.startswith("2B3\nbackward, stage 2, microbatch 3\n")
         for words in (
@@ -295,7 +297,7 @@ def texts_of(it: Opened) -> list[tuple[str, float, float, float]]:
         """(() => {
             const pen = document.getElementById("lanes").getContext("2d"), texts = [];
             pen.fillText = (words, x, y) => texts.push([words, x, y, pen.measureText(words).width]);
-            draw(document.getElementById("lanes"), schedir.lines, {});
+            draw(document.getElementById("lanes"), schedir.lines);
             delete pen.fillText;
             return texts;
         })()"""
@@ -506,6 +508,8 @@ def test_keys_wheel_and_mouse_zoom_and_pan(browser: Browser, tmp_path: Path) -> 
         assert it.spot(0, 40)[0] == pytest.approx(x - 30, abs=1)
         it.press("f")
         assert it.span == pytest.approx(everything, rel=0.05)
+        it.ask("zoom(1e-9)")  # up to a tick, which no action is shorter than
+        assert width() == pytest.approx(it.ask("page.tick"))
 
 
 def test_the_address_keeps_the_view(browser: Browser, tmp_path: Path) -> None:

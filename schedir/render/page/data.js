@@ -22,37 +22,29 @@ async function readTimelines() {
 // A timeline with what follows from its columns. Times are written as whole ticks.
 function prepared(line) {
   const times = (ticks) => Float64Array.from(ticks, (tick) => tick * page.tick);
-  const ends = (start, length) => times(start.map((from, i) => from + length[i]));
-  line.ranks = line.stages.length;
+  line.end = times(line.start.map((from, i) => from + line.length[i]));
+  for (const name of ["start", "idleStart", "idleEnd", "keptStart"]) line[name] = times(line[name]);
   line.rank = line.lane.map((own) => Math.floor(own / page.tracks));
   line.track = line.lane.map((own) => own % page.tracks);
-  line.end = ends(line.start, line.length);
-  line.start = times(line.start);
   // Where the cells of a lane stand one above the other, it has several strips.
-  line.edges = [...new Set([0, 1, ...line.boxes.flat()])].sort();
-  line.lanes = Array.from({ length: line.ranks * page.tracks }, (_, lane) => stripsIn(line, lane));
-  line.idleEnd = ends(line.idleStart, line.idleLength);
-  line.idleStart = times(line.idleStart);
+  const edges = [...new Set([0, 1, ...line.boxes.flat()])].sort();
+  line.strips = edges.slice(1).map((bottom, i) => ({ top: edges[i], bottom }));
+  line.lanes = Array.from({ length: line.stages.length * page.tracks }, (_, lane) =>
+    line.strips.map((strip) => cellsIn(line, lane, strip)));
   line.idle = line.stages.map((_, rank) =>
-    cellsOf(range(line.idleBounds[rank], line.idleBounds[rank + 1]), line.idleStart, line.idleEnd));
-  line.kept = line.keptBounds.slice(1).map((end, rank) => ({
-    start: times(line.keptStart.subarray(line.keptBounds[rank], end)),
-    amount: line.keptAmount.subarray(line.keptBounds[rank], end),
-  }));
+    cellsOf(indices(line.idleRank, rank), line.idleStart, line.idleEnd));
+  line.kept = line.stages.map((_, rank) => {
+    const [first, end] = [rank - 1, rank].map((each) => bisect(line.keptRank, each));
+    return [line.keptStart.subarray(first, end), line.keptAmount.subarray(first, end)];
+  });
   return line;
 }
 
-const range = (first, end) => Int32Array.from({ length: end - first }, (_, i) => first + i);
-const receives = (track) => track >= page.tracks - 2;
-
-// The strips of a lane, from the top: the cells that cover each part of its height.
-function stripsIn(line, lane) {
-  const rows = range(bisect(line.lane, lane - 1), bisect(line.lane, lane));
-  return line.edges.slice(1).map((bottom, i) => {
-    const top = line.edges[i], boxes = line.boxes.map((box) => box[0] < bottom && box[1] > top);
-    const cells = cellsOf(rows.filter((row) => boxes[line.box[row]]), line.start, line.end);
-    return { top, bottom, cells };
-  });
+// The cells of a lane that cover a part of its height.
+function cellsIn(line, lane, { top, bottom }) {
+  const covers = line.boxes.map((box) => box[0] < bottom && box[1] > top);
+  const rows = indices(line.lane, lane).filter((row) => covers[line.box[row]]);
+  return cellsOf(rows, line.start, line.end);
 }
 
 // Cells by start: `ids` are rows of the table, or numbers of idle times. `reach` is how far all up
@@ -72,4 +64,10 @@ function bisect(values, limit) {
     else low = middle + 1;
   }
   return low;
+}
+
+// The indices of ascending values from `first` to `last`.
+function indices(values, first, last = first) {
+  const start = bisect(values, first - 1);
+  return Array.from({ length: bisect(values, last) - start }, (_, i) => start + i);
 }

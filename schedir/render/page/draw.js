@@ -1,13 +1,13 @@
-// Draws what `view` shows on the canvas: lanes, labels, memory, critical path and axis, and a frame
-// around what the pointer is at.
+// Draws what `view` shows: lanes, labels, memory, critical path and axis on one canvas, and on one
+// above it frames around what is selected and what the pointer is at.
 
 const FONT = "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
 const CROWDED = 3; // cells narrower than this, in pixels, are averaged with their neighbours
 const LABELLED = 14; // cells narrower than this have no label
 const frame = {};
 
-const xOf = (time) => frame.left + ((time - view.from) / (view.to - view.from)) * frame.width;
-const timeAt = (x) => view.from + ((x - frame.left) / frame.width) * (view.to - view.from);
+const xOf = (time) => GUTTER + ((time - view.from) / (view.to - view.from)) * frame.width;
+const timeAt = (x) => view.from + ((x - GUTTER) / frame.width) * (view.to - view.from);
 const lowest = () => Math.max(0, frame.placed.height - frame.height + FOOT);
 
 // A context in pixels of the page, on a canvas that has all pixels of the screen.
@@ -25,18 +25,16 @@ function write(pen, words, x, y, ink, size = 11, align = "right") {
   pen.fillText(words, x, y);
 }
 
-function draw(canvas, lines, found) {
+function draw(canvas, lines) {
   const pen = penOf(canvas), { ink, faint } = page.ink;
   const width = Math.max(1, canvas.clientWidth - GUTTER - 8), height = canvas.clientHeight - AXIS;
   const placed = layout(lines, height - FOOT), { compute, all, curve, gap } = placed.parts;
-  Object.assign(frame, { left: GUTTER, width, height, placed });
+  Object.assign(frame, { width, height, placed });
   view.top = Math.min(view.top, lowest());
   const end = view.top + height;
   const seen = placed.bands.filter(({ y }) => y + Math.max(all, HEADING) > view.top && y < end);
-  const wide = drawLanes(pen, lines, seen.filter((band) => !band.text));
-  wide.forEach((rows, at) => rows.forEach((row) => drawLabel(pen, lines[at], at, row)));
+  drawLanes(pen, lines, seen.filter((band) => !band.text));
   if (view.critical) lines.forEach((line, at) => drawCritical(pen, line, at));
-  for (const { at, row } of [view, found]) if (row >= 0) drawAround(pen, lines[at], at, row);
   // What lies beside and above the lanes.
   pen.clearRect(0, 0, GUTTER, AXIS + height);
   pen.clearRect(0, 0, GUTTER + width + 8, AXIS);
@@ -57,18 +55,16 @@ function draw(canvas, lines, found) {
 
 // The strips of a rank, one below the other, in pixels from the first band.
 function stripsOf(lines, { at, rank, y }) {
-  const tracks = [...range(0, frame.placed.parts.strip ? page.tracks : 1)];
-  return tracks.flatMap((track) => {
+  const line = lines[at], first = rank * page.tracks;
+  const lanes = line.lanes.slice(first, first + (frame.placed.parts.strip ? page.tracks : 1));
+  return lanes.flatMap((cells, track) => line.strips.map((strip, i) => {
     const [offset, height] = trackBox(track);
-    return lines[at].lanes[rank * page.tracks + track].map((strip) => {
-      const [top, bottom] = [strip.top, strip.bottom].map((part) => y + offset + part * height);
-      return { at, rank, track, top, bottom, cells: strip.cells };
-    });
-  });
+    const [top, bottom] = [strip.top, strip.bottom].map((part) => y + offset + part * height);
+    return { at, rank, track, top, bottom, cells: cells[i] };
+  }));
 }
 
-// All strips are pixels of one image, each one row of them many times. Returns the rows of each
-// timeline that may have room for a label.
+// All strips are pixels of one image, each one row of them many times. Labels stand on it.
 function drawLanes(pen, lines, bands) {
   const ratio = devicePixelRatio;
   const width = Math.round(frame.width * ratio), height = Math.round(frame.height * ratio);
@@ -76,8 +72,7 @@ function drawLanes(pen, lines, bands) {
   const pixelOf = (time) => (time - view.from) * (width / (view.to - view.from));
   const within = (time) => Math.max(0, Math.round(pixelOf(time)));
   const wide = lines.map(() => new Set());
-  const strips = bands.flatMap((band) => stripsOf(lines, band));
-  for (const { at, rank, track, top, bottom, cells } of strips) {
+  for (const { at, rank, track, top, bottom, cells } of bands.flatMap((b) => stripsOf(lines, b))) {
     const { idle, idleCause, critical, colour, makespan } = lines[at];
     const pixels = new Uint32Array(width).fill(page.pixels.idle, within(0), within(makespan));
     if (!track && view.causes) {
@@ -89,8 +84,8 @@ function drawLanes(pen, lines, bands) {
     const edge = (y) => Math.max(0, Math.min(Math.round((y - view.top) * ratio), height));
     for (let y = edge(top); y < edge(bottom); y++) all.set(pixels, y * width);
   }
-  pen.putImageData(image, Math.round(frame.left * ratio), Math.round(AXIS * ratio));
-  return wide;
+  pen.putImageData(image, Math.round(GUTTER * ratio), Math.round(AXIS * ratio));
+  wide.forEach((rows, at) => rows.forEach((row) => drawLabel(pen, lines[at], at, row)));
 }
 
 // One colour with so much of another over it: red and blue at once, then green.
@@ -105,14 +100,13 @@ function mix(under, over, part) {
 function paint({ ids, start, end, reach }, pixelOf, pixels, colourOf) {
   const taken = new Map(), marks = [], wide = [];
   let pixel = -1, crowded = -Infinity; // the pixel that is taken, and the end of a narrow cell
-  const settle = () => {
-    let sum = 0, most = 0, colour = 0;
-    for (const [each, part] of taken) {
-      sum += part;
-      if (part > most) [most, colour] = [part, each];
-    }
+  const settle = (next) => {
+    if (next === pixel) return;
+    const [[colour] = []] = [...taken].sort((a, b) => b[1] - a[1]);
+    const sum = [...taken.values()].reduce((sum, part) => sum + part, 0);
     if (sum) pixels[pixel] = mix(pixels[pixel], colour, Math.min(1, sum));
     taken.clear();
+    pixel = next;
   };
   for (let i = bisect(reach, view.from), last = bisect(start, view.to); i < last; i++) {
     const a = pixelOf(start[i]), b = pixelOf(end[i]), right = Math.max(0, Math.round(b));
@@ -124,7 +118,7 @@ function paint({ ids, start, end, reach }, pixelOf, pixels, colourOf) {
     // What is too narrow to be seen has pixels of its own where nothing is beside it.
     if (b - a < 1.5 && a - crowded > CROWDED) marks.push([Math.max(0, Math.floor(a)), colour]);
     for (let at = Math.floor(a); narrow && at < b; at++) {
-      if (at !== pixel) settle(), (pixel = at);
+      settle(at);
       taken.set(colour, (taken.get(colour) || 0) + Math.min(b, at + 1) - Math.max(a, at));
     }
     crowded = narrow ? b : -Infinity;
@@ -136,33 +130,30 @@ function paint({ ids, start, end, reach }, pixelOf, pixels, colourOf) {
 
 function drawLabel(pen, line, at, row) {
   // What is cut by an edge keeps its label in sight.
-  const left = Math.max(xOf(line.start[row]), frame.left);
-  const room = Math.min(xOf(line.end[row]), frame.left + frame.width) - left;
-  const [top, height] = boxOf(at, line, row), most = Math.min(13, height - 2);
+  const left = Math.max(xOf(line.start[row]), GUTTER);
+  const room = Math.min(xOf(line.end[row]), GUTTER + frame.width) - left;
+  const [, height, middle] = boxOf(at, line, row), most = Math.min(13, height - 2);
+  const faint = view.critical && !line.critical[row];
+  const ink = faint ? page.ink.faint : page.inks[line.colour[row]];
   // The stage only where a rank has several, and there is room: its shade tells it as well.
   for (const staged of line.several ? [true, false] : [false]) {
     const words = label(line, row, staged);
     const size = [most, Math.min(10, most)].find((size) => words.length * 0.6 * size < room - 2);
-    if (!size || most < 7) continue;
-    const faint = view.critical && !line.critical[row];
-    const ink = faint ? page.ink.faint : page.inks[line.colour[row]];
-    return write(pen, words, left + room / 2, top + height / 2 + 1, ink, size, "center");
+    if (size >= 7) return write(pen, words, left + room / 2, middle + 1, ink, size, "center");
   }
 }
 
 function drawMemory(pen, line, rank, base) {
-  const { start, amount: amounts } = line.kept[rank], { curve } = frame.placed.parts;
-  const last = Math.min(frame.left + frame.width, xOf(line.makespan));
-  pen.beginPath();
-  for (let x = Math.max(frame.left, Math.floor(xOf(0))); x < last; x++) {
+  const [start, amounts] = line.kept[rank], { curve } = frame.placed.parts;
+  const last = Math.min(GUTTER + frame.width, xOf(line.makespan));
+  pen.fillStyle = page.ink.memoryFill;
+  for (let x = Math.max(GUTTER, Math.floor(xOf(0))); x < last; x++) {
     // The most of all that there is within a pixel.
     const [first, end] = [x, x + 1].map((edge) => bisect(start, timeAt(edge)));
     const most = Math.max(0, ...amounts.subarray(Math.max(0, first - 1), end));
     const height = (most / page.kept.most) * (curve - 3);
-    pen.rect(x, base - height, Math.min(1, last - x), height);
+    pen.fillRect(x, base - height, Math.min(1, last - x), height);
   }
-  pen.fillStyle = page.ink.memoryFill;
-  pen.fill();
   const peak = amount(line.most[rank]);
   if (curve > 17) write(pen, peak, GUTTER - 6, base - curve + 7, page.ink.memory, 10);
 }
@@ -172,8 +163,8 @@ function drawCritical(pen, line, at) {
   pen.beginPath();
   for (const row of line.path) {
     // Along the lower edge of a cell, where no label stands.
-    const [top, height] = boxOf(at, line, row);
-    const y = top + (line.track[row] ? height / 2 : height - 2);
+    const [top, height, middle] = boxOf(at, line, row);
+    const y = line.track[row] ? middle : top + height - 2;
     pen.lineTo(xOf(line.start[row]), y);
     pen.lineTo(xOf(line.end[row]), y);
   }
@@ -192,31 +183,37 @@ function drawAxis(pen) {
     pen.fillRect(x, AXIS - 4, 1, 3);
   }
   const title = page.unit ? `time (${page.unit})` : "time";
-  write(pen, title, frame.left + frame.width / 2, 9, page.ink.ink, 12, "center");
+  write(pen, title, GUTTER + frame.width / 2, 9, page.ink.ink, 12, "center");
 }
 
-// A frame around a row, and lines from what it waits for and to what waits for it.
-function drawAround(pen, line, at, row) {
+// Frames around rows, each with lines from what it waits for and to what waits for it.
+function drawMarks(canvas, lines, marked) {
+  const pen = penOf(canvas);
+  pen.rect(GUTTER, AXIS, frame.width + 8, frame.height);
+  pen.clip();
   Object.assign(pen, { strokeStyle: page.ink.ink, fillStyle: page.ink.ink, lineWidth: 1.5 });
-  for (const [from, to] of view.dependencies ? dependenciesOf(line, row) : []) {
-    // The two ends of a transfer go side by side.
-    const since = (receives(line.track[to]) ? line.start : line.end)[from];
-    const [x, y] = [xOf(line.start[to]), middleOf(at, line, to)];
-    pen.beginPath();
-    pen.moveTo(xOf(since), middleOf(at, line, from));
-    pen.lineTo(x, y);
-    pen.stroke();
-    if (!line.track[to]) pen.fillRect(x - 2.5, y - 2.5, 5, 5);
+  for (const { at, row } of marked.filter(({ row }) => row >= 0)) {
+    const line = lines[at], [top, height] = boxOf(at, line, row), left = xOf(line.start[row]);
+    for (const [from, to] of view.dependencies ? dependenciesOf(line, row) : []) {
+      // The two ends of a transfer go side by side: the last two tracks are of receives.
+      const since = (line.track[to] >= page.tracks - 2 ? line.start : line.end)[from];
+      const x = xOf(line.start[to]), y = boxOf(at, line, to)[2];
+      pen.beginPath();
+      pen.moveTo(xOf(since), boxOf(at, line, from)[2]);
+      pen.lineTo(x, y);
+      pen.stroke();
+      if (!line.track[to]) pen.fillRect(x - 2.5, y - 2.5, 5, 5);
+    }
+    pen.strokeRect(left - 1, top - 1, Math.max(2, xOf(line.end[row]) - left) + 2, height + 2);
   }
-  const [top, height] = boxOf(at, line, row), left = xOf(line.start[row]);
-  pen.strokeRect(left - 1, top - 1, Math.max(2, xOf(line.end[row]) - left) + 2, height + 2);
 }
 
 // [maker, user] pairs of rows: back to the compute that makes what this one needs, and forth to the
 // compute that needs what it makes.
 function dependenciesOf(line, row) {
   const pairs = [];
-  for (let to = row, from; (from = line.before[to]) >= 0 && pairs.push([from, to]); to = from) {
+  for (let to = row, from; (from = line.before[to]) >= 0; to = from) {
+    pairs.push([from, to]);
     if (!line.track[from]) break;
   }
   const forth = (from) => line.before.forEach((maker, to) => {

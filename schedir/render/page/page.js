@@ -10,7 +10,7 @@ const [canvas, box] = [byId("lanes"), byId("box")];
 function under(lines, x, y) {
   const depth = y - AXIS + view.top, now = timeAt(x), { bands, parts } = frame.placed;
   const band = bands.find((each) => !each.text && depth >= each.y && depth < each.y + parts.all);
-  if (!band || y < AXIS || x < frame.left) return {};
+  if (!band || y < AXIS || x < GUTTER) return {};
   const { at, rank } = band;
   if (view.memory && depth > band.y + parts.low) {
     return now < 0 || now > lines[at].makespan ? {} : { at, rank, now };
@@ -44,38 +44,40 @@ function tell(lines, { at, row, idle, rank, now }) {
   if (box.hidden) return;
   const said = rows.map(([name, value]) => (name ? `${name}\t${value}` : value));
   box.textContent = [lines[1] ? `${heading} · ${line.label}` : heading, ...said].join("\n");
-  box.className = xOf(when) > frame.left + frame.width / 2 ? "left" : "right";
+  box.className = xOf(when) > GUTTER + frame.width / 2 ? "left" : "right";
 }
 
 async function open() {
   const lines = await readTimelines();
   const inputs = [...document.querySelectorAll("[data-shows]")];
-  let found = {}, drag = null, waiting = 0, writing = 0;
+  let found = {}, drag = null, waiting = 0, writing = 0, changed = true;
 
-  function paintAll() {
-    waiting = 0;
+  function paint() {
+    if (changed) draw(canvas, lines); // or else the pointer alone has moved
+    drawMarks(byId("marks"), lines, [view, found]);
+    tell(lines, found.at === undefined && view.row >= 0 ? view : found);
+    waiting = changed = 0;
+  }
+  const remember = () => history.replaceState(null, "", fragment() || location.pathname);
+  const soon = () => (waiting ||= requestAnimationFrame(paint));
+  ask = () => {
     byId("causes").hidden = !view.causes;
     for (const input of inputs) input.checked = view[input.dataset.shows];
-    draw(canvas, lines, found);
-    tell(lines, found.at === undefined && view.row >= 0 ? view : found);
     clearTimeout(writing); // for browsers refuse to write an address too often
     writing = setTimeout(remember, 150);
-  }
-  function remember() {
-    const words = fragment();
-    if (location.hash !== words) history.replaceState(null, "", words || location.pathname);
-  }
+    changed = soon();
+  };
   function point(...spot) {
     found = spot.length ? under(lines, ...spot) : {};
-    ask();
+    soon();
     return found;
   }
   const select = ({ at = 0, row = -1 }) => goTo({ at, row });
   // To the next or the one before in its lane, or to another rank at the same time.
   function step(along, across) {
     const { at, row } = view, line = lines[at], lane = line.lane[row] + across * page.tracks;
-    if (row < 0) return select({ at: 0, row: 0 });
-    const there = rowsOf(line, line.rank[row] + across, (each) => line.lane[each] === lane);
+    if (row < 0) return select({ row: 0 });
+    const there = indices(line.lane, lane);
     const before = there.findLast((each) => line.start[each] <= line.start[row]);
     const next = across ? before ?? there[0] : row + along;
     if (line.lane[next] !== lane) return;
@@ -85,26 +87,27 @@ async function open() {
   }
 
   const scroll = (top) => goTo({ top: Math.max(0, Math.min(top, lowest())) });
+  const pan = (by) => zoom(1, 0, by);
   canvas.addEventListener("wheel", (event) => {
     event.preventDefault();
     const { deltaX: dx, deltaY: dy } = event;
     if (event.offsetX < GUTTER) return scroll(view.top + dy);
     if (event.shiftKey || Math.abs(dx) > Math.abs(dy)) return pan((dx || dy) / frame.width);
     // A pinch comes as a wheel with the control key, and in smaller steps.
-    zoom(Math.exp(dy * (event.ctrlKey ? 0.01 : 0.002)), (event.offsetX - frame.left) / frame.width);
+    zoom(Math.exp(dy * (event.ctrlKey ? 0.01 : 0.002)), (event.offsetX - GUTTER) / frame.width);
   }, { passive: false });
-  canvas.onpointerdown = ({ button, pointerId, offsetX, offsetY }) => {
+  canvas.onpointerdown = ({ button, pointerId, offsetX: x, offsetY: y }) => {
     if (button) return;
     canvas.setPointerCapture(pointerId);
-    drag = { x: offsetX, y: offsetY, moved: false };
+    drag = { x, y, moved: false };
   };
-  canvas.onpointermove = ({ offsetX, offsetY }) => {
-    if (!drag) return point(offsetX, offsetY);
-    drag.moved ||= Math.abs(offsetX - drag.x) + Math.abs(offsetY - drag.y) > 4;
-    if (!drag.moved) return;
-    pan((drag.x - offsetX) / frame.width);
-    scroll(view.top + drag.y - offsetY);
-    Object.assign(drag, { x: offsetX, y: offsetY });
+  canvas.onpointermove = ({ offsetX: x, offsetY: y }) => {
+    if (!drag) return point(x, y);
+    const moved = drag.moved || Math.abs(x - drag.x) + Math.abs(y - drag.y) > 4;
+    if (!moved) return;
+    pan((drag.x - x) / frame.width);
+    scroll(view.top + drag.y - y);
+    drag = { x, y, moved };
   };
   canvas.onpointerup = ({ offsetX, offsetY }) => {
     if (drag && !drag.moved) select(point(offsetX, offsetY));
@@ -124,19 +127,17 @@ async function open() {
     ArrowDown: () => step(0, 1), ArrowUp: () => step(0, -1), Escape: () => select({}),
   };
   addEventListener("keydown", (event) => {
-    const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
-    if (event.ctrlKey || event.metaKey || event.altKey || !keys[key]) return;
+    const act = keys[event.key] ?? keys[event.key.toLowerCase()];
+    if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    keys[key]();
+    act();
   });
   for (const key of "wsf") byId(key).onclick = keys[key];
-
-  ask = () => (waiting = waiting || requestAnimationFrame(paintAll));
   for (const input of inputs) input.onchange = () => goTo({ [input.dataset.shows]: input.checked });
   addEventListener("hashchange", () => location.hash !== fragment() && restore(lines));
   restore(lines);
   new ResizeObserver(ask).observe(canvas);
-  paintAll();
+  paint();
   // For a test, a benchmark or the console, which see what is global too.
   window.schedir = { lines, point, opened: performance.now(), settled: () => !waiting };
   document.body.dataset.ready = "yes";

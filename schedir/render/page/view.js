@@ -12,10 +12,11 @@ function atFirst() {
   return { ...span, top: 0, height: 0, at: 0, row: -1, ...page.shown };
 }
 
+// Nothing is shorter than a tick.
 function goTo(next) {
   Object.assign(view, next);
   const { from: least, to: most } = atFirst();
-  const span = Math.min(Math.max(view.to - view.from, 8 * page.tick), most - least);
+  const span = Math.min(Math.max(view.to - view.from, page.tick), most - least);
   view.from = Math.min(Math.max((view.from + view.to - span) / 2, least), most - span);
   view.to = view.from + span;
   ask();
@@ -26,15 +27,12 @@ function zoom(factor, at = 0.5, by = 0) {
   const span = view.to - view.from, from = view.from + span * (at * (1 - factor) + by);
   goTo({ from, to: from + span * factor });
 }
-const pan = (by) => zoom(1, 0, by);
 
 // #from=3&to=7.5&memory=true&row=17, without what is as at first.
 function fragment() {
-  const said = (value) => (value === +value ? short(value) : value);
-  const words = (state) => Object.entries(state).map(([key, value]) => `${key}=${said(value)}`);
-  const first = words(atFirst());
-  const changed = words(view).filter((word) => !first.includes(word));
-  return changed.length ? `#${changed.join("&")}` : "";
+  const first = atFirst(), said = (value) => (value === +value ? short(value) : `${value}`);
+  const changed = Object.keys(view).filter((key) => said(view[key]) !== said(first[key]));
+  return changed.map((key, i) => `${i ? "&" : "#"}${key}=${said(view[key])}`).join("");
 }
 
 function restore(lines) {
@@ -43,8 +41,7 @@ function restore(lines) {
     const value = next[key] === !!next[key] ? text === "true" : parseFloat(text);
     if (key in next && Number.isFinite(+value)) next[key] = value;
   }
-  const line = lines[next.at];
-  if (!line || !(next.row in line.start)) Object.assign(next, { at: 0, row: -1 });
+  if (lines[next.at]?.start[next.row] === undefined) Object.assign(next, { at: 0, row: -1 });
   goTo({ ...next, top: Math.max(0, next.top), height: Math.max(0, Math.min(next.height, 120)) });
 }
 
@@ -84,14 +81,10 @@ function trackBox(track) {
   return track && strip ? [compute + (track - 1) * strip, strip] : [0, compute];
 }
 
-// The top and the height of a row of the table, in pixels of the canvas.
+// The top, the height and the middle of a row of the table, in pixels of the canvas.
 function boxOf(at, line, row) {
   const band = frame.placed.bands.find((each) => each.at === at && each.rank === line.rank[row]);
-  const [y, height] = trackBox(line.track[row]), [top, bottom] = line.boxes[line.box[row]];
-  return [AXIS + band.y - view.top + y + top * height, (bottom - top) * height];
-}
-
-function middleOf(...place) {
-  const [top, height] = boxOf(...place);
-  return top + height / 2;
+  const [y, all] = trackBox(line.track[row]), [from, to] = line.boxes[line.box[row]];
+  const top = AXIS + band.y - view.top + y + from * all, height = (to - from) * all;
+  return [top, height, top + height / 2];
 }

@@ -9,8 +9,7 @@ const kindOf = (line, row) => page.kinds[Math.floor(line.colour[row] / page.shad
 const numbered = (word, number) => (number < 0 ? "" : word + number);
 
 function token(line, row) {
-  const { stage, microbatch, version } = line;
-  const kind = kindOf(line, row).token;
+  const { stage, microbatch, version } = line, kind = kindOf(line, row).token;
   return stage[row] + kind + numbered("", microbatch[row]) + numbered("@", version[row]);
 }
 
@@ -21,14 +20,8 @@ function label(line, row, staged) {
 }
 
 // The rows of a rank that satisfy a condition.
-function rowsOf(line, rank, condition) {
-  const bounds = [rank, rank + 1].map((each) => bisect(line.lane, each * page.tracks - 1));
-  return range(...bounds).filter(condition);
-}
-
-// The rows of an entry of a rank's list: one, or those of a pair or batch.
-function entryOf(line, row) {
-  return [...rowsOf(line, line.rank[row], (each) => line.index[each] === line.index[row])];
+function rowsOf({ lane }, rank, condition) {
+  return indices(lane, rank * page.tracks, (rank + 1) * page.tracks - 1).filter(condition);
 }
 
 // [name, value] for each thing to be told of an action.
@@ -41,7 +34,8 @@ function about(lines, at, row) {
     ["place", `rank ${line.rank[row]} #${line.index[row]}`],
     ["start", time(line.start[row])], ["end", time(line.end[row])], ["duration", time(lasts)],
   ];
-  const entry = entryOf(line, row);
+  // The parts of a pair or batch are one entry of the list.
+  const entry = rowsOf(line, line.rank[row], (each) => line.index[each] === line.index[row]);
   if (entry.length > 1) rows.push(["together", entry.map((each) => token(line, each)).join(" ")]);
   const named = (each, of) => `${of.index[each]} ${token(of, each)}`;
   const same = (each) => named(each, other) === named(row, line);
@@ -67,6 +61,6 @@ function aboutIdle(line, idle) {
 
 // What a rank keeps at a time.
 function aboutKept(line, rank, now) {
-  const { start, amount: amounts } = line.kept[rank];
+  const [start, amounts] = line.kept[rank];
   return [["keeps", amount(amounts[Math.max(0, bisect(start, now) - 1)])], ["at", time(now)]];
 }
