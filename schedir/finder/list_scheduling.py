@@ -30,8 +30,9 @@ from typing import Any
 
 import attrs
 
+from schedir.finder.orders import Run, timed
 from schedir.finder.terms import BACKWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
-from schedir.graph.board import BACK, DEFERRED, DOWN, KEPT, Board, Order, options, play
+from schedir.graph.board import BACK, DEFERRED, DOWN, KEPT, Board, options, play
 
 NEVER, NEEDED, ALWAYS = range(3)
 """Whether forwards are run again: never, if memory is short, or always."""
@@ -113,10 +114,11 @@ def styles(task: Task, random: Random) -> Iterator[Style]:
         )
 
 
-def scheduled(task: Task, style: Style) -> Order | None:
-    """The order that a style makes; None if it can't continue within the limit."""
+def scheduled(task: Task, style: Style) -> Run | None:
+    """The run that a style makes; None if it can't continue within the limit."""
     styled = _Styled(task, style)
-    return play(styled.board, styled.choose)
+    order = play(styled.board, styled.choose)
+    return None if order is None else timed(task, order)
 
 
 class _Styled:
@@ -162,18 +164,14 @@ class _Styled:
         self.due = [0.0] * len(task.steps.channel)
         self.later = [period] * len(task.steps.channel)
         self.begin = [0.0] * stages
-        now = 0.0
-        for s in range(stages):
+        downs, ups = costs.alone(back)
+        for s, start in enumerate(downs):
             chunk = task.stages_of[task.placement[s]].index(s)
-            now += costs.down[s]
-            self.begin[s] = now - style.lead * period
-            self.due[DOWN * stages + s] = now + moved() - style.deep * period * chunk
-            now += costs.forward[s]
+            self.begin[s] = start - style.lead * period
+            self.due[DOWN * stages + s] = start + moved() - style.deep * period * chunk
         for s in reversed(range(stages)):
-            now += costs.up[s]
-            self.due[BACK * stages + s] = now + moved() - style.urgent * period
-            now += back[s]
-            self.due[DEFERRED * stages + s] = now + moved() + style.lazy * period
+            self.due[BACK * stages + s] = ups[s] + moved() - style.urgent * period
+            self.due[DEFERRED * stages + s] = ups[s] + back[s] + moved() + style.lazy * period
             share = (task.placement[s] + 1) / task.microbatches
             self.later[DEFERRED * stages + s] = period * (1 + style.lag * share)
 
@@ -266,8 +264,8 @@ class _Styled:
             left = limit - held + sum(put_off)
             if len(own) == 1:
                 # What is held in full before the first that is run again is finished before it.
-                kept = board.there[KEPT * stages + stage]
-                first = kept[0] if kept else board.turns[stage]
+                waiting = board.there[KEPT * stages + stage]
+                first = waiting[0] if waiting else board.turns[stage]
                 left += task.memory.full[stage] * (first - board.turns[BACK * stages + stage])
             if left < self.extra[rank]:
                 return False

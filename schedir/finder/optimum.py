@@ -24,14 +24,26 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from schedir.checker import prove
 from schedir.errors import SchedirError
-from schedir.finder.searching import Found
-from schedir.finder.terms import Memory, Objective, StageCosts, Task, Terms
+from schedir.finder.orders import Run, timed
+from schedir.finder.searching import Found, completed
+from schedir.finder.terms import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    LEAN,
+    RECOMPUTE,
+    WEIGHT,
+    Memory,
+    Objective,
+    StageCosts,
+    Task,
+    Terms,
+)
 from schedir.graph.alive import HeldUntil
-from schedir.ir import Action, Kind, Schedule
-from schedir.passes import append_steps
-from schedir.simulator import CostModel, simulate
+from schedir.graph.board import Order
+from schedir.ir import Schedule
+from schedir.simulator import CostModel
 
 EXACT_SECONDS = 60.0
 # Parts of the largest cost: all that is told apart where costs are no round numbers.
@@ -104,32 +116,18 @@ def exactly(
         )
     if terms.steps != "last":
         raise SchedirError('the exact search updates stages at the end: leave out steps="anywhere"')
-    best = []
-    for named in terms.placements:
-        task = terms.task(named)
+    best: list[tuple[Task, Run]] = []
+    for task in map(terms.task, terms.placements):
         _expect_time(task)
-        lists = _solved(_in_whole_numbers(task), seconds, seed)
-        if lists is not None:
-            bare = append_steps(Schedule.of("exact", task.placement, lists, microbatches))
-            bare = attrs.evolve(bare, boundaries=terms.boundaries)
-            schedule = prove(bare, terms.proved_under).proved()
-            best.append((terms.value(simulate(schedule, terms.costs)), named, schedule))
+        order = _solved(_in_whole_numbers(task), seconds, seed)
+        run = None if order is None else timed(task, order)
+        if run is not None:
+            best.append((task, run))
     if not best:
         raise SchedirError("no schedule of this work is within the limit")
-    least, named, schedule = min(best, key=lambda each: each[0])
-    line = simulate(schedule, terms.costs, channel=terms.channel)
-    return Found(
-        schedule=schedule,
-        timeline=line,
-        objective=terms.objective,
-        value=terms.value(line),
-        lower_bound=least,
-        costs=terms.costs,
-        placement=named,
-        origin=None,
-        candidates=len(terms.placements),
-        seed=seed,
-    )
+    task, run = min(best, key=lambda each: each[1].value)
+    found = completed(terms, task, run, math.inf, "exact")
+    return found.found(run.value, seed, candidates=len(terms.placements))
 
 
 def _expect_time(task: Task) -> None:
@@ -168,8 +166,8 @@ def _whole(
         yield tuple(rounded(Fraction(str(number)) * scale) for number in row)
 
 
-def _solved(task: Task, seconds: float, seed: int) -> list[list[Action]] | None:
-    """The lists of the best order of a task whose numbers are all whole, None where its limits
+def _solved(task: Task, seconds: float, seed: int) -> Order | None:
+    """The best order of a task whose numbers are all whole, None where its limits
     allow none.
 
     Raises SchedirError where OR-Tools is not installed, or where the time is over before an order
@@ -203,8 +201,8 @@ def _solved(task: Task, seconds: float, seed: int) -> list[list[Action]] | None:
         )
     return [
         [
-            action
-            for start, _, there, action in sorted(own, key=lambda each: solver.value(each[0]))
+            solver.value(step)
+            for start, _, there, step in sorted(own, key=lambda each: solver.value(each[0]))
             if solver.value(there)
         ]
         for own in model.on_rank
@@ -248,10 +246,10 @@ class _Model:
         # One after the other takes no longer than this.
         times = attrs.astuple(task.costs, recurse=False)[1:]
         self.horizon = int(task.microbatches * sum(map(sum, times)))
-        # By rank, the actions that it may run: start, duration, whether it does.
-        self.on_rank: list[list[tuple[Any, int, Any, Action]]] = [[] for _ in self.costs.ranks]
+        # By rank, the steps that it may run: start, duration, whether it does, and which it is.
+        self.on_rank: list[list[tuple[Any, int, Any, Any]]] = [[] for _ in range(task.ranks)]
         microbatches = range(task.microbatches)
-        self.cells = [[self._cell(stage, m) for m in microbatches] for stage in self.costs.stages]
+        self.cells = [[self._cell(stage) for _ in microbatches] for stage in range(task.stages)]
         self._in_order()
         self._transfers()
         for rank, actions in enumerate(self.on_rank):
@@ -263,33 +261,33 @@ class _Model:
     def _time(self) -> Expression:
         return self.model.new_int_var(0, self.horizon, "")
 
-    def _cell(self, stage: int, microbatch: int) -> _Cell:
+    def _cell(self, stage: int) -> _Cell:
         """The variables, with what holds for them alone."""
-        costs, model = self.costs, self.model
+        task, model = self.task, self.model
         switches = (
             model.new_bool_var("") if free else model.new_constant(0)
-            for free in (self.task.split, self.task.recompute)
+            for free in (task.split, task.recompute)
         )
         cell = _Cell(*switches, *(self._time() for _ in range(6)))
         split, again = cell.split, cell.runs_again
-        takes: dict[Kind, int] = {}
-        for kind, start, there in (
-            (Kind.FORWARD, cell.forward, True),
-            (Kind.RECOMPUTE, cell.again, again),
-            (Kind.BACKWARD, cell.backward, ~split),
-            (Kind.BACKWARD_INPUT, cell.backward, split),
-            (Kind.BACKWARD_WEIGHT, cell.weight, split),
+        takes = task.steps.lasts[stage :: task.stages]  # by way
+        for way, start, there in (
+            (FORWARD, cell.forward, True),
+            (RECOMPUTE, cell.again, again),
+            (BACKWARD, cell.backward, ~split),
+            (INPUT, cell.backward, split),
+            (WEIGHT, cell.weight, split),
         ):
-            takes[kind] = getattr(costs, kind.cost_name)[stage]
-            listed = start, takes[kind], there, Action(kind, stage, microbatch)
-            self.on_rank[costs.placement[stage]].append(listed)
-        shorter = takes[Kind.BACKWARD] - takes[Kind.BACKWARD_INPUT]
-        model.add(cell.returned == cell.backward + takes[Kind.BACKWARD] - shorter * split)
-        model.add(cell.complete == cell.weight + takes[Kind.BACKWARD_WEIGHT] * split)
+            which = FORWARD + (LEAN - FORWARD) * again if way == FORWARD else way
+            step = which * task.stages + stage
+            self.on_rank[task.placement[stage]].append((start, int(takes[way]), there, step))
+        shorter = takes[BACKWARD] - takes[INPUT]
+        model.add(cell.returned == cell.backward + takes[BACKWARD] - shorter * split)
+        model.add(cell.complete == cell.weight + takes[WEIGHT] * split)
         model.add(cell.weight >= cell.returned)
         model.add(cell.weight == cell.returned).only_enforce_if(~split)
-        model.add(cell.backward >= cell.again + takes[Kind.RECOMPUTE] * again)
-        model.add(cell.again >= cell.forward + takes[Kind.FORWARD] * again)
+        model.add(cell.backward >= cell.again + takes[RECOMPUTE] * again)
+        model.add(cell.again >= cell.forward + takes[FORWARD] * again)
         model.add(cell.again == cell.forward).only_enforce_if(~again)
         return cell
 
@@ -342,7 +340,7 @@ class _Model:
     def _hold(self, rank: int) -> None:
         """Never more than the limit at once."""
         task, model, memory, end = self.task, self.model, self.task.memory, self.horizon + 1
-        stages = self.costs.stages_of(rank)
+        stages = task.stages_of[rank]
         most = sum(task.microbatches * memory.full[s] + memory.gradient[s] for s in stages)
         if most <= memory.limit[rank]:
             return
@@ -367,8 +365,7 @@ class _Model:
     def _minimise(self) -> None:
         model, costs = self.model, self.costs
         longest = self._time()
-        for rank in costs.ranks:
-            own = costs.stages_of(rank)
+        for rank, own in enumerate(self.task.stages_of):
             after = sum(costs.optim_step[stage] for stage in own)
             since: float = 0
             if self.task.objective == "span":
