@@ -162,26 +162,19 @@ def _earliest(
     the stages, the second comes up again. Each `lasts` so long, and its `links` to a stage take so
     long. The first of microbatch m begins when the second of m - `window` has been over for as long
     as it `holds`."""
-    stages = range(len(begins))
-    first, second = np.full((2, len(begins), many, begins.shape[1]), _NEVER)
+    stages = len(begins)
+    first, second = np.full((2, stages, many, begins.shape[1]), _NEVER)
     (down, up), (into, back) = lasts, links
     for m in range(many):
-        for s in stages:
-            at = begins[s]
-            if s:
-                at = np.maximum(at, first[s - 1, m] + down[s - 1] + into[s])
-            if m:
-                at = np.maximum(at, first[s, m - 1] + down[s])
-            if m >= window[s]:
-                at = np.maximum(at, second[s, m - window[s]] + up[s] + holds[s])
-            first[s, m] = at
-        for s in reversed(stages):
-            at = first[s, m] + down[s]
-            if s + 1 < len(stages):
-                at = np.maximum(at, second[s + 1, m] + up[s + 1] + back[s])
-            if m:
-                at = np.maximum(at, second[s, m - 1] + up[s])
-            second[s, m] = at
+        # Where an index wraps around, nothing is there yet.
+        for s in range(stages):
+            after = second[s, m - window[s]] + (up[s] + holds[s])
+            before, below = first[s, m - 1] + down[s], first[s - 1, m] + (down[s - 1] + into[s])
+            first[s, m] = np.maximum(np.maximum(begins[s], after), np.maximum(before, below))
+        for s in reversed(range(stages)):
+            n = (s + 1) % stages
+            before, above = second[s, m - 1] + up[s], second[n, m] + (up[n] + back[s])
+            second[s, m] = np.maximum(first[s, m] + down[s], np.maximum(before, above))
     return first, second
 
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from functools import reduce
 from itertools import combinations, pairwise, product
 from typing import Any, TypeAlias
 
@@ -145,30 +144,29 @@ def _in_whole_numbers(task: Task) -> Task:
     """The task with whole numbers alone: what is kept is rounded up, and the limit down."""
     placement, *times = attrs.astuple(task.costs, recurse=False)
     *kept, limit = attrs.astuple(task.memory, recurse=False)
-    costs, memory = StageCosts(placement, *_whole(times, _scale(times), round)), task.memory
+    costs, memory = StageCosts(placement, *_whole(times, times, round)), task.memory
     if memory.limited:
-        scale = _scale(kept)
-        memory = Memory(*_whole(kept, scale, math.ceil), *_whole([limit], scale, math.floor))
+        memory = Memory(*_whole(kept, kept, math.ceil), *_whole([limit], kept, math.floor))
     return attrs.evolve(task, costs=costs, memory=memory)
 
 
-def _scale(rows: Iterable[Iterable[float]]) -> Fraction:
-    """What makes all numbers whole, or all as fine as they need be."""
-    numbers = [Fraction(str(number)) for row in rows for number in row]
-    whole, most = reduce(math.lcm, (each.denominator for each in numbers), 1), max(numbers)
-    return Fraction(whole) if whole * most <= 10**3 * _FINEST else _FINEST / most
+_Rows: TypeAlias = Sequence[Sequence[float]]
 
 
 def _whole(
-    rows: Iterable[Iterable[float]], scale: Fraction, rounded: Callable[[Fraction], int]
+    rows: _Rows, beside: _Rows, rounded: Callable[[Fraction], int]
 ) -> Iterator[tuple[int, ...]]:
+    """Whole numbers, in a unit that makes all `beside` them whole, or as fine as they need be."""
+    numbers = [Fraction(str(number)) for row in beside for number in row]
+    scale, most = Fraction(math.lcm(*(each.denominator for each in numbers))), max(numbers)
+    if scale * most > 10**3 * _FINEST:
+        scale = _FINEST / most
     for row in rows:
         yield tuple(rounded(Fraction(str(number)) * scale) for number in row)
 
 
 def _solved(task: Task, seconds: float, seed: int) -> Order | None:
-    """The best order of a task whose numbers are all whole, None where its limits
-    allow none.
+    """The best order of a task whose numbers are all whole, None where its limits allow none.
 
     Raises SchedirError where OR-Tools is not installed, or where the time is over before an order
     is proved to be the best.
@@ -202,8 +200,8 @@ def _solved(task: Task, seconds: float, seed: int) -> Order | None:
     return [
         [
             solver.value(step)
-            for start, _, there, step in sorted(own, key=lambda each: solver.value(each[0]))
-            if solver.value(there)
+            for _, lasts, _, step in sorted(own, key=lambda each: solver.value(each[0]))
+            if solver.value(lasts)
         ]
         for own in model.on_rank
     ]
@@ -218,15 +216,15 @@ class _Cell:
     """The variables of one (stage, microbatch).
 
     `split` and `runs_again` say whether it has a W and an R. `forward`, `again`, `backward` (of its
-    B or I) and `weight` are starts: without an R, `again` is that of the forward; without a W,
-    `weight` is the end of the backward. `returned` is when the gradient of the input is made,
-    `complete` when all of it is over.
+    B or I) and `weight` are starts, and `ready`, `returned` and `complete` the ends of the last
+    three: without an R, `again` is `forward`; without a W, `weight` is `returned`.
     """
 
     split: Expression
     runs_again: Expression
     forward: Expression
     again: Expression
+    ready: Expression
     backward: Expression
     returned: Expression
     weight: Expression
@@ -246,15 +244,14 @@ class _Model:
         # One after the other takes no longer than this.
         times = attrs.astuple(task.costs, recurse=False)[1:]
         self.horizon = int(task.microbatches * sum(map(sum, times)))
-        # By rank, the steps that it may run: start, duration, whether it does, and which it is.
-        self.on_rank: list[list[tuple[Any, int, Any, Any]]] = [[] for _ in range(task.ranks)]
+        # By rank, its steps: start, duration (0 if it does not run), end, and which it is.
+        self.on_rank: list[list[tuple[Expression, ...]]] = [[] for _ in range(task.ranks)]
         microbatches = range(task.microbatches)
         self.cells = [[self._cell(stage) for _ in microbatches] for stage in range(task.stages)]
         self._in_order()
         self._transfers()
         for rank, actions in enumerate(self.on_rank):
-            optional = model.new_optional_fixed_size_interval_var
-            model.add_no_overlap(optional(*timed, "") for *timed, _ in actions)
+            model.add_no_overlap(model.new_interval_var(*each[:3], "") for each in actions)
             self._hold(rank)
         self._minimise()
 
@@ -268,26 +265,28 @@ class _Model:
             model.new_bool_var("") if free else model.new_constant(0)
             for free in (task.split, task.recompute)
         )
-        cell = _Cell(*switches, *(self._time() for _ in range(6)))
+        cell = _Cell(*switches, *(self._time() for _ in range(7)))
         split, again = cell.split, cell.runs_again
         takes = task.steps.lasts[stage :: task.stages]  # by way
-        for way, start, there in (
-            (FORWARD, cell.forward, True),
-            (RECOMPUTE, cell.again, again),
-            (BACKWARD, cell.backward, ~split),
-            (INPUT, cell.backward, split),
-            (WEIGHT, cell.weight, split),
-        ):
-            which = FORWARD + (LEAN - FORWARD) * again if way == FORWARD else way
-            step = which * task.stages + stage
-            self.on_rank[task.placement[stage]].append((start, int(takes[way]), there, step))
+        forward = cell.forward + takes[FORWARD]
         shorter = takes[BACKWARD] - takes[INPUT]
-        model.add(cell.returned == cell.backward + takes[BACKWARD] - shorter * split)
-        model.add(cell.complete == cell.weight + takes[WEIGHT] * split)
+        for start, lasts, end, way in (
+            (cell.forward, takes[FORWARD], forward, FORWARD + (LEAN - FORWARD) * again),
+            (cell.again, takes[RECOMPUTE] * again, cell.ready, RECOMPUTE),
+            (
+                cell.backward,
+                takes[BACKWARD] - shorter * split,
+                cell.returned,
+                BACKWARD + (INPUT - BACKWARD) * split,
+            ),
+            (cell.weight, takes[WEIGHT] * split, cell.complete, WEIGHT),
+        ):
+            step = way * task.stages + stage
+            self.on_rank[task.placement[stage]].append((start, lasts, end, step))
+        model.add(cell.backward >= cell.ready)
         model.add(cell.weight >= cell.returned)
         model.add(cell.weight == cell.returned).only_enforce_if(~split)
-        model.add(cell.backward >= cell.again + takes[RECOMPUTE] * again)
-        model.add(cell.again >= cell.forward + takes[FORWARD] * again)
+        model.add(cell.again >= forward).only_enforce_if(again)
         model.add(cell.again == cell.forward).only_enforce_if(~again)
         return cell
 
@@ -373,7 +372,7 @@ class _Model:
                 since = sum(costs.forward[: own[0]]) + sum(costs.down[: own[0] + 1])
                 model.add(self.cells[own[0]][0].forward == since)
             # Said once more: what a rank does all in all is no sum that its order shows.
-            busy = sum(takes * there for _, takes, there, _ in self.on_rank[rank])
+            busy = sum(lasts for _, lasts, _, _ in self.on_rank[rank])
             model.add(longest >= after + busy)
             for stage in own:
                 for cell in self.cells[stage]:

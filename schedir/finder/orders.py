@@ -20,7 +20,7 @@ from schedir.finder.terms import (
 )
 from schedir.graph.board import BACK, WAYS, Order, follow, most_held
 from schedir.graph.compile import graph_of
-from schedir.ir import KIND_INDEX, Columns, Kind, Schedule, starts_of
+from schedir.ir import KIND_INDEX, Columns, Kind, Schedule
 
 UPDATE = len(WAYS)
 """The way of an OPTIM_STEP, beside those of a Board."""
@@ -101,54 +101,35 @@ def serial(task: Task) -> Run:
 
 def merged(task: Task, run: Run) -> Run:
     """The run with each I and W joined to one B if they belong to one microbatch, are listed
-    together, and nobody waits for the gradient in the meantime. The old run if the new one would
-    take longer."""
-    run = _no_longer(task, _in_turn(task, run.order), run)
+    together, and nobody waits for the gradient in the meantime; and with each B that comes while a
+    W of its stage is put off made an I and that W. The old run if the new one would take longer."""
     stages, costs = task.stages, task.costs
-    slack = _slack(task, run)
+    unused = [*map(iter, _slack(task, run))]
     found: Order = []
-    turns = [0] * stages
     put_off = [0] * stages
     for steps in run.order:
         own: list[int] = []
+        slack = 0.0  # of the gradient that was made last
         for step in steps:
             kind, stage = divmod(step, stages)
             put_off[stage] += (kind == INPUT) - (kind == WEIGHT)
-            together = own and own[-1] == INPUT * stages + stage
-            if kind == WEIGHT and together and not put_off[stage]:
-                longer = costs.backward[stage] - costs.backward_input[stage]
-                turn = turns[stage] - 1
-                if longer <= costs.backward_weight[stage] and slack[stage][turn] >= longer:
-                    own[-1] = BACKWARD * stages + stage
-                    continue
-            elif kind in (INPUT, BACKWARD):
-                turns[stage] += 1
-            own.append(step)
-        found.append(own)
-    return _no_longer(task, found, run)
-
-
-def _no_longer(task: Task, order: Order, other: Run) -> Run:
-    """How an order runs; the other run if that takes less time."""
-    run = timed(task, order, other.origin)
-    return other if run is None or run.value > other.value else run
-
-
-def _in_turn(task: Task, order: Order) -> Order:
-    """The order with each B that comes while a W of its stage is put off made an I and that W."""
-    stages, found = task.stages, []
-    put_off = [0] * stages
-    for steps in order:
-        own: list[int] = []
-        for step in steps:
-            kind, stage = divmod(step, stages)
-            put_off[stage] += (kind == INPUT) - (kind == WEIGHT)
+            if kind in (INPUT, BACKWARD):
+                slack = next(unused[stage])
+            longer = costs.backward[stage] - costs.backward_input[stage]
             if kind == BACKWARD and put_off[stage]:
                 own += [INPUT * stages + stage, WEIGHT * stages + stage]
+            elif (
+                kind == WEIGHT
+                and own[-1] == INPUT * stages + stage
+                and not put_off[stage]
+                and longer <= min(slack, costs.backward_weight[stage])
+            ):
+                own[-1] = BACKWARD * stages + stage
             else:
                 own.append(step)
         found.append(own)
-    return found
+    new = timed(task, found, run.origin)
+    return run if new is None or new.value > run.value else new
 
 
 def _slack(task: Task, run: Run) -> list[list[float]]:
@@ -181,17 +162,16 @@ def with_updates(task: Task, run: Run, wait: float = math.inf) -> Order:
             after - start - task.steps.lasts[step]
             for step, start, after in zip(own, starts, starts[1:], strict=False)
         ]
-        updates: list[list[int]] = [[] for _ in own]  # by place, what follows the step there
+        listed = list(enumerate(own))
         for stage in held:
             takes = task.costs.optim_step[stage]
             places = range(last[stage], len(waits))
-            place = next((p for p in places if waits[p] >= max(takes * wait, 1e-300)), -1)
-            updates[place].append(UPDATE * task.stages + stage)
-            if place >= 0:
+            least = max(takes * wait, 1e-300)
+            place = next((p for p in places if waits[p] >= least), len(own))
+            listed.append((place, UPDATE * task.stages + stage))
+            if place < len(own):
                 waits[place] -= takes
-        found.append(
-            [each for step, more in zip(own, updates, strict=True) for each in (step, *more)]
-        )
+        found.append([step for _, step in sorted(listed, key=lambda each: each[0])])
     return found
 
 
@@ -201,19 +181,15 @@ def schedule_of(
     """The schedule of an order with updates, without communication."""
     steps = np.array([step for own in order for step in own], np.int64)
     kind, stage = np.divmod(steps, task.stages)
-    lengths = np.array([len(own) for own in order], np.int64)
-    rank = np.repeat(np.arange(len(order)), lengths)
-    forwards, lean = kind <= LEAN, kind == LEAN
-    backwards, split = (kind == BACKWARD) | (kind == INPUT), kind == INPUT
     microbatch = np.full(len(steps), -1)
     for each in range(task.stages):
         own = stage == each
-        for which in (forwards, backwards):
-            microbatch[own & which] = np.arange(task.microbatches)
-        microbatch[own & (kind == WEIGHT)] = microbatch[own & split]
-        microbatch[own & (kind == RECOMPUTE)] = microbatch[own & lean]
+        for first in (kind <= LEAN, (kind == BACKWARD) | (kind == INPUT)):
+            microbatch[own & first] = np.arange(task.microbatches)
+        for late, of in ((WEIGHT, INPUT), (RECOMPUTE, LEAN)):
+            microbatch[own & (kind == late)] = microbatch[own & (kind == of)]
     columns = Columns(
-        starts_of(rank, task.ranks),
+        np.cumsum([0, *map(len, order)]),
         _KIND_OF[kind],
         stage,
         microbatch,

@@ -26,7 +26,7 @@ import numpy as np
 
 from schedir.errors import SchedirError
 from schedir.finder.list_scheduling import scheduled, styles
-from schedir.finder.terms import SCHEDULED, Budget, StageCosts, Terms
+from schedir.finder.terms import SCHEDULED, Budget, Terms
 from schedir.simulator import CostModel
 from schedir.simulator.values import Numbers, one_each
 
@@ -130,19 +130,14 @@ def plan_replicas(costs: CostModel, ranks: int, stages: int | None = None) -> Re
         np.where(replicas > 0, (of_one + (replicas > 1) * summed) / np.maximum(replicas, 1), np.inf)
         for of_one, summed in zip(once, sums, strict=True)
     ]
-    period = max(least_cut(parts)[0], _of_boundaries(costs, stages))
-    # What is as quick as the slowest is quick enough.
-    _, starts = least_cut([np.where(part <= period, 0, np.inf) for part in parts])
-    return ReplicaPlan(tuple(b - a for a, b in pairwise([0, *starts, ranks])), period)
-
-
-def _of_boundaries(costs: CostModel, stages: int) -> float:
-    """The longest time that a microbatch occupies a channel."""
     slowest = costs.bandwidth
     if isinstance(slowest, Mapping):
         slowest = min(slowest.values(), default=math.inf)
     sizes = costs.by_stage("boundary_bytes", stages - 1)
-    return max((size / slowest for size in sizes), default=0)
+    period = max(least_cut(parts)[0], *(size / slowest for size in sizes), 0)
+    # What is as quick as the slowest is quick enough.
+    _, starts = least_cut([np.where(part <= period, 0, np.inf) for part in parts])
+    return ReplicaPlan(tuple(b - a for a, b in pairwise([0, *starts, ranks])), period)
 
 
 # Layers for stages.
@@ -278,12 +273,10 @@ class Cuts:
         )
         last = (whole - inputs + step)[first == 0].min()
         # The ways between stages, at the least.
-        sizes, of_stages = terms.costs.boundary_bytes, self.terms_of(self.balanced)
-        least = min(sizes) if isinstance(sizes, tuple) else sizes
-        links = StageCosts.of(
-            of_stages.task(terms.placements[0]).placement,
-            attrs.evolve(of_stages.costs, boundary_bytes=least),
-        )
+        of_stages = self.terms_of(self.balanced)
+        smallest = min(terms.costs.by_stage("boundary_bytes", layers - 1))
+        nearest = attrs.evolve(of_stages.costs, boundary_bytes=smallest)
+        links = attrs.evolve(of_stages, costs=nearest).task(terms.placements[0]).costs
         sent, returned = np.cumsum(links.down), np.cumsum((0, *links.up[:-1]))
         memory = attrs.evolve(terms, costs=costs).memory(range(len(spans)))
         full, lean, rest, most = map(

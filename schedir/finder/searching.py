@@ -56,7 +56,6 @@ _WAITS = (1.0, 0.5, 0.25)
 _NEAR = 1 + 1e-12  # the bound adds the same floats in another order
 _TRIED, _SEARCHED = 0.5, 8  # the share of the work to try cuts; the likeliest have the rest
 _ROUNDED = 1e-9  # differences of sums
-_LOWER = 2  # built-in schedules are also made for limits that are up to this much lower
 
 
 def search(
@@ -331,19 +330,16 @@ class _Search:
                         yield run
 
     def _parameters(self, generator: Generator) -> Iterator[dict[str, Parameter]]:
-        """What a built-in schedule is made with: one that takes a limit gets it, and lower ones,
-        as a limit of all chunks and of each."""
-        most, takes = self._terms.max_activations, generator.parameters
-        if generator.chunks > self._terms.chunks:
+        """What a built-in schedule is made with: one that takes a limit gets it, as a limit of all
+        chunks and of each."""
+        terms, most, takes = self._terms, self._terms.max_activations, generator.parameters
+        if generator.chunks > terms.chunks:
             return
         if most is None or "max_activations" not in takes:
             yield {}
             return
-        lower = range(most, max(0, most - 1 - _LOWER), -1)
-        sizes = sorted({1, self._terms.chunks})
-        limits = dict.fromkeys(max(1, limit // size) for size in sizes for limit in lower)
-        for limit in limits:
-            yield {"max_activations": limit, "held_until": self._terms.held_until}
+        for limit in dict.fromkeys((most, max(1, most // terms.chunks))):
+            yield {"max_activations": limit, "held_until": terms.held_until}
             yield {"max_activations": limit}
 
     def _styled(self, style: Style) -> Run | None:

@@ -21,21 +21,11 @@ import attrs
 from schedir.errors import SchedirError
 from schedir.graph.alive import HELD_UNTIL, HeldUntil
 from schedir.graph.board import WAYS, Steps, steps_of
-from schedir.ir import DEFAULT_CHANNEL, Kind, Placement, channel_model
+from schedir.ir import DEFAULT_CHANNEL, Placement, channel_model
 from schedir.library import Pipeline, expect_fewer, wave, wrapped
 from schedir.simulator import CostModel, Timeline
 
-FORWARD, LEAN, BACKWARD, INPUT, WEIGHT, RECOMPUTE = (
-    WAYS.index(way)
-    for way in (
-        (Kind.FORWARD, False),
-        (Kind.FORWARD, True),
-        (Kind.BACKWARD, False),
-        (Kind.BACKWARD_INPUT, False),
-        (Kind.BACKWARD_WEIGHT, False),
-        (Kind.RECOMPUTE, False),
-    )
-)
+FORWARD, LEAN, BACKWARD, INPUT, WEIGHT, RECOMPUTE = range(len(WAYS))
 """The ways of a step: F, an F that will be run again, B, I, W, R."""
 Objective: TypeAlias = Literal["makespan", "span"]
 """What to minimise: when the last action ends, or the longest time from a rank's first forward to
@@ -82,7 +72,7 @@ class Budget:
             raise ValueError(f"seconds must be a number >= 0, not {seconds}")
         self._whole = int(seconds * _RATE)
         self._total = self._whole * times
-        self._before = self._begun = self._left = 0
+        self._before = self._allowed = self._spent = 0
         self._until = math.inf
         self.candidates = 0
         self.cut = False
@@ -90,23 +80,23 @@ class Budget:
 
     def begin(self, share: float = 1.0) -> None:
         """Allow a share of the whole work, whatever has been done before."""
-        self._before += self._begun
-        self._begun = self._left = int(self._whole * share)
+        self._before += self._allowed
+        self._allowed, self._spent = int(self._whole * share), 0
         if self._seconds < math.inf:
             self._until = time.process_time() + self._seconds * share
 
     def spend(self, units: int) -> None:
         """One candidate more."""
         self.candidates += 1
-        self._left -= units + _ANY
+        self._spent += units + _ANY
         if self._progress is not None:
-            done = self._before + min(self._begun, self._begun - self._left)
+            done = self._before + min(self._spent, self._allowed)
             self._progress(min(done, self._total), self._total)
 
     @property
     def over(self) -> bool:
         """True if all work is done, or the search must end."""
-        if self._left <= 0:
+        if self._spent >= self._allowed:
             return True
         ended = self._stop() or (self._until < math.inf and time.process_time() >= self._until)
         self.cut |= ended
@@ -207,10 +197,8 @@ class Terms:
     @property
     def counts_boundaries(self) -> bool:
         """True if the limited bytes include sent and received tensors."""
-        sizes = self.costs.boundary_bytes
-        return self.memory_limit is not None and bool(
-            any(sizes) if isinstance(sizes, tuple) else sizes
-        )
+        sizes = self.costs.by_stage("boundary_bytes", self.ranks * self.chunks - 1)
+        return self.memory_limit is not None and any(sizes)
 
     @property
     def placements(self) -> list[str]:
