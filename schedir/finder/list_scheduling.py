@@ -30,8 +30,9 @@ from typing import Any
 
 import attrs
 
+from schedir.finder.orders import Run, timed
 from schedir.finder.terms import BACKWARD, INPUT, LEAN, RECOMPUTE, WEIGHT, Task
-from schedir.graph.board import BACK, DEFERRED, DOWN, KEPT, Board, Order, options, play
+from schedir.graph.board import BACK, DEFERRED, DOWN, KEPT, Board, options, play
 
 NEVER, NEEDED, ALWAYS = range(3)
 """Whether forwards are run again: never, if memory is short, or always."""
@@ -45,8 +46,7 @@ class Style:
     Backwards are due `urgent` earlier, forwards of each further chunk `deep` earlier, gradients of
     weights `lazy` later. As the step advances these become due even later, by `lag` of a rank's
     share for its last microbatches. A forward begins at most `lead` before it is due. A rank leaves
-    `spare` activations of its limit free. All due times of a stage are moved by up to `noise`,
-    drawn with `seed`.
+    `spare` activations of its limit free.
 
     A rank waits for a better step for the part `patience` of the time until the first other step
     would end; before its first backward for the part `eager`, after its last forward for the part
@@ -64,8 +64,6 @@ class Style:
     spare: int = 0
     split: bool = True
     again: int = NEVER
-    noise: float = 0.0
-    seed: int = 0
 
 
 _WAYS = (
@@ -90,7 +88,6 @@ _DRAWN: dict[str, tuple[float, ...]] = {
     "deep": (0.0, 0.5, 1.0, 2.0, _FIRST, -_FIRST),
     "lead": (math.inf, 0.0, 0.5, 1.0, 2.0, 4.0),
     "spare": (0, 0, 0, 1, 2),
-    "noise": (0.0, 0.0, 0.1, 0.3, 1.0),
 }
 
 
@@ -109,14 +106,14 @@ def styles(task: Task, random: Random) -> Iterator[Style]:
             **drawn,
             split=random.choice(splits),
             again=random.choice(agains),
-            seed=random.randrange(1 << 30),
         )
 
 
-def scheduled(task: Task, style: Style) -> Order | None:
-    """The order that a style makes; None if it can't continue within the limit."""
+def scheduled(task: Task, style: Style) -> Run | None:
+    """The run that a style makes; None if it can't continue within the limit."""
     styled = _Styled(task, style)
-    return play(styled.board, styled.choose)
+    order = play(styled.board, styled.choose)
+    return None if order is None else timed(task, order)
 
 
 class _Styled:
@@ -152,29 +149,20 @@ class _Styled:
     def _rank_steps(self) -> None:
         """Set when the first step of each queue is due, by how much each further one is due later,
         and how early the first forward of each stage may begin."""
-        task, style, random = self.task, self.style, Random(self.style.seed)
+        task, style = self.task, self.style
         costs, stages, period = task.costs, task.stages, task.period
         back = costs.backward_input if self.split else costs.backward
 
-        def moved() -> float:
-            return random.uniform(-1, 1) * style.noise * period if style.noise else 0.0
-
         self.due = [0.0] * len(task.steps.channel)
         self.later = [period] * len(task.steps.channel)
-        self.begin = [0.0] * stages
-        now = 0.0
-        for s in range(stages):
-            chunk = task.stages_of[task.placement[s]].index(s)
-            now += costs.down[s]
-            self.begin[s] = now - style.lead * period
-            self.due[DOWN * stages + s] = now + moved() - style.deep * period * chunk
-            now += costs.forward[s]
-        for s in reversed(range(stages)):
-            now += costs.up[s]
-            self.due[BACK * stages + s] = now + moved() - style.urgent * period
-            now += back[s]
-            self.due[DEFERRED * stages + s] = now + moved() + style.lazy * period
-            share = (task.placement[s] + 1) / task.microbatches
+        downs, ups = costs.alone(back)
+        self.begin = [start - style.lead * period for start in downs]
+        for s, rank in enumerate(task.placement):
+            chunk = task.stages_of[rank].index(s)
+            self.due[DOWN * stages + s] = downs[s] - style.deep * period * chunk
+            self.due[BACK * stages + s] = ups[s] - style.urgent * period
+            self.due[DEFERRED * stages + s] = ups[s] + back[s] + style.lazy * period
+            share = (rank + 1) / task.microbatches
             self.later[DEFERRED * stages + s] = period * (1 + style.lag * share)
 
     def choose(self, rank: int, now: float) -> tuple[float, int]:
@@ -259,33 +247,29 @@ class _Styled:
         again = self.again and (extra or any(board.there[KEPT * stages + s] for s in own))
         if limit == math.inf or (len(own) == 1 and not again):
             return True
-        turns, sums = board.turns, self.sums
         if again:
             rest = task.memory.rest
             put_off = [rest[s] * len(board.there[DEFERRED * stages + s]) for s in own]
             left = limit - held + sum(put_off)
             if len(own) == 1:
                 # What is held in full before the first that is run again is finished before it.
-                oldest = next(iter(board.there[KEPT * stages + stage]), turns[stage])
-                left += task.memory.full[stage] * (oldest - board.turns[BACK * stages + stage])
+                waiting = board.there[KEPT * stages + stage]
+                first = waiting[0] if waiting else board.turns[stage]
+                left += task.memory.full[stage] * (first - board.turns[BACK * stages + stage])
             if left < self.extra[rank]:
                 return False
-        # What is kept of microbatches of which some chunk has not run yet, the youngest first.
-        partial, segments, needs = 0.0, [], self.needs[rank]
-        for chunk in range(1, len(own)):
-            newest, oldest = turns[own[chunk - 1]], turns[own[chunk]]
-            if own[chunk - 1] == stage:
-                newest += 1
-            elif own[chunk] == stage:
-                oldest += 1
+        # As if this forward had begun: what is kept of microbatches of which some chunk has not run
+        # yet, the youngest first.
+        sums = [self.sums[s] for s in own]
+        chunk = own.index(stage)
+        sums[chunk] = [*sums[chunk], sums[chunk][-1] + size]
+        partial, segments = 0.0, []
+        for chunk, need in enumerate(self.needs[rank][1:], 1):
+            newest, oldest = len(sums[chunk - 1]) - 1, len(sums[chunk]) - 1
             if oldest < newest:
-                kept = 0.0
-                for before in own[:chunk]:
-                    kept += sums[before][min(newest, turns[before])] - sums[before][oldest]
-                if own[chunk - 1] == stage:
-                    kept += size
+                kept = sum([before[newest] - before[oldest] for before in sums[:chunk]])
                 partial += kept
-                segments.append((needs[chunk], kept))
+                segments.append((need, kept))
         # The oldest are finished first, after all that no chunk is missing of.
         left = limit - self.gradients[rank] - partial
         for need, kept in reversed(segments):

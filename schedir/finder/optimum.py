@@ -16,22 +16,33 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from functools import reduce
 from itertools import combinations, pairwise, product
 from typing import Any, TypeAlias
 
 import attrs
 
-from schedir.checker import prove
 from schedir.errors import SchedirError
-from schedir.finder.searching import Found
-from schedir.finder.terms import Memory, Objective, StageCosts, Task, Terms
+from schedir.finder.orders import Run, timed
+from schedir.finder.searching import Found, completed
+from schedir.finder.terms import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    LEAN,
+    RECOMPUTE,
+    WEIGHT,
+    Memory,
+    Objective,
+    StageCosts,
+    Task,
+    Terms,
+)
 from schedir.graph.alive import HeldUntil
-from schedir.ir import Action, Kind, Schedule
-from schedir.passes import append_steps
-from schedir.simulator import CostModel, simulate
+from schedir.graph.board import Order
+from schedir.ir import Schedule
+from schedir.simulator import CostModel
 
 EXACT_SECONDS = 60.0
 # Parts of the largest cost: all that is told apart where costs are no round numbers.
@@ -104,32 +115,18 @@ def exactly(
         )
     if terms.steps != "last":
         raise SchedirError('the exact search updates stages at the end: leave out steps="anywhere"')
-    best = []
-    for named in terms.placements:
-        task = terms.task(named)
+    best: list[tuple[Task, Run]] = []
+    for task in map(terms.task, terms.placements):
         _expect_time(task)
-        lists = _solved(_in_whole_numbers(task), seconds, seed)
-        if lists is not None:
-            bare = append_steps(Schedule.of("exact", task.placement, lists, microbatches))
-            bare = attrs.evolve(bare, boundaries=terms.boundaries)
-            schedule = prove(bare, terms.proved_under).proved()
-            best.append((terms.value(simulate(schedule, terms.costs)), named, schedule))
+        order = _solved(_in_whole_numbers(task), seconds, seed)
+        run = None if order is None else timed(task, order)
+        if run is not None:
+            best.append((task, run))
     if not best:
         raise SchedirError("no schedule of this work is within the limit")
-    least, named, schedule = min(best, key=lambda each: each[0])
-    line = simulate(schedule, terms.costs, channel=terms.channel)
-    return Found(
-        schedule=schedule,
-        timeline=line,
-        objective=terms.objective,
-        value=terms.value(line),
-        lower_bound=least,
-        costs=terms.costs,
-        placement=named,
-        origin=None,
-        candidates=len(terms.placements),
-        seed=seed,
-    )
+    task, run = min(best, key=lambda each: each[1].value)
+    found = completed(terms, task, run, math.inf, "exact")
+    return found.found(run.value, seed, candidates=len(terms.placements))
 
 
 def _expect_time(task: Task) -> None:
@@ -147,30 +144,29 @@ def _in_whole_numbers(task: Task) -> Task:
     """The task with whole numbers alone: what is kept is rounded up, and the limit down."""
     placement, *times = attrs.astuple(task.costs, recurse=False)
     *kept, limit = attrs.astuple(task.memory, recurse=False)
-    costs, memory = StageCosts(placement, *_whole(times, _scale(times), round)), task.memory
+    costs, memory = StageCosts(placement, *_whole(times, times, round)), task.memory
     if memory.limited:
-        scale = _scale(kept)
-        memory = Memory(*_whole(kept, scale, math.ceil), *_whole([limit], scale, math.floor))
+        memory = Memory(*_whole(kept, kept, math.ceil), *_whole([limit], kept, math.floor))
     return attrs.evolve(task, costs=costs, memory=memory)
 
 
-def _scale(rows: Iterable[Iterable[float]]) -> Fraction:
-    """What makes all numbers whole, or all as fine as they need be."""
-    numbers = [Fraction(str(number)) for row in rows for number in row]
-    whole, most = reduce(math.lcm, (each.denominator for each in numbers), 1), max(numbers)
-    return Fraction(whole) if whole * most <= 10**3 * _FINEST else _FINEST / most
+_Rows: TypeAlias = Sequence[Sequence[float]]
 
 
 def _whole(
-    rows: Iterable[Iterable[float]], scale: Fraction, rounded: Callable[[Fraction], int]
+    rows: _Rows, beside: _Rows, rounded: Callable[[Fraction], int]
 ) -> Iterator[tuple[int, ...]]:
+    """Whole numbers, in a unit that makes all `beside` them whole, or as fine as they need be."""
+    numbers = [Fraction(str(number)) for row in beside for number in row]
+    scale, most = Fraction(math.lcm(*(each.denominator for each in numbers))), max(numbers)
+    if scale * most > 10**3 * _FINEST:
+        scale = _FINEST / most
     for row in rows:
         yield tuple(rounded(Fraction(str(number)) * scale) for number in row)
 
 
-def _solved(task: Task, seconds: float, seed: int) -> list[list[Action]] | None:
-    """The lists of the best order of a task whose numbers are all whole, None where its limits
-    allow none.
+def _solved(task: Task, seconds: float, seed: int) -> Order | None:
+    """The best order of a task whose numbers are all whole, None where its limits allow none.
 
     Raises SchedirError where OR-Tools is not installed, or where the time is over before an order
     is proved to be the best.
@@ -203,9 +199,9 @@ def _solved(task: Task, seconds: float, seed: int) -> list[list[Action]] | None:
         )
     return [
         [
-            action
-            for start, _, there, action in sorted(own, key=lambda each: solver.value(each[0]))
-            if solver.value(there)
+            solver.value(step)
+            for _, lasts, _, step in sorted(own, key=lambda each: solver.value(each[0]))
+            if solver.value(lasts)
         ]
         for own in model.on_rank
     ]
@@ -220,15 +216,15 @@ class _Cell:
     """The variables of one (stage, microbatch).
 
     `split` and `runs_again` say whether it has a W and an R. `forward`, `again`, `backward` (of its
-    B or I) and `weight` are starts: without an R, `again` is that of the forward; without a W,
-    `weight` is the end of the backward. `returned` is when the gradient of the input is made,
-    `complete` when all of it is over.
+    B or I) and `weight` are starts, and `ready`, `returned` and `complete` the ends of the last
+    three: without an R, `again` is `forward`; without a W, `weight` is `returned`.
     """
 
     split: Expression
     runs_again: Expression
     forward: Expression
     again: Expression
+    ready: Expression
     backward: Expression
     returned: Expression
     weight: Expression
@@ -248,48 +244,49 @@ class _Model:
         # One after the other takes no longer than this.
         times = attrs.astuple(task.costs, recurse=False)[1:]
         self.horizon = int(task.microbatches * sum(map(sum, times)))
-        # By rank, the actions that it may run: start, duration, whether it does.
-        self.on_rank: list[list[tuple[Any, int, Any, Action]]] = [[] for _ in self.costs.ranks]
+        # By rank, its steps: start, duration (0 if it does not run), end, and which it is.
+        self.on_rank: list[list[tuple[Expression, ...]]] = [[] for _ in range(task.ranks)]
         microbatches = range(task.microbatches)
-        self.cells = [[self._cell(stage, m) for m in microbatches] for stage in self.costs.stages]
+        self.cells = [[self._cell(stage) for _ in microbatches] for stage in range(task.stages)]
         self._in_order()
         self._transfers()
         for rank, actions in enumerate(self.on_rank):
-            optional = model.new_optional_fixed_size_interval_var
-            model.add_no_overlap(optional(*timed, "") for *timed, _ in actions)
+            model.add_no_overlap(model.new_interval_var(*each[:3], "") for each in actions)
             self._hold(rank)
         self._minimise()
 
     def _time(self) -> Expression:
         return self.model.new_int_var(0, self.horizon, "")
 
-    def _cell(self, stage: int, microbatch: int) -> _Cell:
+    def _cell(self, stage: int) -> _Cell:
         """The variables, with what holds for them alone."""
-        costs, model = self.costs, self.model
+        task, model = self.task, self.model
         switches = (
             model.new_bool_var("") if free else model.new_constant(0)
-            for free in (self.task.split, self.task.recompute)
+            for free in (task.split, task.recompute)
         )
-        cell = _Cell(*switches, *(self._time() for _ in range(6)))
+        cell = _Cell(*switches, *(self._time() for _ in range(7)))
         split, again = cell.split, cell.runs_again
-        takes: dict[Kind, int] = {}
-        for kind, start, there in (
-            (Kind.FORWARD, cell.forward, True),
-            (Kind.RECOMPUTE, cell.again, again),
-            (Kind.BACKWARD, cell.backward, ~split),
-            (Kind.BACKWARD_INPUT, cell.backward, split),
-            (Kind.BACKWARD_WEIGHT, cell.weight, split),
+        takes = task.steps.lasts[stage :: task.stages]  # by way
+        forward = cell.forward + takes[FORWARD]
+        shorter = takes[BACKWARD] - takes[INPUT]
+        for start, lasts, end, way in (
+            (cell.forward, takes[FORWARD], forward, FORWARD + (LEAN - FORWARD) * again),
+            (cell.again, takes[RECOMPUTE] * again, cell.ready, RECOMPUTE),
+            (
+                cell.backward,
+                takes[BACKWARD] - shorter * split,
+                cell.returned,
+                BACKWARD + (INPUT - BACKWARD) * split,
+            ),
+            (cell.weight, takes[WEIGHT] * split, cell.complete, WEIGHT),
         ):
-            takes[kind] = getattr(costs, kind.cost_name)[stage]
-            listed = start, takes[kind], there, Action(kind, stage, microbatch)
-            self.on_rank[costs.placement[stage]].append(listed)
-        shorter = takes[Kind.BACKWARD] - takes[Kind.BACKWARD_INPUT]
-        model.add(cell.returned == cell.backward + takes[Kind.BACKWARD] - shorter * split)
-        model.add(cell.complete == cell.weight + takes[Kind.BACKWARD_WEIGHT] * split)
+            step = way * task.stages + stage
+            self.on_rank[task.placement[stage]].append((start, lasts, end, step))
+        model.add(cell.backward >= cell.ready)
         model.add(cell.weight >= cell.returned)
         model.add(cell.weight == cell.returned).only_enforce_if(~split)
-        model.add(cell.backward >= cell.again + takes[Kind.RECOMPUTE] * again)
-        model.add(cell.again >= cell.forward + takes[Kind.FORWARD] * again)
+        model.add(cell.again >= forward).only_enforce_if(again)
         model.add(cell.again == cell.forward).only_enforce_if(~again)
         return cell
 
@@ -342,7 +339,7 @@ class _Model:
     def _hold(self, rank: int) -> None:
         """Never more than the limit at once."""
         task, model, memory, end = self.task, self.model, self.task.memory, self.horizon + 1
-        stages = self.costs.stages_of(rank)
+        stages = task.stages_of[rank]
         most = sum(task.microbatches * memory.full[s] + memory.gradient[s] for s in stages)
         if most <= memory.limit[rank]:
             return
@@ -367,8 +364,7 @@ class _Model:
     def _minimise(self) -> None:
         model, costs = self.model, self.costs
         longest = self._time()
-        for rank in costs.ranks:
-            own = costs.stages_of(rank)
+        for rank, own in enumerate(self.task.stages_of):
             after = sum(costs.optim_step[stage] for stage in own)
             since: float = 0
             if self.task.objective == "span":
@@ -376,7 +372,7 @@ class _Model:
                 since = sum(costs.forward[: own[0]]) + sum(costs.down[: own[0] + 1])
                 model.add(self.cells[own[0]][0].forward == since)
             # Said once more: what a rank does all in all is no sum that its order shows.
-            busy = sum(takes * there for _, takes, there, _ in self.on_rank[rank])
+            busy = sum(lasts for _, lasts, _, _ in self.on_rank[rank])
             model.add(longest >= after + busy)
             for stage in own:
                 for cell in self.cells[stage]:

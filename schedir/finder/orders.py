@@ -4,6 +4,7 @@ schedules that they stand for."""
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import attrs
 import numpy as np
@@ -19,9 +20,8 @@ from schedir.finder.terms import (
 )
 from schedir.graph.board import BACK, WAYS, Order, follow, most_held
 from schedir.graph.compile import graph_of
-from schedir.ir import KIND_INDEX, Columns, Kind, Schedule, starts_of
+from schedir.ir import KIND_INDEX, Columns, Kind, Schedule
 
-_EVENLY = 0.05
 UPDATE = len(WAYS)
 """The way of an OPTIM_STEP, beside those of a Board."""
 _KIND_OF = np.array([*(KIND_INDEX[kind] for kind, _ in WAYS), KIND_INDEX[Kind.OPTIM_STEP]])
@@ -30,36 +30,41 @@ _WAY_OF = {KIND_INDEX[kind]: way for way, (kind, beside) in enumerate(WAYS) if n
 
 @attrs.frozen(eq=False)
 class Run:
-    """When an order runs: `starts[rank]` are the starts of its steps, `ends[rank]` is when the rank
-    is done with its OPTIM_STEPs. `value` is the objective, and `ties` orders equal values."""
+    """An order, and how it runs: `starts[rank]` are the starts of its steps, `ends[rank]` is when
+    the rank is done with its OPTIM_STEPs. `value` is the objective, and `ties` orders equal values.
+    `origin` names the built-in schedule whose order it is."""
 
+    order: Order
     starts: list[list[float]]
     ends: list[float]
     value: float
     ties: float
+    origin: str | None
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The sort key."""
+        return self.value, self.ties
 
 
-def timed(task: Task, order: Order) -> Run | None:
+def timed(task: Task, order: Order, origin: str | None = None) -> Run | None:
     """Run an order; None where it blocks."""
     ran = follow(task.steps, order)
     if ran is None:
         return None
     starts, clock = ran
-    for rank, updates in enumerate(task.steps_after):
-        for update in updates:
-            clock[rank] += update
+    for stage, rank in enumerate(task.placement):
+        clock[rank] += task.costs.optim_step[stage]
+    lasting = lengths(task, starts, clock)
+    ties = sum(lasting) + sum(map(sum, starts)) / task.actions
+    return Run(order, starts, clock, max(lasting), ties, origin)
+
+
+def lengths(task: Task, starts: list[list[float]], ends: list[float]) -> list[float]:
+    """How long each rank takes, of which the longest is the objective."""
     if task.objective == "makespan":
-        lasting = clock
-    else:
-        lasting = [end - begin[0] for begin, end in zip(starts, clock, strict=True)]
-    value = max(lasting)
-    return Run(starts, clock, value, sum(lasting) + sum(map(sum, starts)) / task.actions)
-
-
-def score(task: Task, run: Run) -> float:
-    """The sort key of a search: mostly the value, and to a small part how early all ranks are
-    done."""
-    return run.value + _EVENLY * run.ties / task.ranks
+        return ends
+    return [end - begin[0] for begin, end in zip(starts, ends, strict=True)]
 
 
 def fits(task: Task, rank: int, steps: list[int]) -> bool:
@@ -75,94 +80,75 @@ def within(task: Task, order: Order) -> bool:
     return all(fits(task, rank, steps) for rank, steps in enumerate(order))
 
 
-def serial(task: Task) -> Order:
+def serial(task: Task) -> Run:
     """One microbatch after the other, which keeps the least. All forwards except those of a rank's
     last stage are run again, if they may be."""
-    order: Order = [[] for _ in range(task.ranks)]
+    order: Order = []
     stages, memory = task.stages, task.memory
-    for rank, held in enumerate(task.stages_of):
-        lean = [task.recompute and s != held[-1] and memory.lean[s] < memory.full[s] for s in held]
-        one = [
-            stages * (LEAN if short else FORWARD) + s for s, short in zip(held, lean, strict=True)
-        ]
-        for stage, short in zip(reversed(held), reversed(lean), strict=True):
-            one += [stages * RECOMPUTE + stage] * short + [stages * BACKWARD + stage]
-        order[rank] = one * task.microbatches
-    return order
-
-
-def merged(task: Task, order: Order, run: Run) -> tuple[Order, Run]:
-    """The order with each I and W joined to one B if they belong to one microbatch, are listed
-    together, and nobody waits for the gradient in the meantime; and how it runs. The old order if
-    the new one would take longer."""
-    order, run = _no_longer(task, _in_turn(task, order), (order, run))
-    stages, costs = task.stages, task.costs
-    slack = _slack(task, order, run)
-    found: Order = []
-    turns = [0] * stages
-    put_off = [0] * stages
-    for steps in order:
-        own: list[int] = []
-        for step in steps:
-            kind, stage = divmod(step, stages)
-            put_off[stage] += (kind == INPUT) - (kind == WEIGHT)
-            together = own and own[-1] == INPUT * stages + stage
-            if kind == WEIGHT and together and not put_off[stage]:
-                longer = costs.backward[stage] - costs.backward_input[stage]
-                turn = turns[stage] - 1
-                if longer <= costs.backward_weight[stage] and slack[stage][turn] >= longer:
-                    own[-1] = BACKWARD * stages + stage
-                    continue
-            elif kind in (INPUT, BACKWARD):
-                turns[stage] += 1
-            own.append(step)
-        found.append(own)
-    return _no_longer(task, found, (order, run))
-
-
-def _no_longer(task: Task, order: Order, other: tuple[Order, Run]) -> tuple[Order, Run]:
-    """An order and how it runs; the other order if the first takes longer, or exceeds the limit."""
+    for held in task.stages_of:
+        down: list[int] = []
+        up: list[int] = []
+        for s in held:
+            again = task.recompute and s != held[-1] and memory.lean[s] < memory.full[s]
+            down.append(stages * (LEAN if again else FORWARD) + s)
+            up = [stages * RECOMPUTE + s] * again + [stages * BACKWARD + s, *up]
+        order.append((down + up) * task.microbatches)
     run = timed(task, order)
-    return other if run is None or run.value > other[1].value else (order, run)
+    if run is None:
+        raise AssertionError("one microbatch after the other blocks")
+    return run
 
 
-def _in_turn(task: Task, order: Order) -> Order:
-    """The order with each B that comes while a W of its stage is put off made an I and that W."""
-    stages, found = task.stages, []
+def merged(task: Task, run: Run) -> Run:
+    """The run with each I and W joined to one B if they belong to one microbatch, are listed
+    together, and nobody waits for the gradient in the meantime; and with each B that comes while a
+    W of its stage is put off made an I and that W. The old run if the new one would take longer."""
+    stages, costs = task.stages, task.costs
+    unused = [*map(iter, _slack(task, run))]
+    found: Order = []
     put_off = [0] * stages
-    for steps in order:
+    for steps in run.order:
         own: list[int] = []
+        slack = 0.0  # of the gradient that was made last
         for step in steps:
             kind, stage = divmod(step, stages)
             put_off[stage] += (kind == INPUT) - (kind == WEIGHT)
+            if kind in (INPUT, BACKWARD):
+                slack = next(unused[stage])
+            longer = costs.backward[stage] - costs.backward_input[stage]
             if kind == BACKWARD and put_off[stage]:
                 own += [INPUT * stages + stage, WEIGHT * stages + stage]
+            elif (
+                kind == WEIGHT
+                and own[-1] == INPUT * stages + stage
+                and not put_off[stage]
+                and longer <= min(slack, costs.backward_weight[stage])
+            ):
+                own[-1] = BACKWARD * stages + stage
             else:
                 own.append(step)
         found.append(own)
-    return found
+    new = timed(task, found, run.origin)
+    return run if new is None or new.value > run.value else new
 
 
-def _slack(task: Task, order: Order, run: Run) -> list[list[float]]:
+def _slack(task: Task, run: Run) -> list[list[float]]:
     """By stage, how long the gradient of each microbatch's input lies unused."""
     stages, travels = task.stages, task.steps.travels
-    starts: list[list[float]] = [[] for _ in range(stages)]
-    ends: list[list[float]] = [[] for _ in range(stages)]
-    for steps, times in zip(order, run.starts, strict=True):
+    backwards: list[list[tuple[float, float]]] = [[] for _ in range(stages)]
+    for steps, times in zip(run.order, run.starts, strict=True):
         for step, start in zip(steps, times, strict=True):
             kind, stage = divmod(step, stages)
             if kind in (BACKWARD, INPUT):
-                starts[stage].append(start)
-                ends[stage].append(start + task.steps.lasts[step])
+                backwards[stage].append((start, start + task.steps.lasts[step]))
     found = [[math.inf] * task.microbatches]
-    for stage in range(1, stages):
-        way = travels[BACK * stages + stage - 1]
-        used = zip(starts[stage - 1], ends[stage], strict=True)
-        found.append([start - end - way for start, end in used])
+    for stage, pairs in enumerate(pairwise(backwards)):
+        way = travels[BACK * stages + stage]
+        found.append([start - end - way for (start, _), (_, end) in zip(*pairs, strict=True)])
     return found
 
 
-def with_updates(task: Task, order: Order, run: Run, wait: float = math.inf) -> Order:
+def with_updates(task: Task, run: Run, wait: float = math.inf) -> Order:
     """The order with an UPDATE of each stage: as soon as the stage's gradients are complete and its
     rank waits for the part `wait` of the update's time, else at the end of the rank's list.
 
@@ -170,23 +156,22 @@ def with_updates(task: Task, order: Order, run: Run, wait: float = math.inf) -> 
         1      …  2B1  0B0  2OPTIM_STEP  0B1  0OPTIM_STEP
     """
     found: Order = []
-    for held, own, starts in zip(task.stages_of, order, run.starts, strict=True):
+    for held, own, starts in zip(task.stages_of, run.order, run.starts, strict=True):
         last = {step % task.stages: place for place, step in enumerate(own)}
         waits = [  # by place, how long the rank waits after the step there
             after - start - task.steps.lasts[step]
             for step, start, after in zip(own, starts, starts[1:], strict=False)
         ]
-        updates: list[list[int]] = [[] for _ in own]  # by place, what follows the step there
+        listed = list(enumerate(own))
         for stage in held:
             takes = task.costs.optim_step[stage]
             places = range(last[stage], len(waits))
-            place = next((p for p in places if waits[p] >= max(takes * wait, 1e-300)), -1)
-            updates[place].append(UPDATE * task.stages + stage)
-            if place >= 0:
+            least = max(takes * wait, 1e-300)
+            place = next((p for p in places if waits[p] >= least), len(own))
+            listed.append((place, UPDATE * task.stages + stage))
+            if place < len(own):
                 waits[place] -= takes
-        found.append(
-            [each for step, more in zip(own, updates, strict=True) for each in (step, *more)]
-        )
+        found.append([step for _, step in sorted(listed, key=lambda each: each[0])])
     return found
 
 
@@ -196,19 +181,15 @@ def schedule_of(
     """The schedule of an order with updates, without communication."""
     steps = np.array([step for own in order for step in own], np.int64)
     kind, stage = np.divmod(steps, task.stages)
-    lengths = np.array([len(own) for own in order], np.int64)
-    rank = np.repeat(np.arange(len(order)), lengths)
-    forwards, lean = kind <= LEAN, kind == LEAN
-    backwards, split = (kind == BACKWARD) | (kind == INPUT), kind == INPUT
     microbatch = np.full(len(steps), -1)
     for each in range(task.stages):
         own = stage == each
-        for which in (forwards, backwards):
-            microbatch[own & which] = np.arange(task.microbatches)
-        microbatch[own & (kind == WEIGHT)] = microbatch[own & split]
-        microbatch[own & (kind == RECOMPUTE)] = microbatch[own & lean]
+        for first in (kind <= LEAN, (kind == BACKWARD) | (kind == INPUT)):
+            microbatch[own & first] = np.arange(task.microbatches)
+        for late, of in ((WEIGHT, INPUT), (RECOMPUTE, LEAN)):
+            microbatch[own & (kind == late)] = microbatch[own & (kind == of)]
     columns = Columns(
-        starts_of(rank, task.ranks),
+        np.cumsum([0, *map(len, order)]),
         _KIND_OF[kind],
         stage,
         microbatch,
@@ -229,16 +210,10 @@ def order_of(task: Task, schedule: Schedule) -> Order | None:
         or sorted(columns.stage[steps].tolist()) != list(range(task.stages))
     ):
         return None
-    order: Order = []
-    lean = np.zeros(len(columns), np.bool_)
+    ways = np.array([_WAY_OF.get(kind, -1) for kind in columns.kind.tolist()])
     for touch in graph_of(schedule).touches("kept"):
-        lean[touch.places] |= touch.use.does == "make"
-    for begin, end in zip(columns.starts[:-1].tolist(), columns.starts[1:].tolist(), strict=True):
-        own = []
-        for place in range(begin, end):
-            kind = _WAY_OF.get(int(columns.kind[place]))
-            if kind is not None:
-                kind = LEAN if lean[place] else kind
-                own.append(kind * task.stages + int(columns.stage[place]))
-        order.append(own)
-    return order
+        if touch.use.does == "make":
+            ways[touch.places] = LEAN
+    listed = ways * task.stages + columns.stage
+    ranks = pairwise(columns.starts.tolist())
+    return [[step for step in listed[begin:end].tolist() if step >= 0] for begin, end in ranks]

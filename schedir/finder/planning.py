@@ -2,19 +2,19 @@
 each stage gets.
 
 Both cut a line into consecutive parts, as cheaply as possible (`least_cut`): a line of layers, or
-of ranks. `best_cut` searches the cut of a schedule's layers:
+of ranks. `Cuts` are those of a schedule's layers:
 
     layers   embedding  t  t  t  t  t  t  head          each with its own times and bytes
     cut      |  stage 0  |  stage 1  |  stage 2  |      boundaries (3, 6)
 
-It begins with the cut that balances the time, and moves layers between stages. The most likely cuts
-are searched, those with a low lower bound and a quick list schedule.
+The first is the cut that balances the time; others move layers between stages. The most likely cuts
+have a low lower bound and a quick list schedule.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import accumulate, combinations, islice, pairwise
@@ -26,16 +26,13 @@ import numpy as np
 
 from schedir.errors import SchedirError
 from schedir.finder.list_scheduling import scheduled, styles
-from schedir.finder.orders import timed
-from schedir.finder.terms import SCHEDULED, Budget, StageCosts, Terms
+from schedir.finder.terms import SCHEDULED, Budget, Terms
 from schedir.simulator import CostModel
 from schedir.simulator.values import Numbers, one_each
 
 _OF_PARAMETERS = ("weight_bytes", "gradient_bytes", "early_gradient_bytes", "optimizer_bytes")
 _TIMES = "forward", "backward", "backward_input", "backward_weight", "recompute", "optim_step"
-_ROUNDED = 1e-9  # differences of sums
 _STYLES = 4  # list schedules of a cut that is tried
-_TRIED, _SEARCHED = 0.5, 8  # the share of the work to try cuts; the likeliest have the rest
 
 
 def least_cut(
@@ -133,19 +130,14 @@ def plan_replicas(costs: CostModel, ranks: int, stages: int | None = None) -> Re
         np.where(replicas > 0, (of_one + (replicas > 1) * summed) / np.maximum(replicas, 1), np.inf)
         for of_one, summed in zip(once, sums, strict=True)
     ]
-    period = max(least_cut(parts)[0], _of_boundaries(costs, stages))
-    # What is as quick as the slowest is quick enough.
-    _, starts = least_cut([np.where(part <= period, 0, np.inf) for part in parts])
-    return ReplicaPlan(tuple(b - a for a, b in pairwise([0, *starts, ranks])), period)
-
-
-def _of_boundaries(costs: CostModel, stages: int) -> float:
-    """The longest time that a microbatch occupies a channel."""
     slowest = costs.bandwidth
     if isinstance(slowest, Mapping):
         slowest = min(slowest.values(), default=math.inf)
     sizes = costs.by_stage("boundary_bytes", stages - 1)
-    return max((size / slowest for size in sizes), default=0)
+    period = max(least_cut(parts)[0], *(size / slowest for size in sizes), 0)
+    # What is as quick as the slowest is quick enough.
+    _, starts = least_cut([np.where(part <= period, 0, np.inf) for part in parts])
+    return ReplicaPlan(tuple(b - a for a, b in pairwise([0, *starts, ranks])), period)
 
 
 # Layers for stages.
@@ -281,15 +273,12 @@ class Cuts:
         )
         last = (whole - inputs + step)[first == 0].min()
         # The ways between stages, at the least.
-        sizes, of_stages = terms.costs.boundary_bytes, self.terms_of(self.balanced)
-        least = min(sizes) if isinstance(sizes, tuple) else sizes
-        links = StageCosts.of(
-            of_stages.task(terms.placements[0]).placement,
-            attrs.evolve(of_stages.costs, boundary_bytes=least),
-        )
+        of_stages = self.terms_of(self.balanced)
+        smallest = min(terms.costs.by_stage("boundary_bytes", layers - 1))
+        nearest = attrs.evolve(of_stages.costs, boundary_bytes=smallest)
+        links = attrs.evolve(of_stages, costs=nearest).task(terms.placements[0]).costs
         sent, returned = np.cumsum(links.down), np.cumsum((0, *links.up[:-1]))
-        alone = attrs.evolve(terms, costs=attrs.evolve(costs, early_gradient_bytes=0))
-        memory = alone.memory(range(len(spans)), [0] * len(spans))
+        memory = attrs.evolve(terms, costs=costs).memory(range(len(spans)))
         full, lean, rest, most = map(
             np.array, (memory.full, memory.lean, memory.rest, memory.limit)
         )
@@ -355,47 +344,7 @@ class Cuts:
         for task in map(terms.task, terms.placements):
             for style in islice(styles(task, Random(0)), _STYLES):
                 budget.spend(task.actions * SCHEDULED)
-                order = scheduled(task, style)
-                run = None if order is None else timed(task, order)
+                run = scheduled(task, style)
                 if run is not None:
-                    best = min(best, (run.value, run.ties))
+                    best = min(best, run.rank)
         return best
-
-
-def best_cut(cuts: Cuts, search: Callable[[Terms, float], Any], budget: Budget) -> Any:
-    """What `search` finds with the best cut, by the share of the `budget` that it is given. Its
-    lower bound holds for all cuts.
-
-    The balanced cut is searched as if it were given. The others have the same work together: they
-    are tried, and the likeliest are searched, if they can be better.
-
-    Raises the SchedirError of the balanced cut if every cut that is searched is refused.
-    """
-    bound, least = least_cut(cuts.parts, cuts.join)
-    found, refused = [], []
-
-    def search_cut(cut: Cut, share: float) -> float:
-        """What a lower bound must be below for a cut to be better than those so far."""
-        try:
-            found.append(search(cuts.terms_of(cut), share))
-        except SchedirError as error:
-            refused.append(error)
-        return min((each.value for each in found), default=math.inf) * (1 - _ROUNDED)
-
-    known = search_cut(cuts.balanced, 1.0)
-    if known > bound:
-        budget.begin(_TRIED * len(cuts.terms.placements))
-        likely = cuts.likely([cuts.balanced, least], budget, known)
-        most = len(found) + _SEARCHED
-        for bound_of_cut, cut in likely:
-            if cut != cuts.balanced and bound_of_cut < known and len(found) < most:
-                known = search_cut(cut, (1 - _TRIED) / _SEARCHED)
-    if not found:
-        raise refused[0]
-    best = min(found, key=lambda each: each.value)
-    return attrs.evolve(
-        best,
-        lower_bound=min(bound, best.lower_bound),
-        candidates=budget.candidates,
-        cut=budget.cut,
-    )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from inspect import signature
 from itertools import islice, product
 from random import Random
@@ -38,10 +37,9 @@ from schedir.finder.orders import (
     with_updates,
     within,
 )
-from schedir.finder.planning import Cuts, best_cut
+from schedir.finder.planning import Cut, Cuts, least_cut
 from schedir.finder.terms import SCHEDULED, Budget, Objective, StepsAt, Task, Terms
 from schedir.graph.alive import HeldUntil, peak_activations
-from schedir.graph.board import Order
 from schedir.graph.compile import graph_of
 from schedir.ir import Kind, Schedule
 from schedir.library import Generator, Parameter, built_in, load
@@ -57,6 +55,8 @@ _STALE, _LONG = 4, 3000
 _WAITS = (1.0, 0.5, 0.25)
 _NEAR = 1 + 1e-12  # the bound adds the same floats in another order
 _LOWER = 2  # built-in schedules are also made for limits that are up to this much lower
+_TRIED, _SEARCHED = 0.5, 8  # the share of the work to try cuts; the likeliest have the rest
+_ROUNDED = 1e-9  # differences of sums
 
 
 def search(
@@ -156,23 +156,24 @@ def find(
         raise ValueError("layers= has the costs of each layer: leave out costs=")
     if unknown := {*limits} - {*signature(search).parameters}:
         raise TypeError(f"find() got an unexpected keyword argument {min(unknown)!r}")
-    typed: list[tuple[str, object, type]] = [("cut", cut, bool), ("seed", seed, int)]
-    if layers is not None:
-        typed.append(("layers", layers, CostModel))
-    for name, value, kind in typed:
+    for name, value, kind in (
+        ("cut", cut, bool),
+        ("seed", seed, int),
+        ("layers", CostModel() if layers is None else layers, CostModel),
+    ):
         if type(value) is not kind:
             raise TypeError(f"{name} must be {kind.__name__}, not {value!r}")
     if cut and layers is None:
         raise ValueError("cut=True needs layers=, the costs of each layer")
-    limits["costs"] = limits.get("costs") if layers is None else layers
+    if layers is not None:
+        limits["costs"] = layers
     terms = Terms(ranks=ranks, microbatches=microbatches, chunks=chunks, **limits)
     budget = Budget(seconds, stop, progress, len(terms.placements) * (1 + cut))
     if layers is None:
         return _find(seed, budget, terms)
     cuts = Cuts(terms)
     if cut and cuts.layers > ranks * chunks:
-        best: Found = best_cut(cuts, partial(_find, seed, budget), budget)
-        return best
+        return _find_cut(seed, budget, cuts)
     return _find(seed, budget, cuts.terms_of(cuts.balanced))
 
 
@@ -184,41 +185,47 @@ def _find(seed: int, budget: Budget, terms: Terms, share: float = 1.0) -> Found:
     if not found:
         raise SchedirError(_refusal(terms, [search.least for search in searches]))
     best = min(found, key=lambda each: each.value)
-    return best.found(min(search.bound for search in searches), budget, seed)
+    bound = min(search.bound for search in searches)
+    return best.found(bound, seed, budget.candidates, budget.cut)
 
 
-def _lower_bound(terms: Terms, task: Task) -> float:
-    """A lower bound on the objective of every schedule on a task's placement."""
-    return lower_bound(
-        task.placement,
-        terms.microbatches,
-        terms.costs,
-        objective=terms.objective,
-        split=terms.split,
-        recompute=task.recompute,
-        max_activations=terms.max_activations,
-        held_until=terms.held_until,
-        memory_limit=terms.memory_limit,
+def _find_cut(seed: int, budget: Budget, cuts: Cuts) -> Found:
+    """The best schedule of the best cut, with a lower bound that holds for all cuts.
+
+    The balanced cut is searched as if it were given. The others have the same work together: they
+    are tried, and the likeliest are searched, if they can be better.
+
+    Raises the SchedirError of the balanced cut if every cut that is searched is refused.
+    """
+    bound, least = least_cut(cuts.parts, cuts.join)
+    found: list[Found] = []
+    refused = []
+
+    def search_cut(cut: Cut, share: float) -> float:
+        """What a lower bound must be below for a cut to be better than those so far."""
+        try:
+            found.append(_find(seed, budget, cuts.terms_of(cut), share))
+        except SchedirError as error:
+            refused.append(error)
+        return min((each.value for each in found), default=math.inf) * (1 - _ROUNDED)
+
+    known = search_cut(cuts.balanced, 1.0)
+    if known > bound:
+        budget.begin(_TRIED * len(cuts.terms.placements))
+        likely = cuts.likely([cuts.balanced, least], budget, known)
+        most = len(found) + _SEARCHED
+        for bound_of_cut, cut in likely:
+            if cut != cuts.balanced and bound_of_cut < known and len(found) < most:
+                known = search_cut(cut, (1 - _TRIED) / _SEARCHED)
+    if not found:
+        raise refused[0]
+    best = min(found, key=lambda each: each.value)
+    return attrs.evolve(
+        best,
+        lower_bound=min(bound, best.lower_bound),
+        candidates=budget.candidates,
+        cut=budget.cut,
     )
-
-
-@attrs.frozen(eq=False)
-class Candidate:
-    """An order and how it runs; `origin` names the built-in schedule whose order it is."""
-
-    order: Order
-    run: Run
-    origin: str | None = None
-
-    @property
-    def value(self) -> float:
-        """The objective, without a transport's order."""
-        return self.run.value
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """The sort key of candidates."""
-        return self.run.value, self.run.ties
 
 
 class _Search:
@@ -227,28 +234,30 @@ class _Search:
     def __init__(self, terms: Terms, named: str, random: Random, budget: Budget) -> None:
         self._terms, self._random, self._budget = terms, random, budget
         self._task = self._unreserved = terms.task(named)
-        self._reserved: tuple[float, ...] = (0,) * terms.ranks
-        self._pool: list[Candidate] = []  # the best first
+        self._reserved: list[float] = [0] * terms.ranks
+        self._pool: list[Run] = []  # the best first
         # Candidates are ranked without a transport's order and the bytes of sends and receives,
         # and with all updates last. Where that differs, each new best one is completed.
         self._moves = terms.steps != "last" and any(self._task.costs.optim_step)
         self._completes = terms.counts_boundaries or terms.channel is not None or self._moves
-        self.bound = _lower_bound(terms, self._task)
-        self.least = self._completed(_serial(self._task))
+        # What only some schedules keep all the time counts in none of them.
+        least = terms.memory(self._task.placement)
+        self.bound = lower_bound(attrs.evolve(self._task, memory=least))
+        self.least = self._completed(serial(self._task))
         self._best = self.least  # of what is completed
 
-    def best(self, share: float) -> _Completed | None:
+    def best(self, share: float) -> Completed | None:
         """The best schedule that is found within the limits; None if nothing is within them."""
         if self.least.over:
             return None
         self._budget.begin(share)
         tried = styles(self._task, self._random)
-        self._keep(_serial(self._task))
+        self._keep(serial(self._task))
         self._styled(next(tried))
-        for candidate in () if self._reached else self._built_in():
-            self._keep(candidate)
+        for run in () if self._reached else self._built_in():
+            self._keep(run)
             if self._completes:
-                self._improve_on(self._completed(candidate))
+                self._improve_on(self._completed(run))
             if self._reached:
                 break
         stale, before = 0, math.inf
@@ -274,18 +283,16 @@ class _Search:
     def _ended(self) -> bool:
         return self._reached or self._budget.over
 
-    def _keep(self, candidate: Candidate) -> None:
-        if all(candidate.rank != each.rank for each in self._pool):
-            self._pool = sorted([*self._pool, candidate], key=lambda each: each.rank)[:_KEPT]
+    def _keep(self, run: Run) -> None:
+        if all(run.rank != each.rank for each in self._pool):
+            self._pool = sorted([*self._pool, run], key=lambda each: each.rank)[:_KEPT]
 
-    def _try(self, candidate: Candidate | None) -> None:
+    def _try(self, run: Run) -> None:
         """Keep a candidate, and complete it if it is the best. If it then exceeds the limit, more
         is reserved for sends and receives, what no longer fits is dropped, and the next is tried.
         """
-        if candidate is None:
-            return
-        self._keep(candidate)
-        if not self._completes or self._pool[0] is not candidate:
+        self._keep(run)
+        if not self._completes or self._pool[0] is not run:
             return
         while self._moves or self._pool[0].value < self._best.value:
             completed = self._completed(self._pool[0])
@@ -294,132 +301,117 @@ class _Search:
                 self._improve_on(completed)
                 return
             del self._pool[0]
-            self._reserve(completed.raised(self._reserved))
+            self._reserve(completed.line)
 
-    def _improve_on(self, completed: _Completed) -> None:
+    def _improve_on(self, completed: Completed) -> None:
         if not completed.over and completed.value < self._best.value:
             self._best = completed
 
-    def _candidate(
-        self, order: Order | None, origin: str | None = None, joins: bool = False
-    ) -> Candidate | None:
-        """The candidate of an order, which `joins` what need not be split; None if it blocks."""
-        run = None if order is None else timed(self._task, order)
-        if order is None or run is None:
-            return None
-        if joins:
-            order, run = merged(self._task, order, run)
-        return Candidate(order, run, origin)
-
-    def _built_in(self) -> Iterator[Candidate]:
+    def _built_in(self) -> Iterator[Run]:
         """The built-in schedules that fit, which cost no work of the budget."""
+        terms, task = self._terms, self._unreserved
         for generator in built_in():
-            if generator.chunks > self._terms.chunks:
-                continue
             for parameters in self._parameters(generator):
-                candidate = self._loaded(generator, parameters)
-                if candidate is not None:
-                    yield candidate
+                try:
+                    made = load(
+                        generator,
+                        ranks=terms.ranks,
+                        microbatches=terms.microbatches,
+                        chunks=terms.chunks,
+                        costs=terms.costs,
+                        **parameters,
+                    )
+                except SchedirError:
+                    continue  # it takes other shapes
+                self._budget.candidates += 1
+                order = order_of(task, made)
+                if order is not None and within(task, order):
+                    run = timed(task, order, generator.name)
+                    if run is not None:
+                        yield run
 
     def _parameters(self, generator: Generator) -> Iterator[dict[str, Parameter]]:
-        """What a built-in schedule is made with: one that takes a limit gets it, and lower ones,
-        as a limit of all chunks and of each."""
-        most, takes = self._terms.max_activations, generator.parameters
+        """What a built-in schedule is made with: one that takes a limit gets it, and lower ones, as
+        a limit of all chunks and of each."""
+        terms, most, takes = self._terms, self._terms.max_activations, generator.parameters
+        if generator.chunks > terms.chunks:
+            return
         if most is None or "max_activations" not in takes:
             yield {}
             return
-        lower = range(most, max(0, most - 1 - _LOWER), -1)
-        sizes = sorted({1, self._terms.chunks})
-        limits = dict.fromkeys(max(1, limit // size) for size in sizes for limit in lower)
-        for limit in limits:
-            yield {"max_activations": limit, "held_until": self._terms.held_until}
+        limits = (
+            max(1, (most - less) // size)
+            for size in (1, terms.chunks)
+            for less in range(_LOWER + 1)
+        )
+        for limit in dict.fromkeys(limits):
+            yield {"max_activations": limit, "held_until": terms.held_until}
             yield {"max_activations": limit}
 
-    def _loaded(self, generator: Generator, parameters: dict[str, Parameter]) -> Candidate | None:
-        """The candidate of a built-in schedule; None if it can't be made in this shape, or is not
-        within the limits."""
-        terms = self._terms
-        try:
-            made = load(
-                generator,
-                ranks=terms.ranks,
-                microbatches=terms.microbatches,
-                chunks=terms.chunks,
-                costs=terms.costs,
-                **parameters,
-            )
-        except SchedirError:
-            return None
-        self._budget.candidates += 1
-        order = order_of(self._task, made)
-        if order is None or not within(self._unreserved, order):
-            return None
-        return self._candidate(order, generator.name)
-
-    def _styled(self, style: Style) -> Candidate | None:
-        """The candidate of a style, which is kept; None if it does not fit, or at the end."""
+    def _styled(self, style: Style) -> Run | None:
+        """The run of a style, which is kept; None if it does not fit, or at the end."""
         if self._ended:
             return None
-        order = scheduled(self._task, style)
+        run = scheduled(self._task, style)
         self._budget.spend(self._task.actions * SCHEDULED)
-        candidate = self._candidate(order, joins=style.split)
-        self._try(candidate)
-        return candidate
+        if run is not None:
+            run = merged(self._task, run) if style.split else run
+            self._try(run)
+        return run
 
-    def _rearrange(self, chosen: Candidate, trials: int) -> None:
+    def _rearrange(self, chosen: Run, trials: int) -> None:
         """Make a candidate better, trial by trial."""
         task = self._task
         if not within(task, chosen.order):
             return  # more was reserved since
-        for made in islice(improved(task, chosen.order, chosen.run, self._random), trials):
+        for run in islice(improved(task, chosen, self._random), trials):
             # Most of what does not fit is seen at the first few steps.
-            self._budget.spend(0 if made is None else task.actions * _RUN)
-            if made is not None:
-                self._try(Candidate(*made))
+            self._budget.spend(0 if run is None else task.actions * _RUN)
+            if run is not None:
+                self._try(run)
             if self._ended or self._task is not task:
                 break
 
-    def _reserve(self, reserved: tuple[float, ...]) -> None:
-        """Set bytes aside for sends and receives."""
-        self._reserved = reserved
-        self._task = self._terms.task(self._task.named, reserved)
+    def _reserve(self, line: Timeline) -> None:
+        """Set aside for sends and receives the bytes by which a run exceeds the limit."""
+        limit = self._terms.memory_limit or 0
+        self._reserved = [
+            kept + max(0, (rank.peak_bytes or 0) - limit)
+            for kept, rank in zip(self._reserved, line.ranks, strict=True)
+        ]
+        self._task = self._terms.task(self._task.named, self._reserved)
         self._pool = [each for each in self._pool if within(self._task, each.order)]
-        self._pool = self._pool or [_serial(self._task)]
+        self._pool = self._pool or [serial(self._task)]
 
-    def _completed(self, candidate: Candidate) -> _Completed:
+    def _completed(self, run: Run) -> Completed:
         """Complete a candidate, prove and run it."""
         terms, task = self._terms, self._task
         sizes = [terms.ranks, terms.microbatches, *([terms.chunks] if terms.chunks > 1 else [])]
         name = f"search-{'x'.join(map(str, sizes))}"
-        forms = [self._candidate(candidate.order, candidate.origin, joins=True) or candidate]
+        forms = [merged(task, run)]
         if terms.channel is not None:
-            forms.append(candidate)  # a joined backward may wait for a transfer
-        found = []
-        for form, wait in product(forms, (math.inf, *(_WAITS if self._moves else ()))):
-            order = with_updates(task, form.order, form.run, wait)
-            listed = schedule_of(task, order, name, terms.boundaries)
-            proved = prove(listed, terms.proved_under).proved()
-            line = simulate(proved, terms.costs, channel=terms.channel)
-            found.append(_Completed(terms, task, form, line))
+            forms.append(run)  # a joined backward may wait for a transfer
+        waits = (math.inf, *(_WAITS if self._moves else ()))
+        found = [completed(terms, task, *form, name) for form in product(forms, waits)]
         return min(found, key=lambda each: (each.over, each.value))
 
 
-def _serial(task: Task) -> Candidate:
-    """The candidate that keeps the least."""
-    order = serial(task)
-    run = timed(task, order)
-    if run is None:
-        raise AssertionError("one microbatch after the other blocks")
-    return Candidate(order, run)
+def completed(terms: Terms, task: Task, run: Run, wait: float, name: str) -> Completed:
+    """The schedule of a run, with updates where a rank waits for that part of their time: proved
+    and simulated."""
+    listed = schedule_of(task, with_updates(task, run, wait), name, terms.boundaries)
+    proved = prove(listed, terms.proved_under).proved()
+    line = simulate(proved, terms.costs, channel=terms.channel)
+    return Completed(terms, task.named, run.origin, line)
 
 
 @attrs.frozen(eq=False)
-class _Completed:
-    """A candidate's proved schedule and its simulated run."""
+class Completed:
+    """A proved schedule and its simulated run; `named` is its placement."""
 
     terms: Terms
-    task: Task
-    candidate: Candidate
+    named: str
+    origin: str | None
     line: Timeline
 
     @property
@@ -440,15 +432,7 @@ class _Completed:
         """True if the most is above the limit."""
         return self.terms.limit is not None and self.most > self.terms.limit
 
-    def raised(self, free: tuple[float, ...]) -> tuple[float, ...]:
-        """The bytes that should have been reserved for sends and receives."""
-        limit = self.terms.memory_limit or 0
-        return tuple(
-            left + max(0, (rank.peak_bytes or 0) - limit)
-            for left, rank in zip(free, self.line.ranks, strict=True)
-        )
-
-    def found(self, bound: float, budget: Budget, seed: int) -> Found:
+    def found(self, bound: float, seed: int, candidates: int, cut: bool = False) -> Found:
         """The result, with its facts."""
         return Found(
             schedule=self.line.schedule,
@@ -457,15 +441,15 @@ class _Completed:
             value=self.value,
             lower_bound=min(self.value, bound),
             costs=self.terms.costs,
-            placement=self.task.named,
-            origin=self.candidate.origin,
-            candidates=budget.candidates,
+            placement=self.named,
+            origin=self.origin,
+            candidates=candidates,
             seed=seed,
-            cut=budget.cut,
+            cut=cut,
         )
 
 
-def _refusal(terms: Terms, least: list[_Completed]) -> str:
+def _refusal(terms: Terms, least: list[Completed]) -> str:
     """The message if nothing is within the limit."""
     works = min(each.most for each in least)
     if terms.memory_limit is None:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -21,21 +21,11 @@ import attrs
 from schedir.errors import SchedirError
 from schedir.graph.alive import HELD_UNTIL, HeldUntil
 from schedir.graph.board import WAYS, Steps, steps_of
-from schedir.ir import DEFAULT_CHANNEL, Kind, Placement, channel_model
+from schedir.ir import DEFAULT_CHANNEL, Placement, channel_model
 from schedir.library import Pipeline, expect_fewer, wave, wrapped
 from schedir.simulator import CostModel, Timeline
 
-FORWARD, LEAN, BACKWARD, INPUT, WEIGHT, RECOMPUTE = (
-    WAYS.index(way)
-    for way in (
-        (Kind.FORWARD, False),
-        (Kind.FORWARD, True),
-        (Kind.BACKWARD, False),
-        (Kind.BACKWARD_INPUT, False),
-        (Kind.BACKWARD_WEIGHT, False),
-        (Kind.RECOMPUTE, False),
-    )
-)
+FORWARD, LEAN, BACKWARD, INPUT, WEIGHT, RECOMPUTE = range(len(WAYS))
 """The ways of a step: F, an F that will be run again, B, I, W, R."""
 Objective: TypeAlias = Literal["makespan", "span"]
 """What to minimise: when the last action ends, or the longest time from a rank's first forward to
@@ -82,7 +72,7 @@ class Budget:
             raise ValueError(f"seconds must be a number >= 0, not {seconds}")
         self._whole = int(seconds * _RATE)
         self._total = self._whole * times
-        self._before = self._begun = self._left = 0
+        self._before = self._allowed = self._spent = 0
         self._until = math.inf
         self.candidates = 0
         self.cut = False
@@ -90,23 +80,23 @@ class Budget:
 
     def begin(self, share: float = 1.0) -> None:
         """Allow a share of the whole work, whatever has been done before."""
-        self._before += self._begun
-        self._begun = self._left = int(self._whole * share)
+        self._before += self._allowed
+        self._allowed, self._spent = int(self._whole * share), 0
         if self._seconds < math.inf:
             self._until = time.process_time() + self._seconds * share
 
     def spend(self, units: int) -> None:
         """One candidate more."""
         self.candidates += 1
-        self._left -= units + _ANY
+        self._spent += units + _ANY
         if self._progress is not None:
-            done = self._before + min(self._begun, self._begun - self._left)
+            done = self._before + min(self._spent, self._allowed)
             self._progress(min(done, self._total), self._total)
 
     @property
     def over(self) -> bool:
         """True if all work is done, or the search must end."""
-        if self._left <= 0:
+        if self._spent >= self._allowed:
             return True
         ended = self._stop() or (self._until < math.inf and time.process_time() >= self._until)
         self.cut |= ended
@@ -207,10 +197,8 @@ class Terms:
     @property
     def counts_boundaries(self) -> bool:
         """True if the limited bytes include sent and received tensors."""
-        sizes = self.costs.boundary_bytes
-        return self.memory_limit is not None and bool(
-            any(sizes) if isinstance(sizes, tuple) else sizes
-        )
+        sizes = self.costs.by_stage("boundary_bytes", self.ranks * self.chunks - 1)
+        return self.memory_limit is not None and any(sizes)
 
     @property
     def placements(self) -> list[str]:
@@ -219,14 +207,14 @@ class Terms:
             return [_ALIASES.get(self.placement, self.placement)]
         return list(_PLACEMENTS) if self.chunks > 1 and self.ranks > 1 else ["wrapped"]
 
-    def task(self, named: str, reserved: tuple[float, ...] | None = None) -> Task:
+    def task(self, named: str, reserved: Sequence[float] | None = None) -> Task:
         """The task on a placement. Of a limit in bytes, `reserved` is set aside on each rank.
 
         Raises SchedirError for costs of other stages, or that lack a link.
         """
         shape = Pipeline(self.ranks, 1, self.chunks, placement=())
         placement = tuple(held[0] for held in _PLACEMENTS[named](shape))
-        memory = self.memory(placement, reserved or (0,) * self.ranks)
+        memory = self.memory(placement, reserved, early=self.split)
         return Task(
             self.microbatches,
             named,
@@ -234,30 +222,51 @@ class Terms:
             memory,
             self.objective,
             self.split,
-            self._saves(memory),
+            self.may_recompute
+            and memory.limited
+            and any(a < b for a, b in zip(memory.lean, memory.full, strict=True)),
         )
 
-    def memory(self, placement: Sequence[int], reserved: Sequence[float]) -> Memory:
-        """What the ranks of a placement may keep."""
-        if self.memory_limit is not None:
-            return memory_in_bytes(
-                placement, self.costs, self.memory_limit, reserved, splits=self.split
+    def memory(
+        self,
+        placement: Sequence[int],
+        reserved: Sequence[float] | None = None,
+        early: bool = False,
+    ) -> Memory:
+        """What the ranks of a placement may keep: activations, each until its W or I, or bytes.
+
+        An activation that is run again does not count before that. Of bytes, `reserved` is set
+        aside on each rank; with `early`, so is what the first I of a stage adds to its gradient.
+        """
+        ranks, none = 1 + max(placement), (0,) * len(placement)
+        if self.memory_limit is None:
+            most = math.inf if self.max_activations is None else self.max_activations
+            one = (1,) * len(placement)
+            rest = one if self.held_until == "W" else none
+            return Memory(one, none, rest, none, (most,) * ranks)
+
+        def each(name: str) -> tuple[float, ...]:
+            return self.costs.by_stage(name, len(placement))
+
+        gradient = each("gradient_bytes")
+        first = tuple(map(min, each("early_gradient_bytes"), gradient)) if early else none
+        always = [*(reserved or (0,) * ranks)]
+        for stage, rank in enumerate(placement):
+            always[rank] += (
+                each("weight_bytes")[stage] + each("optimizer_bytes")[stage] + first[stage]
             )
-        most = math.inf if self.max_activations is None else self.max_activations
-        return memory_in_activations(placement, most, self.held_until)
+        return Memory(
+            each("activation_bytes"),
+            each("input_bytes"),
+            each("deferred_bytes"),
+            tuple(whole - part for whole, part in zip(gradient, first, strict=True)),
+            tuple(self.memory_limit - kept for kept in always),
+        )
 
     @property
     def may_recompute(self) -> bool:
         """True if forwards may be run again where that saves memory."""
         return self.memory_limit is not None if self.recompute is None else self.recompute
-
-    def _saves(self, memory: Memory) -> bool:
-        """True if forwards may be run again."""
-        return (
-            self.may_recompute
-            and memory.limited
-            and any(a < b for a, b in zip(memory.lean, memory.full, strict=True))
-        )
 
 
 @attrs.frozen
@@ -296,19 +305,13 @@ class StageCosts:
             *(tuple(way[part] for way in ways) for part in (0, 1) for ways in (down, up)),
         )
 
-    @property
-    def stages(self) -> range:
-        """The numbers of the stages."""
-        return range(len(self.placement))
-
-    @property
-    def ranks(self) -> range:
-        """The numbers of the ranks."""
-        return range(1 + max(self.placement))
-
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, ascending."""
-        return [s for s in self.stages if self.placement[s] == rank]
+    def alone(self, backward: Sequence[float]) -> tuple[list[float], list[float]]:
+        """When the forward of each stage, and its backward of that length, start for a microbatch
+        that is alone."""
+        down = zip(self.down, self.forward, strict=True)
+        up = zip(reversed(self.up), reversed(backward), strict=True)
+        starts = list(accumulate(chain(*down, *up)))[::2]
+        return starts[: len(backward)], starts[: len(backward) - 1 : -1]
 
 
 @attrs.frozen(eq=False)
@@ -366,7 +369,10 @@ class Task:
     @cached_property
     def stages_of(self) -> list[list[int]]:
         """The stages of each rank, ascending."""
-        return [self.costs.stages_of(rank) for rank in range(self.ranks)]
+        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, rank in enumerate(self.placement):
+            found[rank].append(stage)
+        return found
 
     @cached_property
     def actions(self) -> int:
@@ -374,16 +380,24 @@ class Task:
         return 3 * self.stages * self.microbatches
 
     @cached_property
+    def inputs(self) -> list[float]:
+        """By stage, the least time from the gradient of the output to that of the input."""
+        return self._backwards(self.costs.backward_input)
+
+    @cached_property
+    def wholes(self) -> list[float]:
+        """By stage, the least time from the gradient of the output to those of all else."""
+        parts = zip(self.costs.backward_input, self.costs.backward_weight, strict=True)
+        return self._backwards([i + w for i, w in parts])
+
+    def _backwards(self, split: Sequence[float]) -> list[float]:
+        return [*map(min, self.costs.backward, split if self.split else self.costs.backward)]
+
+    @cached_property
     def period(self) -> float:
         """The time that the busiest rank needs for a microbatch."""
-        costs = self.costs
-        whole = [
-            min(b, i + w) if self.split else b
-            for b, i, w in zip(
-                costs.backward, costs.backward_input, costs.backward_weight, strict=True
-            )
-        ]
-        return max(sum(costs.forward[s] + whole[s] for s in held) for held in self.stages_of) or 1
+        forward, whole = self.costs.forward, self.wholes
+        return max(sum(forward[s] + whole[s] for s in held) for held in self.stages_of) or 1
 
     @cached_property
     def steps(self) -> Steps:
@@ -404,43 +418,3 @@ class Task:
                 "gradient": memory.gradient,
             },
         )
-
-    @cached_property
-    def steps_after(self) -> list[list[float]]:
-        """The durations of the OPTIM_STEPs of each rank, in their order."""
-        return [[self.costs.optim_step[s] for s in held] for held in self.stages_of]
-
-
-def memory_in_activations(placement: Sequence[int], most: float, held_until: str) -> Memory:
-    """The memory that counts activations, each until its W or I. An activation that is run again
-    does not count before that."""
-    one, none = (1,) * len(placement), (0,) * len(placement)
-    rest = one if held_until == "W" else none
-    return Memory(one, none, rest, none, (most,) * (1 + max(placement)))
-
-
-def memory_in_bytes(
-    placement: Sequence[int],
-    costs: CostModel,
-    limit: float,
-    reserved: Sequence[float],
-    splits: bool = False,
-) -> Memory:
-    """The memory that counts bytes; `reserved` is set aside of what a rank may keep. If it `splits`
-    backwards, so is what the first I of a stage adds to its gradient."""
-
-    def each(name: str) -> tuple[float, ...]:
-        return costs.by_stage(name, len(placement))
-
-    full, gradient = each("activation_bytes"), each("gradient_bytes")
-    early = tuple(map(min, each("early_gradient_bytes"), gradient)) if splits else (0,) * len(full)
-    base = list(reserved)
-    for stage, rank in enumerate(placement):
-        base[rank] += each("weight_bytes")[stage] + each("optimizer_bytes")[stage] + early[stage]
-    return Memory(
-        full,
-        each("input_bytes"),
-        each("deferred_bytes"),
-        tuple(whole - part for whole, part in zip(gradient, early, strict=True)),
-        tuple(limit - always for always in base),
-    )

@@ -11,10 +11,10 @@ import pytest
 import schedir
 from schedir import CostModel, SchedirError
 from schedir.finder import exact
-from schedir.finder.bounds import lower_bound
 from schedir.finder.terms import Objective
 from tests.command_line import Run
 from tests.finder.brute_force import Small, least
+from tests.finder.test_bounds import lower_bound
 from tests.sweeps import sweep
 
 TEXTBOOK = CostModel()

@@ -12,9 +12,9 @@ import pytest
 from schedir import CostModel, check, simulate
 from schedir.finder.list_scheduling import scheduled, styles
 from schedir.finder.local_search import improved
-from schedir.finder.orders import fits, order_of, schedule_of, serial, timed, with_updates
+from schedir.finder.orders import Run, fits, order_of, schedule_of, serial, with_updates
 from schedir.finder.terms import Task, Terms
-from schedir.graph.board import Order, most_held
+from schedir.graph.board import most_held
 from tests.sweeps import sweep
 
 
@@ -39,8 +39,8 @@ def costs_of(random: Random, stages: int) -> CostModel:
     )
 
 
-def tried(random: Random) -> tuple[Terms, Task, list[Order]]:
-    """Orders of all kinds, under a limit that lets nearly all be."""
+def tried(random: Random) -> tuple[Terms, Task, list[Run]]:
+    """Runs of all kinds, under a limit that lets nearly all be."""
     ranks, chunks, microbatches = random.randint(1, 4), random.randint(1, 3), random.randint(1, 5)
     terms = Terms(
         ranks=ranks,
@@ -57,33 +57,25 @@ def tried(random: Random) -> tuple[Terms, Task, list[Order]]:
         channel=None,
     )
     task = terms.task(terms.placements[0])
-    orders = [serial(task)]
-    for style in islice(styles(task, random), 300, 303):
-        found = scheduled(task, style)
-        if found is not None:
-            orders.append(found)
-    run = timed(task, orders[-1])
-    assert run is not None
-    made = islice(improved(task, orders[-1], run, random), 30)
-    orders += [each[0] for each in made if each is not None]
-    return terms, task, orders
+    made = [scheduled(task, style) for style in islice(styles(task, random), 300, 303)]
+    runs = [serial(task), *(run for run in made if run is not None)]
+    made = [*islice(improved(task, runs[-1], random), 30)]
+    return terms, task, runs + [run for run in made if run is not None]
 
 
 @sweep("seed", range(30), quick=range(8))
 def test_times_and_peaks_are_those_of_simulate(seed: int) -> None:
-    terms, task, orders = tried(Random(seed))
-    for order in orders:
-        run = timed(task, order)
-        assert run is not None
-        schedule = schedule_of(task, with_updates(task, order, run), "tried")
+    terms, task, runs = tried(Random(seed))
+    for run in runs:
+        schedule = schedule_of(task, with_updates(task, run), "tried")
         assert check(schedule).ok
         line = simulate(schedule, terms.costs)
         spans = [rank.span for rank in line.ranks]
         assert run.value == (line.makespan if terms.objective == "makespan" else max(spans))
-        assert order_of(task, line.schedule) == order
+        assert order_of(task, line.schedule) == run.order
         if terms.counts_boundaries:
             continue
-        for rank, (steps, stats) in enumerate(zip(order, line.ranks, strict=True)):
+        for rank, (steps, stats) in enumerate(zip(run.order, line.ranks, strict=True)):
             kept = terms.memory_limit - task.memory.limit[rank]  # type: ignore[operator]
             most = most_held(task.steps, steps)
             assert kept + most == pytest.approx(stats.peak_bytes)
@@ -91,5 +83,5 @@ def test_times_and_peaks_are_those_of_simulate(seed: int) -> None:
 
 
 def test_what_a_rank_can_not_run_does_not_fit() -> None:
-    _, task, orders = tried(Random(1))
-    assert not fits(task, 0, orders[0][0][::-1])
+    _, task, runs = tried(Random(1))
+    assert not fits(task, 0, runs[0].order[0][::-1])
