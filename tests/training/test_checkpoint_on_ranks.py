@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -219,7 +220,7 @@ def test_an_error_that_all_ranks_raise_has_the_one_that_failed_as_its_root(
     executor = executor_of(built("1f1b"))
     checkpoint = Checkpoint(executor)
     if rank == failing:
-        monkeypatch.setattr(storage._Writer, "write_data", fail)
+        monkeypatch.setattr(FileSystemWriter, "write_data", fail)
 
     def save() -> None:
         try:
@@ -252,10 +253,10 @@ def test_what_fails_on_one_rank_fails_on_all_and_spoils_nothing(
 
         with monkeypatch.context() as patch:
             if rank:
-                patch.setattr(storage._Writer, "write_data", full)
+                patch.setattr(FileSystemWriter, "write_data", full)
             assert message_of(checkpoint.save, folder) == "process 1 of 2: OSError: no space left"
         with monkeypatch.context() as patch:
-            patch.setattr(storage._Writer, "finish", full)
+            patch.setattr(storage.Save, "publish", full)
             assert message_of(checkpoint.save, folder) == "process 0 of 2: OSError: no space left"
         assert sorted(file.name for file in folder.iterdir())[0] == ".metadata"
         everyone(None)

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import KeyPath, tree_map_with_path
 
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import accelerator_of
 from schedir.runtime.sharded import local
-from schedir.training.checkpoint.collective import Gather, everywhere
+from schedir.training.checkpoint.collective import everywhere
 from schedir.training.checkpoint.storage import Part, Save
 
 logger = logging.getLogger("schedir")
@@ -41,7 +42,7 @@ class Snapshot:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[tuple[str, ...], Tensor] = {}
+        self._buffers: dict[KeyPath, Tensor] = {}
         self.seconds = 0.0
 
     @property
@@ -50,15 +51,14 @@ class Snapshot:
         return sum(local(buffer).nbytes for buffer in self._buffers.values())
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy a nested dict of tensors."""
+        """Copy a nested dict of tensors, and of plain values, which are not copied."""
         began, kept = perf_counter(), self._buffers
         self._buffers = {}
 
-        def copied(value: Any, path: tuple[str, ...]) -> Any:
-            if isinstance(value, Mapping):
-                return {name: copied(one, (*path, name)) for name, one in value.items()}
-            buffer = kept.get(path)
-            own = local(value)
+        def copied(path: KeyPath, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            buffer, own = kept.get(path), local(value)
             if buffer is None or (local(buffer).shape, buffer.dtype) != (own.shape, own.dtype):
                 if isinstance(value, DTensor):
                     buffer = value.to("cpu", copy=True)
@@ -68,7 +68,7 @@ class Snapshot:
             self._buffers[path] = buffer
             return buffer
 
-        found: dict[str, Any] = copied(state, ())
+        found: dict[str, Any] = tree_map_with_path(copied, state)
         accelerator_of(self._device).synchronize()
         self.seconds = perf_counter() - began
         return found
@@ -89,11 +89,9 @@ class Saving:
     `seconds` is how long the copy to host memory took, and `bytes` its size on this process.
     """
 
-    def __init__(
-        self, save: Save, gather: Gather, snapshot: Snapshot, then: Callable[[], object] | None
-    ) -> None:
+    def __init__(self, save: Save, snapshot: Snapshot, then: Callable[[], object] | None) -> None:
         self.seconds, self.bytes = snapshot.seconds, snapshot.bytes
-        self._save, self._gather, self._then = save, gather, then
+        self._save, self._then = save, then
         self._parts: list[Part] | None = None
         self._deadline = math.inf
         self._news = Event()  # of these two
@@ -113,9 +111,9 @@ class Saving:
             return
         self._is_over = True
         try:
-            self._parts = everywhere(self._gather, self._written.result)
+            self._parts = everywhere(self._save.gather, self._written.result)
             self._news.set()
-            everywhere(self._gather, self._published.result)
+            everywhere(self._save.gather, self._published.result)
         except ExecutionError:
             self._give_up_at(monotonic())
             raise
