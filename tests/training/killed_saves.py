@@ -25,7 +25,7 @@ from torch import nn
 
 from schedir import ExecutionError
 from schedir.training import Checkpoint
-from schedir.training.checkpoint import storage
+from schedir.training.checkpoint import saving
 
 Save: TypeAlias = Callable[[Checkpoint, Path], None]
 
@@ -69,7 +69,7 @@ def on_every_touch(folder: Path, do: Callable[[], object]) -> None:
         if event in EVENTS and str(folder.parent) in str(given):
             do()
 
-    write, sync = storage._Hashing.write, os.fsync
+    write, sync = saving._Hashing.write, os.fsync
 
     def writes(self: Any, data: Any) -> int:
         do()
@@ -81,7 +81,7 @@ def on_every_touch(folder: Path, do: Callable[[], object]) -> None:
         do()
         sync(fd)
 
-    storage._Hashing.write = writes  # type: ignore[method-assign]
+    saving._Hashing.write = writes  # type: ignore[method-assign]
     os.fsync = syncs
     sys.addaudithook(audit)
 

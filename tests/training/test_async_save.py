@@ -20,8 +20,8 @@ from torch import nn
 from schedir import ExecutionError
 from schedir.runtime import Executor, StepResult
 from schedir.training import Checkpoint, Saving, Trainer
-from schedir.training.checkpoint import background
-from schedir.training.checkpoint.storage import Part, Save
+from schedir.training.checkpoint import saving
+from schedir.training.checkpoint.saving import Part, Save
 from tests.runtime.kit import everyone, message_of
 from tests.runtime.on_ranks import on_ranks
 from tests.training.killed_saves import async_save, checkpoint_of, values_in
@@ -248,7 +248,7 @@ def test_after_the_loss_of_a_rank_nobody_waits_for_its_files(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Rank 1 fails, and never writes; rank 0 says what is missing, and the old one stays."""
-    monkeypatch.setattr(background, "_PATIENCE", 0.2)
+    monkeypatch.setattr(saving, "_PATIENCE", 0.2)
     if rank == 0:
         may_write.set()
     with noisy_executor(rank) as executor:
@@ -303,6 +303,7 @@ def test_what_a_process_leaves_runs_no_code(tmp_path: Path, may_write: Event) ->
             return os.mkdir, (str(ran),)
 
     file = saving._save._left(0)
+    file.parent.mkdir()
     file.write_bytes(pickle.dumps(Evil()))
     with pytest.raises(pickle.UnpicklingError, match=r"refers to posix\.mkdir"):
         saving._save.found()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from schedir.training import Checkpoint
-from schedir.training.checkpoint.storage import Save
+from schedir.training.checkpoint.saving import Save
 from tests.runtime.kit import adamw, everyone, message_of
 from tests.runtime.on_ranks import on_ranks
 from tests.training.test_checkpoint import assert_same, built, executor_of, layers
@@ -129,10 +129,8 @@ def test_what_is_damaged_is_named_with_the_way_on(tmp_path: Path) -> None:
             assert file.name in said
             if damaged is None:
                 assert f"{data.name} is missing" in said or file != data
-            elif file != data or len(damaged) == len(content):
-                assert f"{file} is damaged" in said
             else:
-                assert f"it has {len(damaged)} bytes, and had {len(content)}" in said
+                assert f"{file} is damaged" in said
         file.write_bytes(content)
     checkpoint.load(tmp_path)
 

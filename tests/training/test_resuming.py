@@ -140,7 +140,7 @@ def test_the_only_good_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     expected = rates_and_weights(None, None, 4)
     rates_and_weights(None, tmp_path, 3)
     damaged(tmp_path, 3)
-    for place, name in ((Path, "rename"), (Path, "replace"), (shutil, "rmtree")):
+    for place, name in ((Path, "replace"), (shutil, "rmtree"), (Path, "rename")):
         with interrupted_at(place, name):
             rates_and_weights(None, tmp_path, 4, keep=1)
         with noisy_executor(None) as executor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -23,17 +24,17 @@ from schedir.errors import ExecutionError
 from schedir.ir import is_number
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import accelerator_of
+from schedir.runtime.arguments import whole_name
 from schedir.runtime.processes.failure import describe
-from schedir.training.checkpoint.background import Saving, Snapshot
-from schedir.training.checkpoint.collective import Gather, alone, everywhere
 from schedir.training.checkpoint.optimizer_state import (
-    SECTION,
     Kept,
     kept_of,
     loads_of,
 )
-from schedir.training.checkpoint.storage import Save, Stored, is_complete, packed
-from schedir.training.checkpoint.whole_names import LOSS, Held, Names, held_by, names_of
+from schedir.training.checkpoint.saving import Save, Saving, Snapshot
+from schedir.training.checkpoint.storage import Stored, is_complete, packed
+from schedir.training.collective import Gather, alone, everywhere
+from schedir.training.whole_names import LOSS, Held, Names, held_by, names_of
 
 _SHOWN = 5
 
@@ -102,7 +103,8 @@ class Checkpoint:
         named = dict(others or {})
         if options not in (None, "torch"):
             raise ExecutionError(f'options must be None or "torch", not {options!r}')
-        self._model, self._scheduler, self._options, self._step = model, scheduler, options, 0
+        self._model, self._scheduler, self._options = model, scheduler, options
+        self._counter: Any = model if isinstance(model, Executor) else SimpleNamespace(steps=0)
         self._saving: Saving | None = None
         if isinstance(model, Executor):
             if model.scaler is not None and "scaler" in named:
@@ -137,13 +139,18 @@ class Checkpoint:
             )
         self._held = held_by(model, loss_fn)
         self._snapshot = Snapshot(self._device)
-        first, pipeline = self._place == "0.0", self._place.partition(".")[0]
-        # What has a state: its name in messages, its key, and whether this process saves it.
-        self._stateful: list[tuple[Stateful | None, str, tuple[str, ...], bool]] = [
-            (scheduler, "a scheduler", ("scheduler",), first),
-            (batches, "batches", ("batches", pipeline), feeds),
-            *((one, name, ("others", name), first) for name, one in named.items()),
+        pipeline, rank, *_ = self._place.split(".")
+        is_first = self._place == "0.0"
+        # What has a state: its name in messages, where it is saved or found else, and whether
+        # this process saves it.
+        self._stateful: list[tuple[Stateful | None, str, list[str], bool]] = [
+            (scheduler, "a scheduler", ["scheduler"], is_first),
+            (batches, "batches", [f"batches.{pipeline}", "batches.0"], feeds),
+            *((one, name, [f"others.{name}"], is_first) for name, one in named.items()),
         ]
+        processes = self._place, f"{pipeline}.{rank}", f"{pipeline}.0", "0.0"
+        rng = [f"rng.{process}" for process in processes]
+        self._stateful.append((_Generators(self._device), "the generators", rng, True))
         for one, what, *_ in self._stateful:
             if one is not None and not hasattr(one, "load_state_dict"):
                 raise ExecutionError(
@@ -155,16 +162,14 @@ class Checkpoint:
     def step(self) -> int:
         """The number of the next step, which seeds its forwards: `executor.steps`. For a plain
         model you count it."""
-        return self._model.steps if isinstance(self._model, Executor) else self._step
+        steps: int = self._counter.steps
+        return steps
 
     @step.setter
     def step(self, number: int) -> None:
-        if isinstance(self._model, Executor):
-            self._model.steps = number
-        elif is_number(number):
-            self._step = number
-        else:
+        if not is_number(number):
             raise ExecutionError(f"step must be an int of at least 0, not {number!r}")
+        self._counter.steps = number
 
     @staticmethod
     def is_at(path: str | os.PathLike[str]) -> bool:
@@ -266,21 +271,22 @@ class Checkpoint:
         if isinstance(self._model, Executor):
             _check_updated(self._model)
         for held in self._held:
-            for name, value in held.written().items():
-                content = value if isinstance(value, Tensor) else packed(value, name)
-                state.setdefault(held.section, {})[name] = content
+            for name, value in held.state().items():
+                if held.saves or isinstance(value, DTensor):
+                    content = value if isinstance(value, Tensor) else packed(value, name)
+                    state.setdefault(held.section, {})[name] = content
         saved = {p for held in self._held if held.saves for _, p in held.parameters()}
         tensors, kept = kept_of(self._optimizers, names.aliases, saved)
         packed(kept, "the optimizer's state")  # else it would fail on its way
-        state[SECTION] = {"state": tensors}
+        state["optimizer"] = {"state": tensors}
         if self._options == "torch":
             each = ((name, one["options"]) for one in kept["records"] for name in one["names"])
-            state[SECTION]["param_groups"] = dict(each)
-        state["rng"] = {self._place: packed(_rng_state(self._device), "the RNG state")}
-        for one, what, (section, *name), saves in self._stateful:
+            state["optimizer"]["param_groups"] = dict(each)
+        for one, what, (key, *_), saves in self._stateful:
             if one is not None and saves:
+                section, _, name = key.partition(".")
                 content = packed(one.state_dict(), f"the state of {what}")
-                state[section] = {**state.get(section, {}), name[0]: content} if name else content
+                state[section] = {**state.get(section, {}), name: content} if name else content
         return {len(one.param_groups) for one in self._optimizers.values()}, kept
 
     def _load(
@@ -348,11 +354,10 @@ class Checkpoint:
             # A scheduler on a rank without parameters works on a stand-in.
             optimizers["this rank"] = model.optimizer
         yield from loads_of(stored, kept, optimizers, names.aliases, lacking)
-        for one, what, path, _ in self._stateful:
+        for one, what, keys, _ in self._stateful:
             if one is None:
                 continue
-            first = ["batches.0"] if path[0] == "batches" else []
-            state = stored.value(".".join(path), *first)
+            state = stored.value(*keys)
             if state is None:
                 raise lacks(what)
             found, own = stored.training.get("scheduler"), type(one).__name__
@@ -363,11 +368,6 @@ class Checkpoint:
                     "load_weights"
                 )
             yield partial(one.load_state_dict, state)
-        pipeline, rank, *_ = self._place.split(".")
-        processes = self._place, f"{pipeline}.{rank}", f"{pipeline}.0", "0.0"
-        rng = stored.value(*(f"rng.{process}" for process in processes))
-        if rng is not None:
-            yield partial(_set_rng_state, rng, self._device)
 
 
 class IncompatibleKeys(NamedTuple):
@@ -401,13 +401,14 @@ def _check_updated(executor: Executor) -> None:
 
 
 def _load_module(held: Held, stored: Stored) -> None:
-    state = held.state()
-    saved = {name: value for name, value in state.items() if held.key(name) in stored.sizes}
-    stored.read_into({held.key(name): x for name, x in saved.items() if isinstance(x, Tensor)})
-    for name, value in saved.items():
-        if not isinstance(value, Tensor):
-            state[name] = stored.value(held.key(name))
-    held.take(state)
+    state = held.module.state_dict()
+    keys = {name: held.key(whole_name(name)) for name in state}
+    saved = {keys[name]: x for name, x in state.items() if keys[name] in stored.sizes}
+    stored.read_into({key: x for key, x in saved.items() if isinstance(x, Tensor)})
+    for name, key in keys.items():
+        if key in saved:
+            state[name] = saved[key] if isinstance(saved[key], Tensor) else stored.value(key)
+    held.module.load_state_dict(state)
     for parameter in held.module.parameters():
         parameter.grad = None  # it belongs to other weights: a step that failed leaves some
 
@@ -416,26 +417,28 @@ def _check_model(names: Names, stored: Stored, strict: bool) -> IncompatibleKeys
     """The names that the checkpoint lacks, and those that the model lacks. Raises ExecutionError if
     tensors differ in shape, or, if it is `strict`, for any such name."""
     saved = {
-        name: tuple(size)
-        for name, size in stored.sizes.items()
-        if name.startswith(("model.", f"{LOSS}."))
+        name: size for name, size in stored.sizes.items() if name.startswith(("model.", f"{LOSS}."))
     }
     wanted = names.sizes
     unlike = IncompatibleKeys(
-        [_shown(name) for name in wanted if name not in saved],
-        [_shown(name) for name in saved if name not in wanted],
+        [name.removeprefix("model.") for name in wanted if name not in saved],
+        [name.removeprefix("model.") for name in saved if name not in wanted],
     )
     shapes = [
-        f"{_shown(name)} is {list(saved[name])} there and {list(size)} here"
+        f"{name.removeprefix('model.')} is {list(saved[name])} there and {list(size)} here"
         for name, size in wanted.items()
-        if size is not None and name in saved and saved[name] != size
+        if size is not None and saved.get(name, size) != size
     ]
     findings = {
         "it lacks {}": unlike.missing_keys if strict else (),
         "it has {}, which the model has not": unlike.unexpected_keys if strict else (),
         "{}": shapes,
     }
-    said = [text.format(_few(found)) for text, found in findings.items() if found]
+    said = []
+    for text, found in findings.items():
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        if found:
+            said.append(text.format(", ".join(found[:_SHOWN]) + more))
     if said:
         loss = any(name.startswith(f"{LOSS}.") for name in unlike.unexpected_keys)
         hint = "; its loss has parameters: pass loss_fn=" if loss else ""
@@ -445,35 +448,31 @@ def _check_model(names: Names, stored: Stored, strict: bool) -> IncompatibleKeys
     return unlike
 
 
-def _few(found: Sequence[str]) -> str:
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
+class _Generators:
+    """The generators of torch, the device, Python and numpy."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-def _shown(name: str) -> str:
-    return name.removeprefix("model.")
+    def state_dict(self) -> dict[str, Any]:
+        numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+        key = numpy_state["state"].pop("key")
+        numpy_state["key"] = torch.from_numpy(key.astype(np.int64))
+        return {
+            "torch": torch.get_rng_state(),
+            "device": [one.get_state() for one in accelerator_of(self._device).generators()],
+            "python": random.getstate(),
+            "numpy": numpy_state,
+        }
 
-
-def _rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of the generators of torch, the device, Python and numpy."""
-    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
-    key = numpy_state["state"].pop("key")
-    numpy_state["key"] = torch.from_numpy(key.astype(np.int64))
-    return {
-        "torch": torch.get_rng_state(),
-        "device": [one.get_state() for one in accelerator_of(device).generators()],
-        "python": random.getstate(),
-        "numpy": numpy_state,
-    }
-
-
-def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set all generators to a state; the state of another kind of device is ignored."""
-    torch.set_rng_state(state["torch"])
-    for one, found in zip(accelerator_of(device).generators(), state["device"], strict=False):
-        one.set_state(found)
-    random.setstate(state["python"])
-    numpy_state = dict(state["numpy"])
-    key = numpy_state.pop("key").numpy().astype(np.uint32)
-    numpy_state["state"] = {**numpy_state["state"], "key": key}
-    np.random.set_state(numpy_state)
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Set all generators; the state of another kind of device is ignored."""
+        torch.set_rng_state(state["torch"])
+        generators = accelerator_of(self._device).generators()
+        for one, found in zip(generators, state["device"], strict=False):
+            one.set_state(found)
+        random.setstate(state["python"])
+        numpy_state = dict(state["numpy"])
+        key = numpy_state.pop("key").numpy().astype(np.uint32)
+        numpy_state["state"] = {**numpy_state["state"], "key": key}
+        np.random.set_state(numpy_state)

@@ -17,9 +17,7 @@ from torch.optim import Optimizer
 
 from schedir.errors import ExecutionError
 from schedir.training.checkpoint.storage import Stored
-from schedir.training.checkpoint.whole_names import Aliases
-
-SECTION = "optimizer"
+from schedir.training.whole_names import Aliases
 
 Optimizers: TypeAlias = Mapping[str, Optimizer]
 """The optimisers of this process, by their owner's name in messages."""
@@ -110,7 +108,7 @@ def loads_of(
     records = {name: record for record in kept["records"] for name in record["names"]}
     tensors: dict[str, dict[str, str]] = {}
     for flat, path in stored.paths.items():
-        if path[:2] == (SECTION, "state"):
+        if path[:2] == ("optimizer", "state"):
             tensors.setdefault(path[2], {})[path[3]] = flat
 
     def load(optimizer: Optimizer, saved_as: dict[Tensor, str], groups: list[Any]) -> None:

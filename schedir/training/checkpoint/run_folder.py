@@ -19,10 +19,10 @@ import attrs
 
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
-from schedir.training.checkpoint.background import Saving
 from schedir.training.checkpoint.checkpoint import Checkpoint
-from schedir.training.checkpoint.collective import everywhere
+from schedir.training.checkpoint.saving import Saving
 from schedir.training.checkpoint.storage import DamagedError, make_folder, step_of
+from schedir.training.collective import everywhere
 
 logger = logging.getLogger("schedir")
 

@@ -1,14 +1,16 @@
-"""Write and read the files of a checkpoint through torch.distributed.checkpoint (DCP).
+"""The files of a checkpoint, in the format of torch.distributed.checkpoint (DCP).
 
     folder/.metadata              the tensors, their files, and each file's hash
            __0_5f3a0c1e_0.distcp  saved by process 0; every save writes new files, and removes
            __1_5f3a0c1e_0.distcp  those of the save before once the new .metadata is in place
 
-So a folder without `.metadata` is no checkpoint, and a folder with it is a complete one. No tensor
-is read before all hashes are checked. DCP pickles its own data into `.metadata`, and does not read
-behind it. There stand the size and the SHA-256 of every other file, so one rename makes both valid:
+A folder without `.metadata` is no checkpoint, and a folder with it is a complete one; a new folder
+is made aside, and renamed at the end. No tensor is read before all hashes are checked. DCP pickles
+its own data into `.metadata`, and does not read behind it. There stand the size and the SHA-256 of
+every other file, so one rename makes both valid:
 
-    {"schedir checkpoint": 2, "files": {"__0_5f3a0c1e_0.distcp": {"size": 9, "sha256": "…"}}}
+    {"schedir checkpoint": 2, "step": 90,
+     "files": {"__0_5f3a0c1e_0.distcp": {"size": 9, "sha256": "…"}}}   (on one line)
     the SHA-256 of all above
 
 Plain values are kept as bytes in a tensor: DCP itself would pickle them, and reading a pickle can
@@ -25,43 +27,31 @@ import json
 import math
 import os
 import pickle
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import EnumType
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, cast
-from uuid import uuid4
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemReader,
-    FileSystemWriter,
-    _StoragePrefix,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from schedir.errors import ExecutionError
-from schedir.training.checkpoint.collective import Gather, everywhere
 
+METADATA = ".metadata"
 VERSION = 2
 """The version of a checkpoint's content and of the hashes behind its metadata."""
 
 Entry: TypeAlias = dict[str, Any]
 """A file's `size` in bytes, and its `sha256` in hexadecimal."""
 
-Part: TypeAlias = tuple[list[WriteResult], dict[str, Entry]]
-"""What a process has written: where its tensors are, and its files."""
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_METADATA = ".metadata"
 _FILE = "it is a file, not a folder"
 _KEY = "schedir checkpoint"
 _OTHER = "it does not have the hash that was saved with it"
@@ -70,111 +60,6 @@ _SEAL = 64  # characters of a SHA-256
 
 class DamagedError(ExecutionError):
     """A checkpoint is damaged; the one before it may be whole."""
-
-
-class Save:
-    """One save of a nested dict, which all processes plan together when they make it.
-
-    Each process writes its part; a part that several have is written once. `step` is that of the
-    training. An older checkpoint in the folder stays valid until the new one is complete.
-
-    Call `complete`; or each process calls `write`, in any thread, and leaves its part in the folder
-    (`leave`) for the first one, which calls `publish` with the parts of all (`found`).
-    """
-
-    def __init__(self, folder: Path, state: Mapping[str, Any], gather: Gather, step: int) -> None:
-        self.folder, self.gather, self._step = folder, gather, step
-        self._files, self._planner = _HashingFiles(), DefaultSavePlanner()
-        self._is_published = False
-        own = uuid4().hex
-
-        def planned() -> tuple[SavePlan, str, bool]:
-            self._planner.set_up_planner(dict(state))
-            return self._planner.create_local_plan(), own, folder.exists()
-
-        self._plans, marks, exist = zip(*everywhere(gather, planned), strict=True)
-        self._number, self._mark, self._is_new = marks.index(own), marks[0][:8], not exist[0]
-        self._at = folder.with_name(f".{folder.name}.saving") if self._is_new else folder
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process publishes."""
-        return self._number == 0
-
-    def complete(self) -> None:
-        """Write and publish. Raises ExecutionError on all processes if one fails."""
-        try:
-            parts = everywhere(self.gather, self.write)
-            everywhere(self.gather, lambda: self.publish(parts))
-        except ExecutionError:
-            self.discard()
-            raise
-
-    def write(self) -> Part:
-        """Write the file of this process. Raises ExecutionError if that fails."""
-        make_folder(self.folder, self._at)
-        plans, self._metadata = self._planner.create_global_plan([*self._plans])
-        prefix = _StoragePrefix(f"__{self._number}_{self._mark}_")
-        plan = dataclasses.replace(plans[self._number], storage_data=prefix)
-        writer = FileSystemWriter(self._at)
-        writer.fs = self._files
-        results = writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
-        entries = {
-            name: {"size": file.size, "sha256": file.hash.hexdigest()}
-            for name, file in self._files.written.items()
-        }
-        return results, entries
-
-    def leave(self, part: Part) -> None:
-        """Leave this process's part, which `write` has returned, in the folder."""
-        self._replace(self._left(self._number), pickle.dumps(part))
-
-    def found(self) -> list[Part] | None:
-        """The parts of all processes; None until all have left theirs."""
-        files = [self._left(number) for number in range(len(self._plans))]
-        if not all(file.exists() for file in files):
-            return None
-        return [_unpickled(file.read_bytes()) for file in files]
-
-    def _left(self, number: int) -> Path:
-        """The file in which a process leaves its part."""
-        return self._at / f"{_METADATA}.{self._mark}.{number}"
-
-    def publish(self, parts: Sequence[Part]) -> None:
-        """Make the checkpoint valid, and remove the files of earlier saves, complete or not; on the
-        first process only."""
-        if not self.is_first:
-            return
-        files = {name: entry for _, own in parts for name, entry in own.items()}
-        places = {one.index: one.storage_data for results, _ in parts for one in results}
-        metadata = dataclasses.replace(self._metadata, storage_data=places)
-        content = sealed(pickle.dumps(metadata), {"step": self._step, "files": files})
-        self._replace(self._at / _METADATA, content)
-        for file in (*self._at.glob("*.distcp"), *self._at.glob(f"{_METADATA}.*")):
-            if file.name not in files:
-                file.unlink()
-        if self._is_new:
-            with writing(self.folder):
-                self._at.rename(self.folder)
-        self._is_published = True
-
-    def _replace(self, file: Path, content: bytes) -> None:
-        """Write a file anew, at once."""
-        aside = self._at / f"{_METADATA}.{self._mark}.{self._number}.tmp"
-        with self._files.create_stream(aside, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        aside.replace(file)
-
-    def discard(self) -> None:
-        """Remove what a save that failed has written; on the first process only."""
-        if not self.is_first or self._is_published:
-            return
-        for file in self._at.glob(f"*{self._mark}*"):
-            file.unlink(missing_ok=True)
-        if self._is_new:
-            shutil.rmtree(self._at, ignore_errors=True)
 
 
 @contextmanager
@@ -209,16 +94,16 @@ def make_folder(folder: Path, at: Path) -> None:
 
 def is_complete(folder: Path) -> bool:
     """Whether a checkpoint is there."""
-    return (folder / _METADATA).is_file()
+    return (folder / METADATA).is_file()
 
 
 def step_of(folder: Path) -> float:
     """The number of the step after which a checkpoint was saved; infinity if it can't be read."""
-    file = folder / _METADATA
+    file = folder / METADATA
     with suppress(OSError, ValueError, ExecutionError):
         _, manifest = unsealed(file.read_bytes(), file)
         # A file had it before the manifest did.
-        return float(manifest.get("step") or (folder / "steps").read_text())
+        return float(manifest["step"] if "step" in manifest else (folder / "steps").read_text())
     return math.inf
 
 
@@ -228,30 +113,25 @@ class Stored:
     `sizes` are the shapes of all its tensors and `paths` their places in the nested dict, by name;
     `mark` tells checkpoints apart. Call `check` before you read tensors.
 
-    Raises ExecutionError if there is none, DamagedError if files are missing or cut off, or if the
-    metadata has changed.
+    Raises ExecutionError if there is none, DamagedError if the metadata has changed.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        file = folder / _METADATA
+        file = folder / METADATA
         if not is_complete(folder):
             what = f"there is no complete checkpoint in {folder}: "
             if not folder.is_dir():
                 what += _FILE if folder.exists() else "there is no such folder"
                 raise ExecutionError(what)
-            if any(folder.glob("*.distcp")):
-                what += "it has data but no .metadata, as after a save that was interrupted"
-            else:
-                what += "it has no .metadata"
-            raise _damaged(what)
+            raise _damaged(f"{what}it has no .metadata, as after a save that was interrupted")
         with _reading(file):
             content = file.read_bytes()
         pickled, manifest = unsealed(content, file)
         self._files: dict[str, Entry] = manifest["files"]
         self.mark = content[-_SEAL:]
         try:
-            self._metadata = _unpickled(pickled)
+            self._metadata = unpickled(pickled)
             if not isinstance(self._metadata, Metadata):
                 raise TypeError(f"it holds a {type(self._metadata).__name__}")
         except Exception as error:  # a pickle may raise anything
@@ -265,13 +145,6 @@ class Stored:
                     f"{file} names a file elsewhere: {name!r}; a checkpoint reads files of its "
                     "folder only"
                 )
-        for name, entry in self._files.items():
-            with _reading(folder / name):
-                size = (folder / name).stat().st_size
-            if size != entry["size"]:
-                raise _damaged(
-                    f"{folder / name} is damaged: it has {size} bytes, and had {entry['size']}"
-                )
         listed = self._metadata.state_dict_metadata.items()
         self._tensors = {k: v for k, v in listed if isinstance(v, TensorStorageMetadata)}
         self.sizes = {name: one.size for name, one in self._tensors.items()}
@@ -282,7 +155,7 @@ class Stored:
     def check(self, number: int, processes: int) -> None:
         """Compare a process's share of the files with their hashes: one process reads each file.
 
-        Raises DamagedError if a file has changed.
+        Raises DamagedError if a file is missing or has changed.
         """
         by_size = sorted(self._files, key=lambda name: self._files[name]["size"])
         for name in by_size[number::processes]:
@@ -367,10 +240,8 @@ def unsealed(content: bytes, file: Path) -> tuple[bytes, dict[str, Any]]:
     """
     body, seal = content[:-_SEAL], content[-_SEAL:]
     if hashlib.sha256(body).hexdigest().encode() != seal:
-        if f'\n{{"{_KEY}"'.encode() in content:
-            raise _damaged(f"{file} is damaged: {_OTHER}")
         raise _damaged(
-            f"{file} has no hash: it is damaged, older than schedir's hashes, or not schedir's "
+            f"{file} is damaged: {_OTHER}; or it is not schedir's, or older than schedir's hashes "
             "(torch.distributed.checkpoint reads such a folder unchecked)"
         )
     metadata, last = body[:-1].rsplit(b"\n", 1)
@@ -410,37 +281,8 @@ def _damaged(what: str, cause: BaseException | None = None) -> DamagedError:
     return DamagedError(f"{what}; load the checkpoint before this one", cause=cause)
 
 
-class _HashingFiles(FileSystem):
-    """Writes files, and hashes their content; `written` has them by name."""
-
-    def __init__(self) -> None:
-        self.written: dict[str, _Hashing] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a new file for writing, whatever the mode."""
-        with writing(path), _Hashing(path) as stream:
-            self.written[Path(path).name] = stream
-            try:
-                yield cast(io.IOBase, stream)
-            except RuntimeError as error:  # torch.save's own words, in place of the system's
-                raise error.__context__ or error from error
-
-
-class _Hashing(io.BufferedWriter):
-    """A new file that hashes what is written to it."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(io.FileIO(path, "w"))
-        self.size, self.hash = 0, hashlib.sha256()
-
-    def write(self, data: bytes | memoryview, /) -> int:  # type: ignore[override]
-        self.hash.update(data)
-        self.size += len(data)
-        return super().write(data)
-
-
-def _unpickled(content: bytes) -> Any:
+def unpickled(content: bytes) -> Any:
+    """Read a pickle of DCP's classes. Raises UnpicklingError if it refers to anything else."""
     return _Unpickler(io.BytesIO(content)).load()
 
 
