@@ -16,6 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 import schedir
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, partition
+from schedir.training.checkpoint.storage import step_of
 from tests.runtime.kit import MSE
 from tests.runtime.launch import ROOT
 
@@ -97,5 +98,10 @@ def test_all_of_it_is_read(tmp_path: Path) -> None:
         archive.extractall(tmp_path, filter="data")
     training = Training(0)
     assert training.state() != Training(3).state()
-    training.checkpoint.load(tmp_path / "checkpoint")
+    folder = tmp_path / "checkpoint"
+    training.checkpoint.load(folder)
     assert training.state() == Training(3).state()
+    (folder / "steps").write_text("2")  # as a Trainer wrote it beside
+    assert step_of(folder) == 2
+    training.checkpoint.save(folder)
+    assert step_of(folder) == 3

@@ -124,11 +124,10 @@ class RunFolder:
     def _steps(self) -> dict[str, float]:
         """The checkpoints here, damaged ones too, with the number of steps made; infinity if that
         can't be read, so that those come first."""
-        names = [one.name for one in self.folder.iterdir()]
         return {
-            name: step_of(self.folder / name)
-            for name in names
-            if re.fullmatch(r"(epoch|step)-[1-9]\d*", name)
+            one.name: step_of(one)
+            for one in self.folder.iterdir()
+            if re.fullmatch(r"(epoch|step)-[1-9]\d*", one.name)
         }
 
     def _prune(self, step: int) -> None:
