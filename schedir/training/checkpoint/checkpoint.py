@@ -141,16 +141,16 @@ class Checkpoint:
         self._snapshot = Snapshot(self._device)
         pipeline, rank, *_ = self._place.split(".")
         is_first = self._place == "0.0"
+        processes = self._place, f"{pipeline}.{rank}", f"{pipeline}.0", "0.0"
+        rng = [f"rng.{process}" for process in processes]
         # What has a state: its name in messages, where it is saved or found else, and whether
         # this process saves it.
         self._stateful: list[tuple[Stateful | None, str, list[str], bool]] = [
             (scheduler, "a scheduler", ["scheduler"], is_first),
             (batches, "batches", [f"batches.{pipeline}", "batches.0"], feeds),
             *((one, name, [f"others.{name}"], is_first) for name, one in named.items()),
+            (_Generators(self._device), "the generators", rng, True),
         ]
-        processes = self._place, f"{pipeline}.{rank}", f"{pipeline}.0", "0.0"
-        rng = [f"rng.{process}" for process in processes]
-        self._stateful.append((_Generators(self._device), "the generators", rng, True))
         for one, what, *_ in self._stateful:
             if one is not None and not hasattr(one, "load_state_dict"):
                 raise ExecutionError(

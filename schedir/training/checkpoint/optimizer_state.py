@@ -114,11 +114,10 @@ def loads_of(
     def load(optimizer: Optimizer, saved_as: dict[Tensor, str], groups: list[Any]) -> None:
         state = {}
         for number, (parameter, name) in enumerate(saved_as.items()):
-            own = dict(kept["values"].get(name, {}))
-            for key, flat in tensors.get(name, {}).items():
-                own[key] = stored.empty(flat, parameter)
-                stored.read_into({flat: own[key]})
-            if own:
+            flats = tensors.get(name, {})
+            found = {flat: stored.empty(flat, parameter) for flat in flats.values()}
+            stored.read_into(found)
+            if own := {**kept["values"].get(name, {}), **{k: found[at] for k, at in flats.items()}}:
                 state[number] = own
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 

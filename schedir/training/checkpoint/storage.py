@@ -121,10 +121,9 @@ class Stored:
         file = folder / METADATA
         if not is_complete(folder):
             what = f"there is no complete checkpoint in {folder}: "
-            if not folder.is_dir():
-                what += _FILE if folder.exists() else "there is no such folder"
-                raise ExecutionError(what)
-            raise _damaged(f"{what}it has no .metadata, as after a save that was interrupted")
+            if folder.is_dir():
+                raise _damaged(f"{what}it has no .metadata, as after a save that was interrupted")
+            raise ExecutionError(what + (_FILE if folder.exists() else "there is no such folder"))
         with _reading(file):
             content = file.read_bytes()
         pickled, manifest = unsealed(content, file)
@@ -145,8 +144,11 @@ class Stored:
                     f"{file} names a file elsewhere: {name!r}; a checkpoint reads files of its "
                     "folder only"
                 )
-        listed = self._metadata.state_dict_metadata.items()
-        self._tensors = {k: v for k, v in listed if isinstance(v, TensorStorageMetadata)}
+        self._tensors = {
+            name: one
+            for name, one in self._metadata.state_dict_metadata.items()
+            if isinstance(one, TensorStorageMetadata)
+        }
         self.sizes = {name: one.size for name, one in self._tensors.items()}
         self.paths: Mapping[str, tuple[str, ...]] = self._metadata.planner_data or {}
         self._reader = FileSystemReader(folder)
