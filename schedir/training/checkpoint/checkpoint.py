@@ -227,9 +227,11 @@ class Checkpoint:
             if self._place == "0.0":
                 records = [record for _, kept in parts for record in kept["records"]]
                 values = {k: v for _, kept in parts for k, v in kept["values"].items() if v}
-                optimizer = Kept(records=records, values=values)
-                kind = type(self._scheduler).__name__
-                beside = {"step": self.step, "optimizer": optimizer, "scheduler": kind}
+                beside = {
+                    "step": self.step,
+                    "optimizer": Kept(records=records, values=values),
+                    "scheduler": type(self._scheduler).__name__,
+                }
                 state["training"] = packed(beside, "the optimizer's state")
 
         everywhere(self._gather, complete)
@@ -409,8 +411,7 @@ def _load_module(held: Held, stored: Stored) -> None:
         if key in saved:
             state[name] = saved[key] if isinstance(saved[key], Tensor) else stored.value(key)
     held.module.load_state_dict(state)
-    for parameter in held.module.parameters():
-        parameter.grad = None  # it belongs to other weights: a step that failed leaves some
+    held.module.zero_grad()  # of other weights: a step that failed leaves some
 
 
 def _check_model(names: Names, stored: Stored, strict: bool) -> IncompatibleKeys:

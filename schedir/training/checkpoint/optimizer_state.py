@@ -156,9 +156,12 @@ def _check_group(
                 f"is {kind}; make the same optimizer, or load only the weights, with load_weights"
             )
         one, other = records[names[0]]["options"], records[name]["options"]
-        unlike = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-        if unlike:
-            differ = ", ".join(f"{key} {one.get(key)} and {other.get(key)}" for key in unlike)
+        differ = ", ".join(
+            f"{key} {one.get(key)} and {other.get(key)}"
+            for key in {**one, **other}
+            if one.get(key) != other.get(key)
+        )
+        if differ:
             raise ExecutionError(
                 f"{names[0]} and {name} are in {group} of {place}, but in param groups of the "
                 f"checkpoint that differ: {differ}; make the groups of the checkpoint"

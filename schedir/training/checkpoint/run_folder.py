@@ -1,8 +1,8 @@
 """The checkpoints of a training in one folder: the last ones, and the best.
 
-folder/epoch-2/         the checkpoint after two epochs, complete, as Checkpoint writes it
-       step-90/         the checkpoint after 90 steps; the last `keep` are kept
-       best/            the checkpoint of the best evaluation
+folder/epoch-2/           the checkpoint after two epochs, complete, as Checkpoint writes it
+       step-90/           the checkpoint after 90 steps; the last `keep` are kept
+       best/              the checkpoint of the best evaluation
        .step-120.saving/  the next checkpoint, until it is complete and renamed
 """
 
@@ -131,8 +131,9 @@ class RunFolder:
         }
 
     def _prune(self, step: int) -> None:
-        """Remove the checkpoints that are too old after this step."""
+        """Remove the checkpoints that are too old after this step, and what a kill has left."""
         steps = self._steps()
         passed = sorted((name for name in steps if steps[name] <= step), key=steps.__getitem__)
-        for old in passed[: -self.keep]:
+        left = [one.name for one in self.folder.glob(".*.saving")]
+        for old in passed[: -self.keep] + left:
             shutil.rmtree(self.folder / old, ignore_errors=True)

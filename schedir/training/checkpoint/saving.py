@@ -170,12 +170,7 @@ class Snapshot:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[KeyPath, Tensor] = {}
-        self.seconds = 0.0
-
-    @property
-    def bytes(self) -> int:
-        """The size of all buffers."""
-        return sum(local(buffer).nbytes for buffer in self._buffers.values())
+        self.seconds, self.bytes = 0.0, 0
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Copy a nested dict of tensors, and of plain values, which are not copied."""
@@ -198,6 +193,7 @@ class Snapshot:
         found: dict[str, Any] = tree_map_with_path(copied, state)
         accelerator_of(self._device).synchronize()
         self.seconds = perf_counter() - began
+        self.bytes = sum(local(buffer).nbytes for buffer in self._buffers.values())
         return found
 
 
