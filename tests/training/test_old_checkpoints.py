@@ -26,7 +26,7 @@ ARCHIVE = ROOT / "tests" / "golden" / "checkpoint.tar.xz"
 def grouped(parameters: Any) -> Optimizer:
     """Two groups, with options that differ, and a rate that is a tensor."""
     given = list(parameters)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [one for one in given if one.ndim > 1], "weight_decay": 0.5},
         {"params": [one for one in given if one.ndim < 2], "betas": (0.5, 0.75)},
     ]
