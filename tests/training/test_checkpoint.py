@@ -15,7 +15,6 @@ import pytest
 import torch
 from reference import plain_step
 from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.optim import Optimizer, lr_scheduler
 
@@ -338,19 +337,6 @@ def test_an_optimizer_of_the_callers_is_kept(tmp_path: Path) -> None:
 
     expected = trained(0, 4, load=False)
     assert_same(trained(2, 4, load=True), expected)
-
-
-def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
-    model = whole()
-    optimizer = adamw(model.parameters())
-    step_plainly(model, optimizer, random_batches(1)[0])
-    Checkpoint(model, optimizer).save(tmp_path / "folder")
-    dcp_to_torch_save(tmp_path / "folder", tmp_path / "file")
-    found = torch.load(tmp_path / "file", weights_only=True)
-    assert_same(found["model"], model.state_dict())
-    weight = model.get_parameter("3.weight")
-    moments = found["optimizer"]["state"]["3.weight"]
-    assert torch.equal(moments["exp_avg"], optimizer.state[weight]["exp_avg"])
 
 
 def test_gradients_are_neither_kept_nor_left_behind(tmp_path: Path) -> None:

@@ -179,8 +179,9 @@ class Checkpoint:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save to a folder, which is made if needed. Every rank calls it, between two steps.
 
-        A checkpoint in the folder is replaced at once, at the very end. If the save is interrupted,
-        the folder has the old checkpoint or the new one.
+        A new folder appears once it is complete; until then it is `.NAME.saving`, beside it. In a
+        folder that exists the checkpoint is replaced at once, at the very end. If the save is
+        interrupted, the folder has the old checkpoint or the new one.
 
         Raises ExecutionError on all ranks if any rank fails, and keeps the old checkpoint. Some
         reasons: one name stands for different tensors in two stages, a state can't be saved,
