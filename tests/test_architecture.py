@@ -41,7 +41,8 @@ WINGS = {
         *("recorder", "trace", "assembly", "engine", "segments", "executor"),
     ),
     "training": (
-        *("cutting", "huggingface", "data", "checkpoint", "measured_costs", "schedulers"),
+        *("cutting", "huggingface", "data", "collective", "schedulers"),
+        *("whole_names", "checkpoint", "measured_costs"),
         *("history", "evaluation"),
         *("callbacks", "loggers", "trainer"),
     ),

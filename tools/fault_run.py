@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from attrs import define
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import schedir
 from schedir.runtime import Executor
 from schedir.training import Batches, Callback, Checkpoint, Trainer
-from schedir.training.checkpoint import storage
 
 MICROBATCHES, WIDTH = 8, 16
 
@@ -232,13 +232,13 @@ def one_phase(executor: Executor, faulty: Faulty, phase: str, folder: Path) -> N
         for result in executor.run([(x, y) for _, x, y in data], segment=2 * MICROBATCHES):
             result.loss  # noqa: B018
         return
-    saved, write = Checkpoint(executor), storage._Writer.write_data
+    saved, write = Checkpoint(executor), FileSystemWriter.write_data
 
     def written(*given: Any) -> Any:
         faulty.at("save", nowhere)
         return write(*given)
 
-    storage._Writer.write_data = written  # type: ignore[assignment, method-assign]
+    FileSystemWriter.write_data = written  # type: ignore[assignment, method-assign]
     for step, x, y in data:
         executor.step(x, target=y)
         faulty.begin(step)

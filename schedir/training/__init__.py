@@ -4,9 +4,8 @@ You can do all of this without it: the executor takes any modules and any batche
 """
 
 from schedir.training.callbacks import Callback, Logger, Monitor
-from schedir.training.checkpoint.background import Saving
 from schedir.training.checkpoint.checkpoint import Checkpoint
-from schedir.training.checkpoint.whole_names import gathered_state
+from schedir.training.checkpoint.saving import Saving
 from schedir.training.cutting.cuts import balanced
 from schedir.training.cutting.from_torch_pipeline import stages_of_pipe
 from schedir.training.cutting.layers import deferred, pop, stash
@@ -26,6 +25,7 @@ from schedir.training.loggers import CSV, JSONLines, TensorBoard, WandB
 from schedir.training.measured_costs import measured_costs
 from schedir.training.schedulers import warmup_cosine
 from schedir.training.trainer import Trainer
+from schedir.training.whole_names import gathered_state
 
 __all__ = [
     "CSV",

@@ -22,7 +22,7 @@ from schedir.runtime.boundaries.calling import convention_of
 from schedir.runtime.boundaries.learned import tensors_of
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.groups import init_process_group
-from schedir.training.checkpoint.collective import everywhere
+from schedir.training.collective import everywhere
 from schedir.training.cutting.partition import uncut_layers
 from schedir.training.huggingface.stages import uncut_pretrained
 

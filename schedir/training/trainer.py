@@ -379,11 +379,11 @@ class Trainer:
         finally:
             if self._folder is not None:
                 if enters and self.best and self.history.best is self.history[-1]:
-                    self._folder.save_best()
+                    self._folder.save("best")
                 if saves:
                     by_epoch = is_epoch and not self.save_every
                     name = f"epoch-{now.epoch}" if by_epoch else f"step-{now.step}"
-                    self._folder.save(name, now.step)
+                    self._folder.save(name)
 
     def _rates(self, result: StepResult) -> dict[str, float]:
         """The throughput since the last log, the bubble of the last step, and the figures of

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from torch import nn
 
 from schedir import ExecutionError
 from schedir.training import Checkpoint
-from schedir.training.checkpoint import storage
+from schedir.training.checkpoint import saving
 
 Save: TypeAlias = Callable[[Checkpoint, Path], None]
 
@@ -65,10 +66,10 @@ def on_every_touch(folder: Path, do: Callable[[], object]) -> None:
     """Call a function before this process touches a file, from now on."""
 
     def audit(event: str, given: tuple[object, ...]) -> None:
-        if event in EVENTS and str(folder) in str(given):
+        if event in EVENTS and str(folder.parent) in str(given):
             do()
 
-    write, sync = storage._Hashing.write, os.fsync
+    write, sync = saving._Hashing.write, os.fsync
 
     def writes(self: Any, data: Any) -> int:
         do()
@@ -80,7 +81,7 @@ def on_every_touch(folder: Path, do: Callable[[], object]) -> None:
         do()
         sync(fd)
 
-    storage._Hashing.write = writes  # type: ignore[method-assign]
+    saving._Hashing.write = writes  # type: ignore[method-assign]
     os.fsync = syncs
     sys.addaudithook(audit)
 
@@ -115,8 +116,7 @@ def touches(folder: Path, save: Save) -> int:
 
 def trial(folder: Path, save: Save, moment: int, is_over: bool) -> None:
     """Save 1, unless the folder `is_over` nothing; kill the save of 2 at the moment; then look."""
-    for file in folder.glob("*"):
-        file.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
     def interrupted() -> None:
         numbers = count()
@@ -136,7 +136,7 @@ def trial(folder: Path, save: Save, moment: int, is_over: bool) -> None:
         except ExecutionError as error:
             refused = str(error)
         save(checkpoint_of(3), folder)
-        files, again = len([*folder.iterdir()]), values_in(folder)
+        files, again = len([*folder.parent.rglob("*.*")]), values_in(folder)
         print(json.dumps([moment, is_over, is_there, [*found], refused, files, [*again]]))
 
     if is_over:

@@ -15,8 +15,6 @@ import pytest
 import torch
 from reference import plain_step
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.optim import Optimizer, lr_scheduler
 
@@ -228,21 +226,21 @@ def test_a_checkpoint_names_no_file_outside_of_its_folder(
     model = whole()
     folder = tmp_path / "checkpoint"
     Checkpoint(model).save(folder)
-    pickled, files = unsealed((folder / ".metadata").read_bytes(), folder / ".metadata")
+    pickled, manifest = unsealed((folder / ".metadata").read_bytes(), folder / ".metadata")
     metadata = pickle.loads(pickled)
     (file,) = {info.relative_path for info in metadata.storage_data.values()}
     (folder / file).rename(tmp_path / "elsewhere")
     named = place.format(folder=tmp_path)
     for index, info in metadata.storage_data.items():
         metadata.storage_data[index] = dataclasses.replace(info, relative_path=named)
-    found = {named: files[file]} if listed else {}
-    (folder / ".metadata").write_bytes(sealed(pickle.dumps(metadata), found))
+    found = {named: manifest["files"][file]} if listed else {}
+    (folder / ".metadata").write_bytes(sealed(pickle.dumps(metadata), {"files": found}))
     assert "names a file elsewhere" in message_of(Checkpoint(model).load_weights, folder)
 
 
 def test_loading_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = whole()
-    (tmp_path / ".metadata").write_bytes(sealed(pickle.dumps(Mischief()), {}))
+    (tmp_path / ".metadata").write_bytes(sealed(pickle.dumps(Mischief()), {"files": {}}))
     with pytest.raises(ExecutionError, match=r"not the metadata of a checkpoint.*builtins\.print"):
         Checkpoint(model).load(tmp_path)
     for value in (Mischief(), Batches([])):
@@ -339,30 +337,6 @@ def test_an_optimizer_of_the_callers_is_kept(tmp_path: Path) -> None:
 
     expected = trained(0, 4, load=False)
     assert_same(trained(2, 4, load=True), expected)
-
-
-@pytest.mark.parametrize("copies", [False, True])
-def test_torchs_own_tools_read_it(
-    copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where torch writes a copy of the metadata, and leaves ours, as torch 2.11 does."""
-    finish = FileSystemWriter.finish
-
-    def finish_copy(self: FileSystemWriter, metadata: Any, results: Any) -> None:
-        finish(self, dataclasses.replace(metadata), results)
-
-    if copies:
-        monkeypatch.setattr(FileSystemWriter, "finish", finish_copy)
-    model = whole()
-    optimizer = adamw(model.parameters())
-    step_plainly(model, optimizer, random_batches(1)[0])
-    Checkpoint(model, optimizer).save(tmp_path / "folder")
-    dcp_to_torch_save(tmp_path / "folder", tmp_path / "file")
-    found = torch.load(tmp_path / "file", weights_only=True)
-    assert_same(found["model"], model.state_dict())
-    weight = model.get_parameter("3.weight")
-    moments = found["optimizer"]["state"]["3.weight"]
-    assert torch.equal(moments["exp_avg"], optimizer.state[weight]["exp_avg"])
 
 
 def test_gradients_are_neither_kept_nor_left_behind(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import schedir
 from schedir.runtime import Executor
 from schedir.training import Batches, Checkpoint, deferred, gathered_state, partition
-from schedir.training.checkpoint import storage, whole_names
+from schedir.training.checkpoint import saving, storage
 from tests.literals import listed
 from tests.runtime.kit import MSE, adamw, everyone, message_of, momentum, random_batches
 from tests.runtime.on_ranks import on_ranks
@@ -219,7 +220,7 @@ def test_an_error_that_all_ranks_raise_has_the_one_that_failed_as_its_root(
     executor = executor_of(built("1f1b"))
     checkpoint = Checkpoint(executor)
     if rank == failing:
-        monkeypatch.setattr(storage._Writer, "write_data", fail)
+        monkeypatch.setattr(FileSystemWriter, "write_data", fail)
 
     def save() -> None:
         try:
@@ -252,10 +253,11 @@ def test_what_fails_on_one_rank_fails_on_all_and_spoils_nothing(
 
         with monkeypatch.context() as patch:
             if rank:
-                patch.setattr(storage._Writer, "write_data", full)
+                patch.setattr(FileSystemWriter, "write_data", full)
             assert message_of(checkpoint.save, folder) == "process 1 of 2: OSError: no space left"
         with monkeypatch.context() as patch:
-            patch.setattr(storage._Writer, "finish", full)
+            if rank == 0:
+                patch.setattr(saving.Save, "publish", full)
             assert message_of(checkpoint.save, folder) == "process 0 of 2: OSError: no space left"
         assert sorted(file.name for file in folder.iterdir())[0] == ".metadata"
         everyone(None)
@@ -266,7 +268,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_spoils_nothing(
         executor.step(x, target=y)  # the executor goes on
         with monkeypatch.context() as patch:
             if rank:
-                patch.setattr(whole_names.Held, "take", full)
+                patch.setattr(nn.Module, "load_state_dict", full)
             found = message_of(checkpoint.load, folder)
             assert found.startswith("process 1 of 2: ")
             assert "in part only, OSError: no space left" in found

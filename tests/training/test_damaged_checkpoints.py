@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from schedir.training import Checkpoint
+from schedir.training.checkpoint.saving import Save
 from tests.runtime.kit import adamw, everyone, message_of
 from tests.runtime.on_ranks import on_ranks
 from tests.training.test_checkpoint import assert_same, built, executor_of, layers
@@ -129,10 +129,8 @@ def test_what_is_damaged_is_named_with_the_way_on(tmp_path: Path) -> None:
             assert file.name in said
             if damaged is None:
                 assert f"{data.name} is missing" in said or file != data
-            elif file != data or len(damaged) == len(content):
-                assert f"{file} is damaged" in said
             else:
-                assert f"it has {len(damaged)} bytes, and had {len(content)}" in said
+                assert f"{file} is damaged" in said
         file.write_bytes(content)
     checkpoint.load(tmp_path)
 
@@ -164,14 +162,14 @@ def test_a_folder_that_can_not_be_one_is_named(tmp_path: Path) -> None:
 
 def test_hashes_are_those_of_what_was_meant(tmp_path: Path) -> None:
     """What a disk makes of it between the writing and the end of the save is noticed too."""
-    finish = FileSystemWriter.finish
+    publish = Save.publish
 
-    def damaging(self: FileSystemWriter, *given: Any) -> None:
-        (file,) = data_of(Path(self.path))
+    def damaging(self: Save, *given: Any) -> None:
+        (file,) = data_of(tmp_path)
         flip(file, file, random.Random(1))
-        finish(self, *given)
+        publish(self, *given)
 
-    with mock.patch.object(FileSystemWriter, "finish", damaging):
+    with mock.patch.object(Save, "publish", damaging):
         saved(tmp_path)
     assert "is damaged" in message_of(Checkpoint(model_of(1)).load, tmp_path)
 

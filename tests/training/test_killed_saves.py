@@ -17,7 +17,7 @@ from tests.sweeps import sweep
 @sweep("how", ["save", "async_save"], quick=["save"])
 @sweep("seed, trials", [(0, 6), (1, 60)], quick=[(0, 6)])
 def test_what_was_complete_loads(how: str, seed: int, trials: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.training.killed_saves", str(tmp_path), how]
+    command = [sys.executable, "-m", "tests.training.killed_saves", str(tmp_path / "folder"), how]
     command += [str(seed), str(trials)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=270)
     assert ended.returncode == 0, ended.stderr
@@ -26,7 +26,7 @@ def test_what_was_complete_loads(how: str, seed: int, trials: int, tmp_path: Pat
     for moment, is_over, is_there, values, refused, files, again in found:
         assert values in ([[1.0], [2.0]] if is_there else [[]]), moment
         assert is_there or not is_over, moment
-        begun = f"there is no complete checkpoint in {tmp_path}: it has "
+        begun = f"there is no complete checkpoint in {tmp_path}/folder: there is no such folder"
         assert refused.startswith("" if is_there else begun), moment
         assert bool(refused) != is_there
         assert (files, again) == (2, [3.0]), f"{moment}: more than the two files of a new save"

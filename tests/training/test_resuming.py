@@ -82,9 +82,11 @@ def test_others_that_callbacks_step_go_on(raises: bool, tmp_path: Path) -> None:
 def test_the_last_checkpoints_are_kept(keep: int, kept: list[int], tmp_path: Path) -> None:
     (tmp_path / "epoch-of-mine").mkdir()
     (tmp_path / "epoch-9.txt").write_text("mine")
+    (tmp_path / ".step-9.saving").mkdir()  # as a kill leaves it
     rates_and_weights(None, tmp_path, 4, keep=keep)
     for name in ("epoch-of-mine", "epoch-9.txt"):
         assert (tmp_path / name).exists()
+    assert not (tmp_path / ".step-9.saving").exists()
     found = [one for one in folders(tmp_path) if one.removeprefix("epoch-").isdigit()]
     assert found == [f"epoch-{number}" for number in kept]
     for number in kept:
@@ -140,7 +142,7 @@ def test_the_only_good_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     expected = rates_and_weights(None, None, 4)
     rates_and_weights(None, tmp_path, 3)
     damaged(tmp_path, 3)
-    for place, name in ((Path, "rename"), (Path, "replace"), (shutil, "rmtree")):
+    for place, name in ((Path, "replace"), (shutil, "rmtree"), (Path, "rename")):
         with interrupted_at(place, name):
             rates_and_weights(None, tmp_path, 4, keep=1)
         with noisy_executor(None) as executor:

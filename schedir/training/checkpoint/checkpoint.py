@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,19 +24,17 @@ from schedir.errors import ExecutionError
 from schedir.ir import is_number
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import accelerator_of
+from schedir.runtime.arguments import whole_name
 from schedir.runtime.processes.failure import describe
-from schedir.training.checkpoint.background import Saving, Snapshot
-from schedir.training.checkpoint.collective import Gather, alone, everywhere
 from schedir.training.checkpoint.optimizer_state import (
-    SECTION,
     Kept,
-    Optimizers,
     kept_of,
     loads_of,
-    merged,
 )
-from schedir.training.checkpoint.storage import Save, Stored, is_complete, packed, write
-from schedir.training.checkpoint.whole_names import LOSS, Held, Names, held_by, names_of
+from schedir.training.checkpoint.saving import Save, Saving, Snapshot
+from schedir.training.checkpoint.storage import Stored, is_complete, packed
+from schedir.training.collective import Gather, alone, everywhere
+from schedir.training.whole_names import LOSS, Held, Names, held_by, names_of
 
 _SHOWN = 5
 
@@ -59,6 +58,8 @@ class Checkpoint:
     - `optimizer` and `loss_fn`: those of a plain model. Pass `loss_fn` if it is a module with
       parameters; the optimiser trains them too. An executor knows both; pass `optimizer` for an
       executor only if you step yourself.
+    - `options`: with `"torch"` each parameter's options are saved under torch's names too, for
+      torch.distributed.checkpoint to load.
     - `scheduler`, `batches` and `others` (a mapping by name): objects with `state_dict` and
       `load_state_dict`, which are saved too.
 
@@ -97,65 +98,78 @@ class Checkpoint:
         batches: Stateful | None = None,
         others: Mapping[str, Stateful] | None = None,
         loss_fn: object = None,
+        options: Literal["torch"] | None = None,
     ) -> None:
-        scaler = model.scaler if isinstance(model, Executor) else None
-        if scaler is not None and "scaler" in (others or {}):
-            raise ExecutionError("others: 'scaler' is the executor's scaler; use another name")
-        others = {**(others or {}), **({} if scaler is None else {"scaler": scaler})}
-        for what, one in {"scheduler": scheduler, "batches": batches, **others}.items():
-            if one is not None and not hasattr(one, "load_state_dict"):
-                raise ExecutionError(
-                    f"{what} must have state_dict and load_state_dict, which {type(one).__name__} "
-                    "has not"
-                )
-        self._model, self._step = model, 0
+        named = dict(others or {})
+        if options not in (None, "torch"):
+            raise ExecutionError(f'options must be None or "torch", not {options!r}')
+        self._model, self._scheduler, self._options = model, scheduler, options
+        self._counter: Any = model if isinstance(model, Executor) else SimpleNamespace(steps=0)
         self._saving: Saving | None = None
-        self._scheduler, self._batches, self._others = scheduler, batches, others
-        self._optimizers: Optimizers
-        self._gather: Gather
         if isinstance(model, Executor):
-            self._optimizers = _optimizers_of(model, optimizer, loss_fn)
-            self._gather, self._device = model.gather, model.device
-            self._place = model.pipeline, model.rank, model.slice
-            self._feeds = 0 in model.stages and model.slice == 0
+            if model.scaler is not None and "scaler" in named:
+                raise ExecutionError("others: 'scaler' is the executor's scaler; use another name")
+            if model.scaler is not None:
+                named["scaler"] = model.scaler
+            self._optimizers = {f"stage {at}": one for at, one in model.optimizers.items()}
+            for what, given in (
+                ("loss_fn", loss_fn),
+                ("optimizer", self._optimizers and optimizer),
+            ):
+                if given:
+                    raise ExecutionError(f"the executor has its {what} already; leave out {what}=")
+            if optimizer is not None:
+                self._optimizers = {"this process": optimizer}
+            self._gather: Gather = model.gather
+            self._device, feeds = model.device, 0 in model.stages and model.slice == 0
+            self._place = f"{model.pipeline}.{model.rank}" + f".{model.slice}" * (model.slice > 0)
         elif isinstance(model, nn.Module):
             self._optimizers = {} if optimizer is None else {"the model": optimizer}
-            devices = (tensor.device for tensor in model.parameters())
-            self._gather, self._device = alone, next(devices, torch.device("cpu"))
-            self._place, self._feeds = (0, 0, 0), True
+            self._gather, self._place, feeds = alone, "0.0", True
+            self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
+            if any(isinstance(tensor, DTensor) for tensor in model.state_dict().values()):
+                raise ExecutionError(
+                    "each process has only a part of this model: make the Checkpoint of an "
+                    "executor, or save model.state_dict() by torch.distributed.checkpoint"
+                )
         else:
             raise ExecutionError(
                 "a checkpoint saves an Executor or a model, an nn.Module, not "
                 f"{type(model).__name__}"
             )
         self._held = held_by(model, loss_fn)
-        if isinstance(model, nn.Module) and _is_split(model):
-            raise ExecutionError(
-                "each process has only a part of this model: make the Checkpoint of an executor, "
-                "or save model.state_dict() by torch.distributed.checkpoint"
-            )
         self._snapshot = Snapshot(self._device)
-
-    @property
-    def _process(self) -> str:
-        """This process's name in a checkpoint."""
-        pipeline, rank, at = self._place
-        return f"{pipeline}.{rank}" + (f".{at}" if at else "")
+        pipeline, rank, *_ = self._place.split(".")
+        is_first = self._place == "0.0"
+        processes = self._place, f"{pipeline}.{rank}", f"{pipeline}.0", "0.0"
+        rng = [f"rng.{process}" for process in processes]
+        # What has a state: its name in messages, where it is saved or found else, and whether
+        # this process saves it.
+        self._stateful: list[tuple[Stateful | None, str, list[str], bool]] = [
+            (scheduler, "a scheduler", ["scheduler"], is_first),
+            (batches, "batches", [f"batches.{pipeline}", "batches.0"], feeds),
+            *((one, name, [f"others.{name}"], is_first) for name, one in named.items()),
+            (_Generators(self._device), "the generators", rng, True),
+        ]
+        for one, what, *_ in self._stateful:
+            if one is not None and not hasattr(one, "load_state_dict"):
+                raise ExecutionError(
+                    f"{what} must have state_dict and load_state_dict, which {type(one).__name__} "
+                    "has not"
+                )
 
     @property
     def step(self) -> int:
         """The number of the next step, which seeds its forwards: `executor.steps`. For a plain
         model you count it."""
-        return self._model.steps if isinstance(self._model, Executor) else self._step
+        steps: int = self._counter.steps
+        return steps
 
     @step.setter
     def step(self, number: int) -> None:
-        if isinstance(self._model, Executor):
-            self._model.steps = number
-        elif is_number(number):
-            self._step = number
-        else:
+        if not is_number(number):
             raise ExecutionError(f"step must be an int of at least 0, not {number!r}")
+        self._counter.steps = number
 
     @staticmethod
     def is_at(path: str | os.PathLike[str]) -> bool:
@@ -165,16 +179,16 @@ class Checkpoint:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save to a folder, which is made if needed. Every rank calls it, between two steps.
 
-        A checkpoint in the folder is replaced at once, at the very end. If the save is interrupted,
-        the folder has the old checkpoint or the new one.
+        A new folder appears once it is complete; until then it is `.NAME.saving`, beside it. In a
+        folder that exists the checkpoint is replaced at once, at the very end. If the save is
+        interrupted, the folder has the old checkpoint or the new one.
 
         Raises ExecutionError on all ranks if any rank fails, and keeps the old checkpoint. Some
         reasons: one name stands for different tensors in two stages, a state can't be saved,
         gradients of `step(…, update=False)` wait for an update, or the folder can't be made. An
         earlier `async_save` that has failed is another.
         """
-        state, number = self._collected()
-        write(Path(path), state, self._gather, number)
+        Save(Path(path), self._collected(), self._gather, self.step).complete()
 
     def async_save(
         self, path: str | os.PathLike[str], *, then: Callable[[], object] | None = None
@@ -189,41 +203,40 @@ class Checkpoint:
 
         Raises ExecutionError as `save` does, here or from `wait`.
         """
-        state, number = self._collected()
+        state = self._collected()
         everywhere(self._gather, lambda: state.update(self._snapshot.copy(state)))
-        save = Save(Path(path), state, self._gather, number)
-        self._saving = Saving(save, self._gather, self._snapshot, then)
+        save = Save(Path(path), state, self._gather, self.step)
+        self._saving = Saving(save, self._snapshot, then)
         return self._saving
 
-    def _collected(self) -> tuple[dict[str, Any], int]:
-        """The tensors that this process writes, and its number among the processes; after the save
-        that is under way."""
+    def _collected(self) -> dict[str, Any]:
+        """The nested dict that this process writes; after the save that is under way."""
         self._wait()
         accelerator_of(self._device).synchronize()
         names = names_of(self._model, self._held, partial(self._gather, what="save"))
         state: dict[str, Any] = {}
-        parts = dict(everywhere(self._gather, lambda: (self._place, self._put(state, names))))
-        number = list(parts).index(self._place)
+        parts = everywhere(self._gather, lambda: self._put(state, names))
+        groups = {number for numbers, _ in parts for number in numbers}
 
         def complete() -> None:
-            groups = set().union(*(part.groups for part in parts.values()))
             if self._scheduler is not None and len(groups) > 1:
                 raise ExecutionError(
                     f"the stages' optimizers have {' and '.join(map(str, sorted(groups)))} param "
                     "groups, so a scheduler's state would depend on the cut; give every stage the "
                     "same number of groups (a group may be empty)"
                 )
-            if number:
-                return
-            beside = {"step": self.step, "optimizer": merged(parts.values())}
-            if self._scheduler is not None:
-                beside["scheduler"] = type(self._scheduler).__name__
-                state["scheduler"] = _state(self._scheduler, "scheduler")
-            state["training"] = packed(beside, "the optimizer's state")
-            state["others"] = {name: _state(one, name) for name, one in self._others.items()}
+            if self._place == "0.0":
+                records = [record for _, kept in parts for record in kept["records"]]
+                values = {k: v for _, kept in parts for k, v in kept["values"].items() if v}
+                beside = {
+                    "step": self.step,
+                    "optimizer": Kept(records=records, values=values),
+                    "scheduler": type(self._scheduler).__name__,
+                }
+                state["training"] = packed(beside, "the optimizer's state")
 
         everywhere(self._gather, complete)
-        return state, number
+        return state
 
     def _wait(self) -> None:
         if self._saving is not None:
@@ -255,22 +268,29 @@ class Checkpoint:
         """
         return self._load(Path(path), strict, weights_only=True)[1]
 
-    def _put(self, state: dict[str, Any], names: Names) -> Kept:
-        """Put the tensors that this process writes into `state`."""
+    def _put(self, state: dict[str, Any], names: Names) -> tuple[set[int], Kept]:
+        """Put what this process writes into `state`, but for what the optimisers have beside their
+        tensors, which is returned with the numbers of their param groups."""
         if isinstance(self._model, Executor):
             _check_updated(self._model)
         for held in self._held:
-            for name, value in held.written().items():
-                content = value if isinstance(value, Tensor) else packed(value, name)
-                state.setdefault(held.section, {})[name] = content
+            for name, value in held.state().items():
+                if held.saves or isinstance(value, DTensor):
+                    content = value if isinstance(value, Tensor) else packed(value, name)
+                    state.setdefault(held.section, {})[name] = content
         saved = {p for held in self._held if held.saves for _, p in held.parameters()}
         tensors, kept = kept_of(self._optimizers, names.aliases, saved)
-        state[SECTION] = {"state": tensors}
-        state["rng"] = {self._process: packed(_rng_state(self._device), "the RNG state")}
-        if self._feeds and self._batches is not None:
-            state["batches"] = {str(self._place[0]): _state(self._batches, "batches")}
-        packed(merged([kept]), "the optimizer's state")  # else it would fail on its way
-        return kept
+        packed(kept, "the optimizer's state")  # else it would fail on its way
+        state["optimizer"] = {"state": tensors}
+        if self._options == "torch":
+            each = ((name, one["options"]) for one in kept["records"] for name in one["names"])
+            state["optimizer"]["param_groups"] = dict(each)
+        for one, what, (key, *_), saves in self._stateful:
+            if one is not None and saves:
+                section, _, name = key.partition(".")
+                content = packed(one.state_dict(), f"the state of {what}")
+                state[section] = {**state.get(section, {}), name: content} if name else content
+        return {len(one.param_groups) for one in self._optimizers.values()}, kept
 
     def _load(
         self, folder: Path, strict: bool, weights_only: bool
@@ -278,15 +298,14 @@ class Checkpoint:
         self._wait()
         stored: Stored
 
-        def opened() -> tuple[tuple[int, int, int], bytes]:
+        def opened() -> tuple[str, bytes]:
             nonlocal stored
             stored = Stored(folder)
             return self._place, stored.mark
 
         marks = dict(everywhere(partial(self._gather, what="load"), opened))
-        first, *others = marks.values()
-        for process, mark in enumerate(others, 1):
-            if mark != first:
+        for process, mark in enumerate(marks.values()):
+            if mark != next(iter(marks.values())):
                 raise ExecutionError(
                     f"the checkpoint in {folder} is another one for process {process} than for "
                     "process 0: use a folder that all ranks see"
@@ -294,12 +313,14 @@ class Checkpoint:
         number = list(marks).index(self._place)
         everywhere(self._gather, lambda: stored.check(number, len(marks)))
         names = names_of(self._model, self._held, self._gather)
-        unlike = everywhere(self._gather, lambda: _check_model(names, stored, strict))[0]
         loads: list[Callable[[], object]] = []
-        lacking = unlike.missing_keys
-        everywhere(
-            self._gather, lambda: loads.extend(self._loads(stored, names, lacking, weights_only))
-        )
+
+        def fits() -> IncompatibleKeys:
+            unlike = _check_model(names, stored, strict)
+            loads.extend(partial(_load_module, held, stored) for held in self._held)
+            if not weights_only:
+                loads.extend(self._loads(stored, names, unlike.missing_keys))
+            return unlike
 
         def load() -> None:
             try:
@@ -312,26 +333,15 @@ class Checkpoint:
                     cause=error,
                 ) from error
 
+        unlike = everywhere(self._gather, fits)[0]
         everywhere(self._gather, load)
         return stored, unlike
 
     def _loads(
-        self, stored: Stored, names: Names, lacking: Collection[str], weights_only: bool
+        self, stored: Stored, names: Names, lacking: Collection[str]
     ) -> Iterator[Callable[[], object]]:
-        """Yield functions that load, once all fits, but for the parameters that the checkpoint is
-        `lacking`. Raises ExecutionError if something does not fit."""
-        for held in self._held:
-            yield partial(_load_module, held, stored)
-        if weights_only:
-            return
-        optimizers = dict(self._optimizers)
-        if (
-            isinstance(self._model, Executor)
-            and not optimizers
-            and "optimizer" in vars(self._model)
-        ):
-            # A scheduler on a rank without parameters works on a stand-in.
-            optimizers["this rank"] = self._model.optimizer
+        """Yield functions that load what is beside the model, but for the parameters that the
+        checkpoint is `lacking`. Raises ExecutionError if something does not fit."""
 
         def lacks(what: str) -> ExecutionError:
             return ExecutionError(
@@ -339,20 +349,18 @@ class Checkpoint:
                 "or load only the weights, with load_weights"
             )
 
-        kept = stored.training["optimizer"]
-        if self._optimizers and not kept["records"]:
+        kept, optimizers = stored.training["optimizer"], dict(self._optimizers)
+        if optimizers and not kept["records"]:
             raise lacks("an optimizer")
+        model = self._model
+        if isinstance(model, Executor) and not optimizers and "optimizer" in vars(model):
+            # A scheduler on a rank without parameters works on a stand-in.
+            optimizers["this rank"] = model.optimizer
         yield from loads_of(stored, kept, optimizers, names.aliases, lacking)
-        pipeline, rank, _ = self._place
-        stateful = [
-            (self._scheduler, "a scheduler", ["scheduler"]),
-            (self._batches, "batches", [f"batches.{pipeline}", "batches.0"]),
-            *((one, name, [f"others.{name}"]) for name, one in self._others.items()),
-        ]
-        for one, what, places in stateful:
+        for one, what, keys, _ in self._stateful:
             if one is None:
                 continue
-            state = stored.value(*places)
+            state = stored.value(*keys)
             if state is None:
                 raise lacks(what)
             found, own = stored.training.get("scheduler"), type(one).__name__
@@ -363,20 +371,6 @@ class Checkpoint:
                     "load_weights"
                 )
             yield partial(one.load_state_dict, state)
-        generators = self._process, f"{pipeline}.{rank}", f"{pipeline}.0", "0.0"
-        rng = stored.value(*(f"rng.{process}" for process in generators))
-        if rng is not None:
-            yield partial(_set_rng_state, rng, self._device)
-
-
-def _optimizers_of(model: Executor, optimizer: Optimizer | None, loss_fn: object) -> Optimizers:
-    if loss_fn is not None:
-        raise ExecutionError("the executor has its loss_fn already; leave out loss_fn=")
-    if optimizer is None:
-        return {f"stage {stage}": one for stage, one in model.optimizers.items()}
-    if model.optimizers:
-        raise ExecutionError("the executor has its optimizers already; leave out optimizer=")
-    return {"this process": optimizer}
 
 
 class IncompatibleKeys(NamedTuple):
@@ -397,11 +391,6 @@ class Stateful(Protocol):
         """Restore a state."""
 
 
-def _is_split(module: nn.Module) -> bool:
-    """Whether this process has only a part of a tensor."""
-    return any(isinstance(tensor, DTensor) for tensor in module.state_dict().values())
-
-
 def _check_updated(executor: Executor) -> None:
     """Raise ExecutionError if gradients wait for an update; an OPTIM_STEP drops those that it has
     applied."""
@@ -414,46 +403,44 @@ def _check_updated(executor: Executor) -> None:
                 )
 
 
-def _state(one: Stateful, what: str) -> Tensor:
-    return packed(one.state_dict(), f"the state of {what}")
-
-
 def _load_module(held: Held, stored: Stored) -> None:
-    state = held.state()
-    saved = {name: value for name, value in state.items() if held.key(name) in stored.sizes}
-    stored.read_into({held.key(name): x for name, x in saved.items() if isinstance(x, Tensor)})
-    for name, value in saved.items():
-        if not isinstance(value, Tensor):
-            state[name] = stored.value(held.key(name))
-    held.take(state)
-    for parameter in held.module.parameters():
-        parameter.grad = None  # it belongs to other weights: a step that failed leaves some
+    state = held.module.state_dict()
+    keys = {name: held.key(whole_name(name)) for name in state}
+    saved = {keys[name]: x for name, x in state.items() if keys[name] in stored.sizes}
+    stored.read_into({key: x for key, x in saved.items() if isinstance(x, Tensor)})
+    for name, key in keys.items():
+        if key in saved:
+            state[name] = saved[key] if isinstance(saved[key], Tensor) else stored.value(key)
+    held.module.load_state_dict(state)
+    held.module.zero_grad()  # of other weights: a step that failed leaves some
 
 
 def _check_model(names: Names, stored: Stored, strict: bool) -> IncompatibleKeys:
     """The names that the checkpoint lacks, and those that the model lacks. Raises ExecutionError if
     tensors differ in shape, or, if it is `strict`, for any such name."""
     saved = {
-        name: tuple(size)
-        for name, size in stored.sizes.items()
-        if name.startswith(("model.", f"{LOSS}."))
+        name: size for name, size in stored.sizes.items() if name.startswith(("model.", f"{LOSS}."))
     }
     wanted = names.sizes
     unlike = IncompatibleKeys(
-        [_shown(name) for name in wanted if name not in saved],
-        [_shown(name) for name in saved if name not in wanted],
+        [name.removeprefix("model.") for name in wanted if name not in saved],
+        [name.removeprefix("model.") for name in saved if name not in wanted],
     )
     shapes = [
-        f"{_shown(name)} is {list(saved[name])} there and {list(size)} here"
+        f"{name.removeprefix('model.')} is {list(saved[name])} there and {list(size)} here"
         for name, size in wanted.items()
-        if size is not None and name in saved and saved[name] != size
+        if size is not None and saved.get(name, size) != size
     ]
     findings = {
         "it lacks {}": unlike.missing_keys if strict else (),
         "it has {}, which the model has not": unlike.unexpected_keys if strict else (),
         "{}": shapes,
     }
-    said = [text.format(_few(found)) for text, found in findings.items() if found]
+    said = []
+    for text, found in findings.items():
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        if found:
+            said.append(text.format(", ".join(found[:_SHOWN]) + more))
     if said:
         loss = any(name.startswith(f"{LOSS}.") for name in unlike.unexpected_keys)
         hint = "; its loss has parameters: pass loss_fn=" if loss else ""
@@ -463,35 +450,31 @@ def _check_model(names: Names, stored: Stored, strict: bool) -> IncompatibleKeys
     return unlike
 
 
-def _few(found: Sequence[str]) -> str:
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
+class _Generators:
+    """The generators of torch, the device, Python and numpy."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-def _shown(name: str) -> str:
-    return name.removeprefix("model.")
+    def state_dict(self) -> dict[str, Any]:
+        numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+        key = numpy_state["state"].pop("key")
+        numpy_state["key"] = torch.from_numpy(key.astype(np.int64))
+        return {
+            "torch": torch.get_rng_state(),
+            "device": [one.get_state() for one in accelerator_of(self._device).generators()],
+            "python": random.getstate(),
+            "numpy": numpy_state,
+        }
 
-
-def _rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of the generators of torch, the device, Python and numpy."""
-    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
-    key = numpy_state["state"].pop("key")
-    numpy_state["key"] = torch.from_numpy(key.astype(np.int64))
-    return {
-        "torch": torch.get_rng_state(),
-        "device": [one.get_state() for one in accelerator_of(device).generators()],
-        "python": random.getstate(),
-        "numpy": numpy_state,
-    }
-
-
-def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set all generators to a state; the state of another kind of device is ignored."""
-    torch.set_rng_state(state["torch"])
-    for one, found in zip(accelerator_of(device).generators(), state["device"], strict=False):
-        one.set_state(found)
-    random.setstate(state["python"])
-    numpy_state = dict(state["numpy"])
-    key = numpy_state.pop("key").numpy().astype(np.uint32)
-    numpy_state["state"] = {**numpy_state["state"], "key": key}
-    np.random.set_state(numpy_state)
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Set all generators; the state of another kind of device is ignored."""
+        torch.set_rng_state(state["torch"])
+        generators = accelerator_of(self._device).generators()
+        for one, found in zip(generators, state["device"], strict=False):
+            one.set_state(found)
+        random.setstate(state["python"])
+        numpy_state = dict(state["numpy"])
+        key = numpy_state.pop("key").numpy().astype(np.uint32)
+        numpy_state["state"] = {**numpy_state["state"], "key": key}
+        np.random.set_state(numpy_state)

@@ -1,55 +1,47 @@
 """The checkpoints of a training in one folder: the last ones, and the best.
 
-folder/epoch-2/   the checkpoint after two epochs, complete, as Checkpoint writes it
-       step-90/   the checkpoint after 90 steps; the last `keep` are kept
-       best/      the checkpoint of the best evaluation
-       saving/    the next checkpoint, until it is complete and renamed
+folder/epoch-2/           the checkpoint after two epochs, complete, as Checkpoint writes it
+       step-90/           the checkpoint after 90 steps; the last `keep` are kept
+       best/              the checkpoint of the best evaluation
+       .step-120.saving/  the next checkpoint, until it is complete and renamed
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 import shutil
 from collections import ChainMap
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import attrs
+
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
-from schedir.training.checkpoint.background import Saving
 from schedir.training.checkpoint.checkpoint import Checkpoint
-from schedir.training.checkpoint.collective import everywhere
-from schedir.training.checkpoint.storage import DamagedError, make_folder, writing
+from schedir.training.checkpoint.saving import Saving
+from schedir.training.checkpoint.storage import DamagedError, make_folder, step_of
+from schedir.training.collective import everywhere
 
 logger = logging.getLogger("schedir")
 
-_STEPS = "steps"  # the file in each checkpoint's folder with the number of steps made
 
-
+@attrs.define(eq=False)
 class RunFolder:
     """Saves the checkpoints of one training, and loads the last good one. Every rank calls it.
 
-    It keeps the last `keep` of `epoch-N` and `step-N`, and `best`. With `in_background` the
-    training goes on while files are written, until the next save, `wait` or `end`.
+    It keeps the last `keep` of `epoch-N` and `step-N`, and others, such as `best`. With
+    `in_background` the training goes on while files are written, until the next save, `wait` or
+    `end`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        checkpoint: Checkpoint,
-        keep: int,
-        executor: Executor,
-        in_background: bool,
-    ) -> None:
-        self._folder, self._checkpoint, self._keep = folder, checkpoint, keep
-        self._in_background = in_background
-        self._saving: Saving | None = None
-        self._gather = executor.gather
-        self._is_first = (executor.pipeline, executor.rank) == (0, 0)
-        self._last: Path | None = None  # the last one saved or loaded here
+    folder: Path
+    checkpoint: Checkpoint
+    keep: int
+    executor: Executor
+    in_background: bool
+    _saving: Saving | None = attrs.field(default=None, init=False)
 
     def resume(self) -> None:
         """Load the last checkpoint that is not damaged, if there is one.
@@ -57,12 +49,11 @@ class RunFolder:
         Raises ExecutionError if some ranks do not see the checkpoints, if all are damaged, if the
         last one does not fit, or if no checkpoint can be saved here.
         """
-        folder = self._folder
-        there = everywhere(self._gather, lambda: _steps_in(_prepared(folder)))
+        there = everywhere(self.executor.gather, self._prepared)
         steps = ChainMap(*there)
         refused: list[str] = []
         for name in sorted(steps, key=steps.__getitem__, reverse=True):
-            own = folder / name
+            own = self.folder / name
             missing = ", ".join(str(at) for at, seen in enumerate(there) if name not in seen)
             if missing:
                 raise ExecutionError(
@@ -70,40 +61,34 @@ class RunFolder:
                     "ranks see"
                 )
             try:
-                self._checkpoint.load(own)
+                self.checkpoint.load(own)
             except DamagedError as error:
                 refused.append(str(error))
                 continue
             if refused and self._is_first:
                 logger.warning("%s; the training goes on from %s", "; ".join(refused), own)
-            self._last = own
             return
         if refused:
             raise ExecutionError(
-                f"no checkpoint in {folder} can be loaded: {'; '.join(refused)}; to begin anew, "
-                "use another folder"
+                f"no checkpoint in {self.folder} can be loaded: {'; '.join(refused)}; to begin "
+                "anew, use another folder"
             )
 
-    def save(self, name: str, step: int) -> None:
-        """Save a checkpoint, then remove the ones that are too old."""
+    def save(self, name: str) -> None:
+        """Save a checkpoint, then remove the ones that are too old. One of the same name stays
+        valid meanwhile."""
         self.wait()
-        own = self._folder / name
-        # A checkpoint of the same step is saved in place: it stays valid meanwhile.
-        saving = own if own == self._last else self._folder / "saving"
-        self._save(saving, partial(self._finish, saving, own, step))
-        self._last = own
-
-    def save_best(self) -> None:
-        """Save the best checkpoint so far; the old one stays until the new one is complete."""
-        self.wait()
-        self._save(self._folder / "best")
+        prune = partial(self._prune, self.checkpoint.step)
+        if self.in_background:
+            self._saving = self.checkpoint.async_save(self.folder / name, then=prune)
+        else:
+            self.checkpoint.save(self.folder / name)
+            everywhere(self.executor.gather, lambda: prune() if self._is_first else None)
 
     def wait(self) -> None:
         """Wait for the save that is under way. Raises ExecutionError if it has failed."""
         if self._saving is not None:
-            self._last, last = None, self._last  # until it is known to be there
             self._saving.wait()
-            self._last = last
 
     def end(self) -> None:
         """Wait for the save that is under way on this process alone, after a failure."""
@@ -118,51 +103,37 @@ class RunFolder:
             return {}
         return {"copy_seconds": self._saving.seconds, "copy_gib": self._saving.bytes / 2**30}
 
-    def _save(self, folder: Path, then: Callable[[], object] = lambda: None) -> None:
-        """Save; `then` follows on the first process."""
-        if self._in_background:
-            self._saving = self._checkpoint.async_save(folder, then=then)
-            return
-        self._checkpoint.save(folder)
-        everywhere(self._gather, lambda: then() if self._is_first else None)
+    @property
+    def _is_first(self) -> bool:
+        return (self.executor.pipeline, self.executor.rank) == (0, 0)
 
-    def _finish(self, saving: Path, own: Path, step: int) -> None:
-        """Rename a complete checkpoint to its own name, and remove the ones that are too old."""
-        if saving != own:
-            with writing(saving / _STEPS):
-                (saving / _STEPS).write_text(str(step))
-            if own.exists():  # damaged, otherwise it would have been loaded
-                shutil.rmtree(own)
-            saving.rename(own)
-        steps = _steps_in(self._folder)
+    def _prepared(self) -> dict[str, float]:
+        """Make the folder for checkpoints, and list those that are there.
+
+        Raises ExecutionError if nothing can be saved in it, or if it is a checkpoint itself.
+        """
+        if Checkpoint.is_at(self.folder):
+            raise ExecutionError(
+                f"{self.folder} is a checkpoint itself, but a Trainer keeps its checkpoints in "
+                "folders below it: use another folder, or move the files (of a checkpoint after 3 "
+                f"epochs, say, to {self.folder / 'epoch-3'})"
+            )
+        make_folder(self.folder, self.folder)
+        return self._steps()
+
+    def _steps(self) -> dict[str, float]:
+        """The checkpoints here, damaged ones too, with the number of steps made; infinity if that
+        can't be read, so that those come first."""
+        return {
+            one.name: step_of(one)
+            for one in self.folder.iterdir()
+            if re.fullmatch(r"(epoch|step)-[1-9]\d*", one.name)
+        }
+
+    def _prune(self, step: int) -> None:
+        """Remove the checkpoints that are too old after this step, and what a kill has left."""
+        steps = self._steps()
         passed = sorted((name for name in steps if steps[name] <= step), key=steps.__getitem__)
-        for old in passed[: -self._keep]:
-            shutil.rmtree(self._folder / old, ignore_errors=True)
-
-
-def _prepared(folder: Path) -> Path:
-    """Make the folder for checkpoints.
-
-    Raises ExecutionError if nothing can be saved in it, or if it is a checkpoint itself.
-    """
-    if Checkpoint.is_at(folder):
-        raise ExecutionError(
-            f"{folder} is a checkpoint itself, but a Trainer keeps its checkpoints in folders "
-            "below it: use another folder, or move the files (of a checkpoint after 3 epochs, "
-            f"say, to {folder / 'epoch-3'})"
-        )
-    make_folder(folder)
-    return folder
-
-
-def _steps_in(folder: Path) -> dict[str, float]:
-    """The checkpoints in a folder, damaged ones too, with the number of steps made; infinity if
-    that can't be read, so that those come first."""
-    found = {}
-    for one in folder.iterdir():
-        if re.fullmatch(r"(epoch|step)-[1-9]\d*", one.name):
-            try:
-                found[one.name] = float((one / _STEPS).read_text())
-            except (OSError, ValueError):
-                found[one.name] = math.inf
-    return found
+        left = [one.name for one in self.folder.glob(".*.saving")]
+        for old in passed[: -self.keep] + left:
+            shutil.rmtree(self.folder / old, ignore_errors=True)

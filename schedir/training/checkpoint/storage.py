@@ -1,14 +1,16 @@
-"""Write and read the files of a checkpoint through torch.distributed.checkpoint (DCP).
+"""The files of a checkpoint, in the format of torch.distributed.checkpoint (DCP).
 
     folder/.metadata              the tensors, their files, and each file's hash
            __0_5f3a0c1e_0.distcp  saved by process 0; every save writes new files, and removes
            __1_5f3a0c1e_0.distcp  those of the save before once the new .metadata is in place
 
-So a folder without `.metadata` is no checkpoint, and a folder with it is a complete one. No tensor
-is read before all hashes are checked. DCP pickles its own data into `.metadata`, and does not read
-behind it. There stand the size and the SHA-256 of every other file, so one rename makes both valid:
+A folder without `.metadata` is no checkpoint, and a folder with it is a complete one; a new folder
+is made aside, and renamed at the end. No tensor is read before all hashes are checked. DCP pickles
+its own data into `.metadata`, and does not read behind it. There stand the size and the SHA-256 of
+every other file, so one rename makes both valid:
 
-    {"schedir checkpoint": 2, "files": {"__0_5f3a0c1e_0.distcp": {"size": 9, "sha256": "…"}}}
+    {"schedir checkpoint": 2, "step": 90,
+     "files": {"__0_5f3a0c1e_0.distcp": {"size": 9, "sha256": "…"}}}   (on one line)
     the SHA-256 of all above
 
 Plain values are kept as bytes in a tensor: DCP itself would pickle them, and reading a pickle can
@@ -22,42 +24,34 @@ import errno
 import hashlib
 import io
 import json
+import math
 import os
 import pickle
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from enum import EnumType
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemReader,
-    FileSystemWriter,
-    _StoragePrefix,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
 
 from schedir.errors import ExecutionError
-from schedir.training.checkpoint.collective import Gather, everywhere
 
+METADATA = ".metadata"
 VERSION = 2
 """The version of a checkpoint's content and of the hashes behind its metadata."""
 
 Entry: TypeAlias = dict[str, Any]
 """A file's `size` in bytes, and its `sha256` in hexadecimal."""
 
-Part: TypeAlias = tuple[list[WriteResult], dict[str, Entry]]
-"""What a process has written: where its tensors are, and its files."""
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_METADATA = ".metadata"
 _FILE = "it is a file, not a folder"
 _KEY = "schedir checkpoint"
 _OTHER = "it does not have the hash that was saved with it"
@@ -66,93 +60,6 @@ _SEAL = 64  # characters of a SHA-256
 
 class DamagedError(ExecutionError):
     """A checkpoint is damaged; the one before it may be whole."""
-
-
-def write(folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -> None:
-    """Write a nested dict of tensors, each process its part; a part of several is written once.
-
-    `number` is this process's number among those of `gather`. An older checkpoint in the folder
-    stays valid until everything is written. Raises ExecutionError on all processes if one fails.
-    """
-    save = Save(folder, state, gather, number)
-    try:
-        parts = everywhere(gather, save.write)
-        everywhere(gather, lambda: save.publish(parts))
-    except ExecutionError:
-        save.discard()
-        raise
-
-
-class Save:
-    """One save, which all processes plan together when they make it.
-
-    Then each process calls `write`, in any thread, and the first one calls `publish` with the parts
-    of all. A process can leave its part in the folder (`leave`) for the first one (`found`).
-    """
-
-    def __init__(self, folder: Path, state: Mapping[str, Any], gather: Gather, number: int) -> None:
-        self.is_first = first = number == 0
-        self.folder, self._number = folder, number
-        self._writer, self._planner = _Writer(folder), DefaultSavePlanner()
-        self._is_published = False
-
-        def planned() -> SavePlan:
-            if first:
-                make_folder(folder)
-            self._planner.set_up_planner(dict(state), is_coordinator=first)
-            return self._planner.create_local_plan()
-
-        def divided() -> tuple[list[SavePlan], Metadata] | None:
-            if not first:
-                return None
-            plans, metadata = self._planner.create_global_plan(found)
-            return self._writer.prepare_global_plan(plans), metadata
-
-        found = everywhere(gather, planned)
-        ((self._plans, self._metadata),) = filter(None, everywhere(gather, divided))
-
-    def write(self) -> Part:
-        """Write the files of this process. Raises ExecutionError if that fails."""
-        plan = self._planner.finish_plan(self._plans[self._number])
-        results = self._writer.write_data(plan, self._planner).wait()
-        names = {one.storage_data.relative_path for one in results}
-        return results, {name: self._writer.files.streams[name].entry for name in names}
-
-    def leave(self, part: Part) -> None:
-        """Leave this process's part, which `write` has returned, in the folder."""
-        file = self._left()[self._number]
-        aside = file.with_name(f"{file.name}.tmp")
-        with self._writer.files.create_stream(aside, "wb") as stream:
-            pickle.dump(part, stream)
-        aside.replace(file)
-
-    def found(self) -> list[Part] | None:
-        """The parts of all processes; None until all have left theirs."""
-        files = self._left()
-        if not all(file.exists() for file in files):
-            return None
-        return [_Unpickler(io.BytesIO(file.read_bytes())).load() for file in files]
-
-    def publish(self, parts: Sequence[Part]) -> None:
-        """Make the checkpoint valid, and remove the files of earlier saves, complete or not; on the
-        first process only."""
-        if not self.is_first:
-            return
-        files = {name: entry for _, own in parts for name, entry in own.items()}
-        results = [results for results, _ in parts]
-        self._writer.publish(self._metadata, results, files)
-        self._is_published = True
-        kept = {result.storage_data.relative_path for own in results for result in own}
-        _remove(self.folder, "*.distcp", f"{_METADATA}.*", but=kept)
-
-    def discard(self) -> None:
-        """Remove what a save that failed has written; on the first process only."""
-        if self.is_first and not self._is_published:
-            _remove(self.folder, f"*{self._writer.mark}*")
-
-    def _left(self) -> list[Path]:
-        """The files in which the processes leave their parts."""
-        return [self.folder / f"{_METADATA}.{p.storage_data.prefix}" for p in self._plans]
 
 
 @contextmanager
@@ -169,17 +76,17 @@ def writing(file: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder of a checkpoint, if needed.
+def make_folder(folder: Path, at: Path) -> None:
+    """Make a folder, if needed, perhaps `at` another place first.
 
     Raises ExecutionError if it can't be made, or if it is not writable.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        at.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = _FILE if folder.is_file() else f"the folder can't be made: {error.strerror}"
     else:
-        if os.access(folder, os.W_OK | os.X_OK):
+        if os.access(at, os.W_OK | os.X_OK):
             return
         why = "the folder is not writable"
     raise ExecutionError(f"no checkpoint can be saved in {folder}: {why}")
@@ -187,7 +94,17 @@ def make_folder(folder: Path) -> None:
 
 def is_complete(folder: Path) -> bool:
     """Whether a checkpoint is there."""
-    return (folder / _METADATA).is_file()
+    return (folder / METADATA).is_file()
+
+
+def step_of(folder: Path) -> float:
+    """The number of the step after which a checkpoint was saved; infinity if it can't be read."""
+    file = folder / METADATA
+    with suppress(OSError, ValueError, ExecutionError):
+        _, manifest = unsealed(file.read_bytes(), file)
+        # A file had it before the manifest did.
+        return float(manifest["step"] if "step" in manifest else (folder / "steps").read_text())
+    return math.inf
 
 
 class Stored:
@@ -196,49 +113,42 @@ class Stored:
     `sizes` are the shapes of all its tensors and `paths` their places in the nested dict, by name;
     `mark` tells checkpoints apart. Call `check` before you read tensors.
 
-    Raises ExecutionError if there is none, DamagedError if files are missing or cut off, or if the
-    metadata has changed.
+    Raises ExecutionError if there is none, DamagedError if the metadata has changed.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        file = folder / _METADATA
+        file = folder / METADATA
         if not is_complete(folder):
             what = f"there is no complete checkpoint in {folder}: "
-            if not folder.is_dir():
-                what += _FILE if folder.exists() else "there is no such folder"
-                raise ExecutionError(what)
-            if any(folder.glob("*.distcp")):
-                what += "it has data but no .metadata, as after a save that was interrupted"
-            else:
-                what += "it has no .metadata"
-            raise _damaged(what)
+            if folder.is_dir():
+                raise _damaged(f"{what}it has no .metadata, as after a save that was interrupted")
+            raise ExecutionError(what + (_FILE if folder.exists() else "there is no such folder"))
         with _reading(file):
             content = file.read_bytes()
-        pickled, self._files = unsealed(content, file)
+        pickled, manifest = unsealed(content, file)
+        self._files: dict[str, Entry] = manifest["files"]
         self.mark = content[-_SEAL:]
-        for name, entry in self._files.items():
-            if Path(name).name != name:
-                raise _elsewhere(file, name)
-            with _reading(folder / name):
-                size = (folder / name).stat().st_size
-            if size != entry["size"]:
-                raise _damaged(
-                    f"{folder / name} is damaged: it has {size} bytes, and had {entry['size']}"
-                )
         try:
-            self._metadata = _Unpickler(io.BytesIO(pickled)).load()
+            self._metadata = unpickled(pickled)
             if not isinstance(self._metadata, Metadata):
                 raise TypeError(f"it holds a {type(self._metadata).__name__}")
         except Exception as error:  # a pickle may raise anything
             raise ExecutionError(
                 f"{file} is not the metadata of a checkpoint: {error}", cause=error
             ) from error
-        for info in self._metadata.storage_data.values():
-            if info.relative_path not in self._files:
-                raise _elsewhere(file, info.relative_path)
-        listed = self._metadata.state_dict_metadata.items()
-        self._tensors = {k: v for k, v in listed if isinstance(v, TensorStorageMetadata)}
+        used = {info.relative_path for info in self._metadata.storage_data.values()}
+        for name in used | self._files.keys():
+            if name not in self._files or Path(name).name != name:
+                raise ExecutionError(
+                    f"{file} names a file elsewhere: {name!r}; a checkpoint reads files of its "
+                    "folder only"
+                )
+        self._tensors = {
+            name: one
+            for name, one in self._metadata.state_dict_metadata.items()
+            if isinstance(one, TensorStorageMetadata)
+        }
         self.sizes = {name: one.size for name, one in self._tensors.items()}
         self.paths: Mapping[str, tuple[str, ...]] = self._metadata.planner_data or {}
         self._reader = FileSystemReader(folder)
@@ -247,38 +157,37 @@ class Stored:
     def check(self, number: int, processes: int) -> None:
         """Compare a process's share of the files with their hashes: one process reads each file.
 
-        Raises DamagedError if a file has changed.
+        Raises DamagedError if a file is missing or has changed.
         """
-        for name in sorted(self._files, key=lambda name: self._files[name]["size"])[
-            number::processes
-        ]:
+        by_size = sorted(self._files, key=lambda name: self._files[name]["size"])
+        for name in by_size[number::processes]:
             file = self.folder / name
             with _reading(file), file.open("rb") as opened:
                 found = hashlib.file_digest(opened, "sha256").hexdigest()  # piece by piece
             if found != self._files[name]["sha256"]:
                 raise _damaged(f"{file} is damaged: {_OTHER}")
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a saved tensor."""
-        return self._tensors[name].properties.dtype
-
-    def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """Make an empty tensor to read a saved one into."""
+    def empty(self, name: str, like: Tensor | None = None) -> Tensor:
+        """Make an empty tensor to read a saved one into, split and placed as another one is.
+        Numbers, such as the steps of Adam, are on the CPU."""
         one = self._tensors[name]
-        return torch.empty(one.size, dtype=self.dtype(name), device=device)
+        dtype = one.properties.dtype
+        if isinstance(like, DTensor) and one.size:
+            return torch.empty_like(like, dtype=dtype)
+        device = "cpu" if like is None or not one.size else like.device
+        return torch.empty(one.size, dtype=dtype, device=device)
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors, by name; nothing else is read."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner = _TensorPlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(tensors), self._metadata, is_coordinator=True)
         plan = planner.finish_plan(planner.create_local_plan())
         self._reader.read_data(plan, planner).wait()
 
     @cached_property
-    def training(self) -> dict[str, Any]:
+    def training(self) -> Any:
         """The plain values of the training, such as its step and its optimisers' options."""
-        found: dict[str, Any] = self.value("training")
-        return found
+        return self.value("training")
 
     def value(self, *names: str) -> Any:
         """Read the plain value of the first of these names that is there; None if none is."""
@@ -288,6 +197,14 @@ class Stored:
                 self.read_into({name: content})
                 return _unpacked(content, f"{name} of {self.folder}")
         return None
+
+
+class _TensorPlanner(DefaultLoadPlanner):
+    """Loads tensors only: DCP itself unpickles plain values, which can run code."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Refuse a value that is no tensor."""
+        raise ExecutionError(f"{read_item.dest_index.fqn} is no tensor in the checkpoint")
 
 
 def packed(value: Any, what: str) -> Tensor:
@@ -311,13 +228,13 @@ def packed(value: Any, what: str) -> Tensor:
     return content
 
 
-def sealed(metadata: bytes, files: dict[str, Entry]) -> bytes:
+def sealed(metadata: bytes, manifest: Mapping[str, Any]) -> bytes:
     """Write the manifest of the other files behind the metadata."""
-    body = metadata + f"\n{json.dumps({_KEY: VERSION, 'files': files})}\n".encode()
+    body = metadata + f"\n{json.dumps({_KEY: VERSION, **manifest})}\n".encode()
     return body + hashlib.sha256(body).hexdigest().encode()
 
 
-def unsealed(content: bytes, file: Path) -> tuple[bytes, dict[str, Entry]]:
+def unsealed(content: bytes, file: Path) -> tuple[bytes, dict[str, Any]]:
     """Separate the metadata and the manifest in `file`.
 
     Raises DamagedError if they have changed, ExecutionError if another version of schedir wrote
@@ -325,20 +242,18 @@ def unsealed(content: bytes, file: Path) -> tuple[bytes, dict[str, Entry]]:
     """
     body, seal = content[:-_SEAL], content[-_SEAL:]
     if hashlib.sha256(body).hexdigest().encode() != seal:
-        if f'\n{{"{_KEY}"'.encode() in content:
-            raise _damaged(f"{file} is damaged: {_OTHER}")
         raise _damaged(
-            f"{file} has no hash: it is damaged, older than schedir's hashes, or not schedir's "
+            f"{file} is damaged: {_OTHER}; or it is not schedir's, or older than schedir's hashes "
             "(torch.distributed.checkpoint reads such a folder unchecked)"
         )
-    metadata, manifest = body[:-1].rsplit(b"\n", 1)
-    held = json.loads(manifest)
-    if held[_KEY] != VERSION:
+    metadata, last = body[:-1].rsplit(b"\n", 1)
+    manifest = json.loads(last)
+    if manifest[_KEY] != VERSION:
         raise ExecutionError(
-            f"{file} has format {held[_KEY]}, but this version of schedir reads format {VERSION}: "
-            "load it with the version that saved it"
+            f"{file} has format {manifest[_KEY]}, but this version of schedir reads format "
+            f"{VERSION}: load it with the version that saved it"
         )
-    return metadata, held["files"]
+    return metadata, manifest
 
 
 def _unpacked(content: Tensor, what: str) -> Any:
@@ -368,99 +283,9 @@ def _damaged(what: str, cause: BaseException | None = None) -> DamagedError:
     return DamagedError(f"{what}; load the checkpoint before this one", cause=cause)
 
 
-class _Writer(FileSystemWriter):
-    """Writes new files in every save, and replaces the metadata in one go."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=False)
-        self.fs = self.files = _HashingFiles()  # they sync themselves
-
-    @property
-    def mark(self) -> str:
-        """The part that all names of this save's files share."""
-        return self.save_id[:8]
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the processes' files."""
-        return [
-            dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{number}_{self.mark}_"))
-            for number, plan in enumerate(plans)
-        ]
-
-    def _get_metadata_path(self, rank: int | None = None) -> os.PathLike[str]:
-        return Path(self.path, f"{_METADATA}.{self.mark}")
-
-    def publish(
-        self,
-        metadata: Metadata,
-        results: Sequence[list[WriteResult]],
-        files: dict[str, Entry],
-    ) -> None:
-        """Rename the new metadata into place. DCP itself would remove the old metadata first."""
-        self.finish(metadata, list(results))
-        file = Path(self._get_metadata_path())
-        content = sealed(file.read_bytes(), files)
-        with self.files.create_stream(file, "wb") as stream:
-            stream.write(content)
-        file.replace(Path(self.path, _METADATA))
-
-
-def _remove(folder: Path, *patterns: str, but: Container[str] = ()) -> None:
-    for pattern in patterns:
-        for file in folder.glob(pattern):
-            if file.name not in but:
-                file.unlink(missing_ok=True)
-
-
-class _HashingFiles(FileSystem):
-    """Writes files and hashes their content. A closed file is on the disk."""
-
-    def __init__(self) -> None:
-        self.streams: dict[str, _Hashing] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a new file for writing, whatever the mode."""
-        with writing(path), _Hashing(path) as stream:
-            self.streams[Path(path).name] = stream
-            try:
-                yield cast(io.IOBase, stream)
-            except RuntimeError as error:  # torch.save's own words, in place of the system's
-                raise stream.failure or error from error
-
-
-class _Hashing(io.BufferedWriter):
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(io.FileIO(path, "w"))
-        self._size, self._hash = 0, hashlib.sha256()
-        self.failure: OSError | None = None
-
-    def write(self, data: bytes | memoryview, /) -> int:  # type: ignore[override]
-        self._hash.update(data)
-        self._size += len(data)
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.failure = error
-            raise
-
-    def close(self) -> None:
-        try:
-            if not self.closed:
-                self.flush()
-                os.fsync(self.fileno())
-        finally:
-            super().close()
-
-    @property
-    def entry(self) -> Entry:
-        return {"size": self._size, "sha256": self._hash.hexdigest()}
-
-
-def _elsewhere(file: Path, name: str) -> ExecutionError:
-    return ExecutionError(
-        f"{file} names a file elsewhere: {name!r}; a checkpoint reads files of its folder only"
-    )
+def unpickled(content: bytes) -> Any:
+    """Read a pickle of DCP's classes. Raises UnpicklingError if it refers to anything else."""
+    return _Unpickler(io.BytesIO(content)).load()
 
 
 class _Unpickler(pickle.Unpickler):

@@ -16,7 +16,7 @@ from schedir.runtime import Executor
 from schedir.runtime.accelerator import accelerator_of
 from schedir.runtime.arguments import whole_name
 from schedir.runtime.session import digest
-from schedir.training.checkpoint.collective import Gather, everywhere
+from schedir.training.collective import Gather, everywhere
 
 LOSS = "loss_fn"
 """The prefix of a loss's parameters, if the loss is a module."""
@@ -58,26 +58,10 @@ class Held:
     saves: bool = True
     where: str = ""
 
-    def state(self) -> dict[str, Any]:
+    def state(self, keep_vars: bool = False) -> dict[str, Any]:
         """The module's state dict, under whole names."""
-        return {whole_name(name): value for name, value in self.module.state_dict().items()}
-
-    def written(self) -> dict[str, Any]:
-        """What this process writes of it: its parts of what is split, and perhaps the rest."""
-        return {k: v for k, v in self.state().items() if self.saves or isinstance(v, DTensor)}
-
-    def whole(self) -> dict[str, Any]:
-        """The state with whole tensors. All processes that have parts of them call it."""
-        state = self.state()
-        return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
-
-    def take(self, state: Mapping[str, Any]) -> None:
-        """Load a state dict under whole names; its tensors may be the module's, changed in
-        place."""
-        found = self.module.state_dict()
-        for name in found:
-            found[name] = state[whole_name(name)]
-        self.module.load_state_dict(found)
+        found = self.module.state_dict(keep_vars=keep_vars)
+        return {whole_name(name): value for name, value in found.items()}
 
     def key(self, name: str) -> str:
         """The name of one of the module's tensors in a checkpoint, with its section."""
@@ -85,19 +69,20 @@ class Held:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters under all their names, which are the keys of optimiser state."""
-        for name, value in self.module.state_dict(keep_vars=True).items():
+        for name, value in self.state(keep_vars=True).items():
             if isinstance(value, nn.Parameter):
-                whole = whole_name(name)
-                yield (self.key(whole) if self.section == LOSS else whole), value
+                yield (self.key(name) if self.section == LOSS else name), value
 
     def entries(self) -> Iterator[_Entry]:
         """Yield the names of the state dict, for other processes."""
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            size = tuple(value.shape) if isinstance(value, Tensor) else None
-            is_buffer = size is not None and not isinstance(value, nn.Parameter)
-            compares = is_buffer or (bool(self.where) and not isinstance(value, DTensor))
-            content = digest(value) if compares and size is not None else None
-            key = self.key(whole_name(name))
+        for name, value in self.state(keep_vars=True).items():
+            is_tensor, key = isinstance(value, Tensor), self.key(name)
+            is_buffer = is_tensor and not isinstance(value, nn.Parameter)
+            compares = is_buffer or (is_tensor and self.where and not isinstance(value, DTensor))
+            size, content = (
+                tuple(value.shape) if is_tensor else None,
+                digest(value) if compares else None,
+            )
             yield _Entry(key, self.place, self.stage, size, content, is_buffer, self.where)
 
 
@@ -146,7 +131,7 @@ def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) 
         for name, parameter in one.parameters():
             own.setdefault(parameter, []).append(name)
     stages, given = (model.stages, model.ties) if isinstance(model, Executor) else ({}, ())
-    ties = [[(stage, name) for stage, name in tie] for tie in given]
+    ties = [sorted((stage, name) for stage, name in tie) for tie in given]
     here = {
         (stage, name): stages[stage].get_parameter(name)
         for stage, name in chain(*ties)
@@ -163,35 +148,28 @@ def names_of(model: Executor | nn.Module, held: Sequence[Held], gather: Gather) 
     aliases = {parameter: tuple(names) for parameter, names in own.items()}
     shared: set[str] = set()
     for tie in ties:
-        names = dict.fromkeys(name for at in sorted(tie) for name in names_at.get(at, ()))
+        names = dict.fromkeys(name for at in tie for name in names_at.get(at, ()))
         aliases.update((here[at], tuple(names)) for at in tie if at in here)
         shared.update(f"model.{name}" for name in names)
     first: dict[str, _Entry] = {}
     entries = [entry for theirs, _ in told for entry in theirs]
     for entry in sorted(entries, key=lambda one: one.stage):
-        other = first.setdefault(entry.key, entry)
-        if other.stage == entry.stage:
-            _check_slices(other, entry)
-        if other.stage == entry.stage or entry.key in shared:
-            continue
-        if entry.content is None or (entry.content, entry.size) != (other.content, other.size):
+        other, name = first.setdefault(entry.key, entry), entry.key.partition(".")[2]
+        is_same = (entry.content, entry.size) == (other.content, other.size)
+        if other.stage == entry.stage:  # of slices one saves for all what is whole in each
+            if other.where != entry.where and not is_same and not entry.is_buffer:
+                raise ExecutionError(
+                    f"{name} of {entry.place} differs between {other.where} and {entry.where}: "
+                    "make what is split a DTensor, by distribute_tensor, so that all of it is "
+                    "saved; what is not must be equal"
+                )
+        elif entry.key not in shared and (entry.content is None or not is_same):
             raise ExecutionError(
-                f"{entry.key.partition('.')[2]} is the name of two things, in {other.place} and "
-                f"{entry.place}; stages must use the whole model's names: make them with partition "
-                "or stages_of, or declare a shared parameter with ties="
+                f"{name} is the name of two things, in {other.place} and {entry.place}; stages "
+                "must use the whole model's names: make them with partition or stages_of, or "
+                "declare a shared parameter with ties="
             )
     return Names({key: entry.size for key, entry in first.items()}, aliases)
-
-
-def _check_slices(one: _Entry, other: _Entry) -> None:
-    """Raise ExecutionError if slices have different values of a parameter that is whole in each, of
-    which one would be saved for all."""
-    if one.where != other.where and one.content != other.content and not one.is_buffer:
-        raise ExecutionError(
-            f"{one.key.partition('.')[2]} of {one.place} differs between {one.where} and "
-            f"{other.where}: make what is split a DTensor, by distribute_tensor, so that all of it "
-            "is saved; what is not must be equal"
-        )
 
 
 def gathered_state(executor: Executor) -> dict[str, Any] | None:
@@ -219,13 +197,14 @@ def gathered_state(executor: Executor) -> dict[str, Any] | None:
     whole: dict[str, Any] = {}
     is_first = False
     for stage in range(executor.schedule.stages):
-        own = {
-            name: value.cpu().clone() if isinstance(value, Tensor) else value
-            for one in held
-            if one.stage == stage and one.section == "model"
-            for name, value in one.whole().items()
-            if one.saves
-        }
+        own = {}
+        for one in held:
+            if one.stage == stage and one.section == "model":
+                for name, value in one.state().items():
+                    # All processes that have parts of it make it whole.
+                    value = value.full_tensor() if isinstance(value, DTensor) else value
+                    if one.saves:
+                        own[name] = value.cpu().clone() if isinstance(value, Tensor) else value
         collected = executor.collect(own)
         is_first = collected is not None
         for found in collected or ():
