@@ -33,13 +33,10 @@ MORE: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": _SPARSE
     | {"n_routed_experts": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
 }
-QUICK: tuple[str, ...] = (
-    "LlamaForCausalLM",
-    "GPT2LMHeadModel",
-    "MixtralForCausalLM",
-    "BertForMaskedLM",
-)
-QUICK += ("ViTForImageClassification", "Glm4MoeForCausalLM")
+QUICK = [
+    *("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM", "BertForMaskedLM"),
+    *("ViTForImageClassification", "Glm4MoeForCausalLM"),
+]
 ON_TWO = schedir.build("1f1b", ranks=2, microbatches=2)
 
 

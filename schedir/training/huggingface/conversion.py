@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Lazy(Tensor):
     @staticmethod
     def __new__(cls, like: Tensor, compute: Callable[[], Tensor], in_file: bool = True) -> Lazy:
         """Make one like a tensor on meta. `in_file` says that its memory is a file's."""
-        made: Lazy = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Lazy = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=_META
         )
         made.like, made.compute, made.in_file = like, compute, in_file
@@ -43,7 +44,7 @@ class Lazy(Tensor):
         return found.clone() if self.in_file or is_part else found
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func._schema.is_mutable:
@@ -52,15 +53,16 @@ class Lazy(Tensor):
         like_args, like_kwargs = pytree.tree_map_only(Lazy, lambda x: x.like, given)
         found = func(*like_args, **like_kwargs)
 
-        def computed() -> Any:
+        def computed(at: int | None = None) -> Any:
             now = pytree.tree_map_only(Lazy, lambda x: x.compute(), given)
             now = pytree.tree_map_only(torch.device, lambda at: _CPU if at == _META else at, now)
-            return func(*now[0], **now[1])
+            result = func(*now[0], **now[1])
+            return result if at is None else result[at]
 
         in_file = func.is_view and args[0].in_file
         if isinstance(found, Tensor):
             return cls(found, computed, in_file)
-        return [cls(x, lambda i=i: computed()[i], in_file) for i, x in enumerate(found)]
+        return [cls(x, partial(computed, i), in_file) for i, x in enumerate(found)]
 
 
 def dtype_named(name: str) -> torch.dtype:
