@@ -41,7 +41,7 @@ WINGS = {
         *("recorder", "trace", "assembly", "engine", "segments", "executor"),
     ),
     "training": (
-        *("cutting", "huggingface", "data", "checkpoint", "measured_costs", "schedulers"),
+        *("cutting", "data", "checkpoint", "huggingface", "measured_costs", "schedulers"),
         *("history", "evaluation"),
         *("callbacks", "loggers", "trainer"),
     ),

@@ -244,6 +244,14 @@ def _bins(folder: Path) -> None:
     (folder / "pytorch_model.bin").touch()
 
 
+def _narrow(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        state = load_file(file)
+        if NORM in state:
+            state[NORM] = state[NORM].to(torch.float8_e4m3fn)
+            save_file(state, file, {"format": "pt"})
+
+
 def _first(folder: Path) -> Path:
     return min(folder.glob("*.safetensors"))
 
@@ -257,6 +265,7 @@ NORM = "model.layers.2.input_layernorm.weight"
         (_without(NORM), rf"FOLDER lacks {NORM} \[32\], which LlamaForC.*name in new="),
         (_setting(hidden_size=16), r"\w+.weight is \[\d+, 32\] in FOLDER and \[\d+, 16\] in Lla"),
         (_setting(quantization_config={"quant_method": "fp8"}), "^FOLDER is quantised"),
+        (_narrow, rf"^FOLDER is quantised \({NORM} is torch.float8_e4m3fn"),
         (lambda at: (at / "adapter_config.json").touch(), "FOLDER has an adapter .*merge it"),
         (_bins, "no weights in FOLDER.*only pytorch_model.bin, a pickle"),
         (

@@ -56,13 +56,18 @@ def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> Weight
     Raises ExecutionError, alike on every rank, if the folder does not have what the model needs.
     """
     kind = type(skeleton).__name__
-    if getattr(skeleton.config, "quantization_config", None) is not None:
+    tensors = _headers(folder)
+    narrow = [
+        name for name, x in tensors.items() if x.dtype.itemsize == 1 and x.dtype != torch.bool
+    ]
+    if getattr(skeleton.config, "quantization_config", None) is not None or narrow:
+        why = f"{narrow[0]} is {tensors[narrow[0]].dtype}" if narrow else "its config says how"
         raise ExecutionError(
-            f"{folder} is quantised (quantization_config in its config), and can't be trained as "
-            "it is; dequantise it by from_pretrained, and save that"
+            f"{folder} is quantised ({why}), and can't be trained as it is; dequantise it by "
+            "from_pretrained, and save that"
         )
     model = on_meta(skeleton)
-    info = conversion.load(model, _headers(folder))
+    info = conversion.load(model, tensors)
     for name, told in sorted(info.conversion_errors.items()):
         reason = str(told).strip().splitlines()[-1]
         raise ExecutionError(f"{folder} has tensors that don't become {name} of {kind}: {reason}")

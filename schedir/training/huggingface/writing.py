@@ -47,6 +47,20 @@ def save_pretrained(
 ) -> None:
     """Write the model of `stages_of` as a Hugging Face folder, which `from_pretrained` loads.
 
+    >>> from tempfile import TemporaryDirectory
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from schedir import build
+    >>> from schedir.runtime import Executor
+    >>> from schedir.training import causal_lm_loss, save_pretrained, stages_of
+    >>> config = GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=64, bos_token_id=0)
+    >>> schedule = build("1f1b", ranks=2, microbatches=2)
+    >>> stages = stages_of(config, schedule)
+    >>> options = {"ties": stages.ties, "in_process": True}
+    >>> with TemporaryDirectory() as folder:
+    ...     with Executor(schedule, stages, causal_lm_loss, **options) as executor:
+    ...         save_pretrained(executor, folder)
+    ...     model = GPT2LMHeadModel.from_pretrained(folder)
+
     Every rank calls it, between two steps, and must see the folder. Each stage's first rank writes
     the stage's tensors, in files of at most `max_shard_size`. Their names and layout are those that
     were read, or the usual ones of the model's class. The config is written as it came; of a
