@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -26,32 +25,11 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SILENT = re.compile(r"(^|\.)(inv_freq|position_ids|attn\.(masked_)?bias)$")
 
 
-@attrs.frozen(eq=False)
-class Weights:
-    """What a folder has for a model: the names, shapes and dtypes of tensors, without values.
-
-    `tensors` are under all names that they have in the model.
-    """
-
-    folder: Path
-    tensors: Mapping[str, Lazy]
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read those of some tensors that are there, on the CPU; each once, whatever its names."""
-        found: dict[Lazy, Tensor] = {}
-        values = {}
-        for name in names:
-            if (tensor := self.tensors.get(name)) is not None:
-                if tensor not in found:
-                    found[tensor] = tensor.value()
-                values[name] = found[tensor]
-        return values
-
-
-def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> Weights:
+def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> Mapping[str, Lazy]:
     """Find the tensors of a model on meta in a folder, from the headers of its files alone.
 
-    Afterwards `skeleton` has the dtypes in which they are read, and keeps how they are converted.
+    They are under all names that they have in the model. Afterwards `skeleton` has the dtypes in
+    which they are read, and keeps how they are converted.
 
     Raises ExecutionError, alike on every rank, if the folder does not have what the model needs.
     """
@@ -97,7 +75,18 @@ def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> Weight
         if name in found:
             tensor.data = tensor.data.to(found[name].dtype)
     skeleton._weight_conversions = getattr(model, "_weight_conversions", None)
-    return Weights(folder, found)
+    return found
+
+
+def values_of(tensors: Iterable[tuple[str, Lazy]]) -> dict[str, Tensor]:
+    """Read tensors, on the CPU; each once, whatever its names."""
+    read: dict[Lazy, Tensor] = {}
+    values = {}
+    for name, tensor in tensors:
+        if tensor not in read:
+            read[tensor] = tensor.value()
+        values[name] = read[tensor]
+    return values
 
 
 def _tie(folder: Path, names: Iterable[str], found: dict[str, Lazy]) -> None:

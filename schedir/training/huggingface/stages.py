@@ -49,7 +49,7 @@ from schedir.training.huggingface.outline import (
     joined,
     outline_of,
 )
-from schedir.training.huggingface.reading import weights_of
+from schedir.training.huggingface.reading import values_of, weights_of
 
 _HIDDEN, _GIVEN = "hidden_states", "inputs"
 
@@ -138,7 +138,7 @@ def uncut_pretrained(
         raise ExecutionError("weights= is for a config, not for a model; leave it out")
     if new and folder is None:
         raise ExecutionError("new= is for a folder's weights; leave it out")
-    read = None if folder is None else weights_of(folder, model.skeleton, new)
+    tensors = {} if folder is None else weights_of(folder, model.skeleton, new)
     _check_encoder_decoder(model)
     inputs = small_inputs(model)
     try:
@@ -162,7 +162,7 @@ def uncut_pretrained(
         real = model.real
         if real is None:
             real = on_meta(model.skeleton)
-            loaded = {} if read is None else read.read(names)
+            loaded = values_of((name, x) for name, x in tensors.items() if name in names)
             materialise(real, names, loaded, seed, torch.device(device or "cpu"), model.kind)
         stage = _assembled(model.skeleton, real, outline, range(*span), own)
         stage.origin = attrs.evolve(model, real=None, folder=folder)
