@@ -172,6 +172,18 @@ def test_a_folder_keeps_its_dtype_through_training_in_another(name: str, tmp_pat
     assert_same(made.from_pretrained(tmp_path / "float").state_dict(), state)
 
 
+@pytest.mark.parametrize("as_before", [True, False])
+def test_the_layout_that_was_read_is_kept(as_before: bool, tmp_path: Path) -> None:
+    """Experts stand one by one, or fused as in the model."""
+    made = transformers.MixtralForCausalLM
+    model = made.from_pretrained(folder_of("MixtralForCausalLM", tmp_path / "first"))
+    model.save_pretrained(tmp_path / "in", save_original_format=as_before)
+    with executor_at(tmp_path / "in") as executor:
+        save_pretrained(executor, tmp_path / "out")
+    check(tmp_path / "in", tmp_path / "out", made, model.state_dict())
+    assert any("experts.gate_up_proj" in name for name in names_in(tmp_path / "out")) != as_before
+
+
 def test_a_model_from_a_config_is_written_as_transformers_writes_it(tmp_path: Path) -> None:
     """With a changed class, and ready to generate."""
     config = transformers.MixtralConfig(**CLASSES["MixtralForCausalLM"])
