@@ -41,8 +41,8 @@ WINGS = {
         *("recorder", "trace", "assembly", "engine", "segments", "executor"),
     ),
     "training": (
-        *("cutting", "huggingface", "data", "collective", "schedulers"),
-        *("whole_names", "checkpoint", "measured_costs"),
+        *("cutting", "data", "collective", "whole_names", "huggingface", "checkpoint"),
+        *("measured_costs", "schedulers"),
         *("history", "evaluation"),
         *("callbacks", "loggers", "trainer"),
     ),

@@ -21,6 +21,7 @@ from schedir.training.evaluation import (
 )
 from schedir.training.history import Evaluation, History, Record
 from schedir.training.huggingface.stages import stages_of
+from schedir.training.huggingface.writing import save_pretrained
 from schedir.training.loggers import CSV, JSONLines, TensorBoard, WandB
 from schedir.training.measured_costs import measured_costs
 from schedir.training.schedulers import warmup_cosine
@@ -54,6 +55,7 @@ __all__ = [
     "partition",
     "perplexity",
     "pop",
+    "save_pretrained",
     "stages_of",
     "stages_of_pipe",
     "stash",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -15,24 +18,39 @@ from torch import Tensor, nn
 from schedir.errors import ExecutionError
 from schedir.training.cutting.layers import seed_of
 
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
+_SHOWN = 5
+
 
 @attrs.frozen(eq=False)
 class Model:
-    """A model on meta (`skeleton`), and the instance that was given (`real`), if any."""
+    """A model on meta (`skeleton`), and the instance that was given (`real`), if any.
+
+    `config` is the model's config as it came, for a file. `folder` has the config's file, if it was
+    read from one.
+    """
 
     skeleton: Any
     real: nn.Module | None
+    config: Mapping[str, Any]
+    folder: Path | None = None
 
     @property
     def kind(self) -> str:
         """The name of its class."""
         return type(self.skeleton).__name__
 
+    def plain(self) -> Any:
+        """Make a model of its class on meta, without layers that were added to this one."""
+        with torch.device("meta"):
+            return _tied(type(self.skeleton)._from_config(copy.deepcopy(self.skeleton.config)))
 
-def model_of(model_or_config: Any, model_class: Any) -> Model:
+
+def model_of(model_or_config: Any, model_class: Any, dtype: torch.dtype | None) -> Model:
     """Find the model that the user means.
 
-    Raises ExecutionError for an object that is no model, and for models that can't be cut.
+    Raises ExecutionError for an object that is no model, a folder without a config, and for models
+    that can't be cut.
     """
     try:
         import transformers
@@ -40,13 +58,25 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
         raise ExecutionError(
             "stages_of needs transformers: pip install 'schedir[examples]'"
         ) from None
+    folder = None
+    if isinstance(model_or_config, (str, os.PathLike)):
+        folder = folder_at(model_or_config)
+        try:
+            model_or_config = transformers.AutoConfig.from_pretrained(folder)
+            came = json.loads((folder / CONFIG).read_text())
+        except Exception as error:  # of transformers
+            raise ExecutionError(f"{folder / CONFIG} can't be read: {error}") from error
     if isinstance(model_or_config, transformers.PreTrainedModel):
-        if model_class is not None:
-            raise ExecutionError("model_class= is for a config, not for a model; leave it out")
-        found = Model(on_meta(model_or_config), model_or_config)
+        for what, given in (("model_class", model_class), ("dtype", dtype)):
+            if given is not None:
+                raise ExecutionError(f"{what}= is for a config, not for a model; leave it out")
+        came = json.loads(model_or_config.config.to_json_string())
+        found = Model(on_meta(model_or_config), model_or_config, came)
     elif isinstance(model_or_config, transformers.PreTrainedConfig):
         made = _class_of(model_or_config, model_class, transformers)
         config = copy.deepcopy(model_or_config)
+        came = came if folder else json.loads(config.to_json_string())
+        given = {} if dtype is None else {"dtype": dtype}
         make = getattr(made, "_from_config", None) or getattr(made, "from_config", None)
         if make is None:
             raise ExecutionError(
@@ -54,15 +84,16 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
             )
         try:
             with torch.device("meta"):
-                found = Model(make(config), None)
+                skeleton = _tied(make(config, **given))
         except Exception as error:  # transformers refuses the config
             raise ExecutionError(
                 f"transformers makes no {made.__name__} of this {type(config).__name__} "
                 f"({type(error).__name__}: {error}); pass model_class="
             ) from error
+        found = Model(skeleton, None, came, folder)
     else:
         raise ExecutionError(
-            "stages_of takes a model of transformers or its config, not "
+            "stages_of takes a model of transformers, its config or its folder, not "
             f"{type(model_or_config).__name__}; partition cuts other models"
         )
     config = found.skeleton.config
@@ -83,6 +114,22 @@ def model_of(model_or_config: Any, model_class: Any) -> Model:
     return found
 
 
+def folder_at(path: str | os.PathLike[str]) -> Path:
+    """A Hugging Face folder. Raises ExecutionError if it is not there, or is an adapter's."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ExecutionError(
+            f"there is no folder {folder}; a model of the hub must be downloaded first: "
+            f"huggingface_hub.snapshot_download({str(path)!r}) returns its folder"
+        )
+    if (folder / ADAPTER).exists():
+        raise ExecutionError(
+            f"{folder} has an adapter ({ADAPTER}), not a model: merge it into its model, by peft's "
+            "merge_and_unload(), and save that"
+        )
+    return folder
+
+
 def small_inputs(model: Model) -> dict[str, Tensor]:
     """Make inputs of a small microbatch of the model, without values.
 
@@ -99,7 +146,8 @@ def small_inputs(model: Model) -> dict[str, Tensor]:
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(config, "num_channels", 3)
-        return {name: torch.empty(rows, channels, height, width, device=meta)}
+        sizes, dtype = (rows, channels, height, width), model.skeleton.dtype
+        return {name: torch.empty(sizes, dtype=dtype, device=meta)}
     raise ExecutionError(
         f"{model.kind} can't be cut: it takes {name}, and only models of tokens (input_ids) or of "
         "images (pixel_values) can be"
@@ -107,31 +155,41 @@ def small_inputs(model: Model) -> dict[str, Tensor]:
 
 
 def materialise(
-    model: Any, owned: Collection[str], seed: int, device: torch.device, kind: str
+    model: Any,
+    owned: Collection[str],
+    loaded: Mapping[str, Tensor],
+    seed: int,
+    device: torch.device,
+    kind: str,
 ) -> None:
-    """Give the owned modules and parameters of a model on meta memory on `device` and values.
+    """Give the owned tensors of a model on meta, by name, memory on `device` and values.
 
-    The model's own code initialises them. A module's random values depend only on the seed and its
-    name. All buffers get values, because every stage may read them.
+    Those that are not `loaded` are initialised by the model's own code. A module's random values
+    depend only on the seed and its name. All buffers get values, because every stage may read them.
 
     Raises ExecutionError if the model's code leaves a tensor without values.
     """
-    wanted = [b for b in model.buffers() if b.is_meta]
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if within(name, owned):
-            wanted.append(p)
-    real = {id(tensor): empty_like(tensor, device) for tensor in wanted}
-    for tensor in real.values():
-        if tensor.is_floating_point():  # NaN shows which tensors stay unwritten
-            torch.nn.init.constant_(tensor, torch.nan)
+    real: dict[int, Tensor] = {}
+    made: dict[str, Tensor] = {}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in [*buffers.items(), *model.named_parameters(remove_duplicate=False)]:
+        if not tensor.is_meta or id(tensor) in real or not (name in buffers or name in owned):
+            continue
+        if name in loaded:
+            real[id(tensor)] = like(tensor, loaded[name].to(device))
+            real[id(tensor)]._is_hf_initialized = True  # type: ignore[attr-defined]
+        else:
+            real[id(tensor)] = made[name] = empty_like(tensor, device)
+            if tensor.is_floating_point():  # NaN shows which tensors stay unwritten
+                torch.nn.init.constant_(made[name], torch.nan)
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             held.update((key, real[id(x)]) for key, x in held.items() if id(x) in real)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), _seeding(model, seed):
         model.initialize_weights()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and not tensor.is_meta and bool(tensor.isnan().any()):
+    for name, tensor in made.items():
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise ExecutionError(
                 f"{kind} can't be made stage by stage: its code does not initialise {name}; pass "
                 "stages_of a model in place of a config"
@@ -141,20 +199,24 @@ def materialise(
 def on_meta(model: nn.Module) -> nn.Module:
     """Copy a model without memory for its tensors, and without hooks."""
     tensors = [*model.parameters(), *model.buffers()]
-    like = copy.deepcopy(model, {id(t): empty_like(t, torch.device("meta")) for t in tensors})
-    for module in like.modules():
+    copied = copy.deepcopy(model, {id(t): empty_like(t, torch.device("meta")) for t in tensors})
+    for module in copied.modules():
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             getattr(module, name).clear()
-    return like
+    return copied
 
 
 def empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Make an unset tensor or parameter like another, with the other's attributes."""
-    like = torch.empty_like(tensor, device=device, requires_grad=False)
+    return like(tensor, torch.empty_like(tensor, device=device, requires_grad=False))
+
+
+def like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Make a tensor or parameter of some values, with the attributes of another tensor."""
     if isinstance(tensor, nn.Parameter):
-        like = nn.Parameter(like, tensor.requires_grad)
-    like.__dict__.update(tensor.__dict__)
-    return like
+        values = nn.Parameter(values, tensor.requires_grad)
+    values.__dict__.update(tensor.__dict__)
+    return values
 
 
 def within(name: str, parts: Iterable[str]) -> bool:
@@ -178,6 +240,17 @@ def without_values(model: nn.Module) -> Iterator[None]:
     finally:
         for config, implementation in before:
             config._experts_implementation = implementation
+
+
+def _tied(model: Any) -> Any:
+    model.tie_weights()  # transformers 5.0 does not, on meta
+    return model
+
+
+def some(names: Collection[str]) -> str:
+    """Name the first few of many."""
+    more = len(names) - _SHOWN
+    return ", ".join([*names][:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _class_of(config: Any, model_class: Any, transformers: Any) -> Any:

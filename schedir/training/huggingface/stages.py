@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,6 +33,7 @@ from schedir.training.cutting.stages import (
 )
 from schedir.training.huggingface.models import (
     Model,
+    folder_at,
     materialise,
     model_of,
     on_meta,
@@ -47,6 +49,7 @@ from schedir.training.huggingface.outline import (
     joined,
     outline_of,
 )
+from schedir.training.huggingface.reading import values_of, weights_of
 
 _HIDDEN, _GIVEN = "hidden_states", "inputs"
 
@@ -62,6 +65,9 @@ def stages_of(
     rank: int | None = None,
     seed: int = 0,
     device: torch.device | str | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    new: Collection[str] = (),
+    dtype: torch.dtype | None = None,
 ) -> Stages:
     """Cut a model of Hugging Face's transformers into stages.
 
@@ -72,9 +78,10 @@ def stages_of(
     >>> stages.cut
     'transformer.wte to transformer.h.0 | transformer.h.1 to lm_head'
 
-    - `model_or_config`: a model, whose modules become the stages' modules, or a config. From a
-      config only the parts that this process owns are made, by the model's own initialisation, with
-      weights that depend only on `seed`.
+    - `model_or_config`: a model, whose modules become the stages' modules, a config, or a folder
+      with a config and weights. From a config or a folder only the parts that this process owns are
+      made: from a config by the model's own initialisation, with weights that depend only on
+      `seed`.
     - `schedule`: a schedule, to make the stages of this process, or a number, to make that many
       stages here; 1 makes the whole model.
     - `model_class`: for a config, the class of the model, such as
@@ -85,6 +92,10 @@ def stages_of(
       blocks, the embedding, belongs to the first one, and what comes after them to the last.
     - `rank`: this process's rank in the schedule, by default the one that torchrun gave it.
     - `device`: where the modules are made, or moved to; for a config the CPU by default.
+    - `weights`: for a config, the folder with its weights. A folder is one with its own config.
+    - `new`: tensors that the folder lacks or has in another shape, by their names or by those of
+      modules that hold them. They are made from `seed`.
+    - `dtype`: for a config or a folder, that of the parameters; by default the config's.
 
     A step's `inputs` are a tensor of input_ids, (rows, tokens), or of pixel_values, (rows,
     channels, height, width), or a mapping of the model's inputs by name: attention_mask and others
@@ -92,24 +103,42 @@ def stages_of(
     …). The key-value cache is off. Pass the result's `ties` to the executor. A stage's state dict
     has the names of the whole model.
 
-    Raises ExecutionError if transformers is not installed, for more stages than blocks, and for a
-    model that can't be cut, with the reason: an encoder-decoder, a model of two towers, or a model
-    whose blocks take more from other stages than hidden states.
+    A folder is read by transformers' own conversion, and each process reads its own tensors. First
+    it compares all names and shapes, so all processes raise the same error. Files are safetensors.
+
+    Raises ExecutionError if transformers is not installed, for more stages than blocks, for a
+    folder that lacks a tensor or is damaged, and for a model that can't be cut, with the reason: an
+    encoder-decoder, a model of two towers, or a model whose blocks take more from other stages than
+    hidden states.
     """
-    model = uncut_pretrained(model_or_config, model_class, seed, device)
+    new = [new] if isinstance(new, str) else new
+    model = uncut_pretrained(model_or_config, model_class, seed, device, weights, new, dtype)
     return cut(model, schedule, by, costs, boundaries, rank)
 
 
 def uncut_pretrained(
-    model_or_config: Any, model_class: Any, seed: int, device: torch.device | str | None
+    model_or_config: Any,
+    model_class: Any,
+    seed: int,
+    device: torch.device | str | None,
+    weights: str | os.PathLike[str] | None = None,
+    new: Collection[str] = (),
+    dtype: torch.dtype | None = None,
 ) -> Uncut:
     """The parts of a Hugging Face model: its blocks.
 
     The first has what comes before the blocks too, and the last what comes after them.
 
-    Raises ExecutionError for a model that can't be cut, with the reason.
+    Raises ExecutionError for a model that can't be cut, with the reason, and for a folder that does
+    not have the model's weights.
     """
-    model = model_of(model_or_config, model_class)
+    model = model_of(model_or_config, model_class, dtype)
+    folder = model.folder if weights is None else folder_at(weights)
+    if folder is not None and model.real is not None:
+        raise ExecutionError("weights= is for a config, not for a model; leave it out")
+    if new and folder is None:
+        raise ExecutionError("new= is for a folder's weights; leave it out")
+    tensors = {} if folder is None else weights_of(folder, model.skeleton, new)
     _check_encoder_decoder(model)
     inputs = small_inputs(model)
     try:
@@ -129,13 +158,14 @@ def uncut_pretrained(
         for block, group in zip(blocks, groups, strict=True)
     ]
 
-    def module_of(span: Span, own: Mapping[str, nn.Module]) -> nn.Module:
+    def module_of(span: Span, own: Mapping[str, nn.Module], names: Collection[str]) -> nn.Module:
         real = model.real
         if real is None:
             real = on_meta(model.skeleton)
-            owned = {name for part in parts[slice(*span)] for name in part.layers}
-            materialise(real, owned, seed, torch.device(device or "cpu"), model.kind)
+            loaded = values_of((name, x) for name, x in tensors.items() if name in names)
+            materialise(real, names, loaded, seed, torch.device(device or "cpu"), model.kind)
         stage = _assembled(model.skeleton, real, outline, range(*span), own)
+        stage.origin = attrs.evolve(model, real=None, folder=folder)
         return stage if device is None else stage.to(device)
 
     def make(spans: Sequence[Span], stages: Iterable[int]) -> Iterator[tuple[int, nn.Module]]:
@@ -144,7 +174,8 @@ def uncut_pretrained(
         _try_out(tried, inputs, model.kind)
         own = {} if model.real is None else own_modules(parts, spans, stages)
         for stage in stages:
-            yield stage, module_of(spans[stage], own.get(stage, {}))
+            names = tried[stage].state_dict().keys()
+            yield stage, module_of(spans[stage], own.get(stage, {}), names)
 
     return Uncut(parts, make)
 
@@ -215,8 +246,10 @@ class PretrainedStage(nn.Module):
     last stage returns the logits, (rows, …), or the model's other outputs.
 
     The children are those of `model`, a copy of the whole model with stand-ins for the modules that
-    the stage does not own.
+    the stage does not own. `origin` is what a folder of it needs, if it is not only tried.
     """
+
+    origin: Model | None = None
 
     def __init__(self, model: nn.Module, received: _Received, main_input: str) -> None:
         super().__init__()
