@@ -182,7 +182,7 @@ def test_another_autocast_is_named(rank: int) -> None:
     executor = executor_on(rank)
     with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0):
         said = everyone(message_of(step, executor, 8))
-    assert "call 0 is step (" in said[1]
+    assert "call 0 of rank 1 is step (" in said[1]
     assert "is step under autocast to torch.bfloat16" in said[1]
 
 
