@@ -334,8 +334,6 @@ class _Search:
         """What a built-in schedule is made with: one that takes a limit gets it, and lower ones, as
         a limit of all chunks and of each."""
         terms, most, takes = self._terms, self._terms.max_activations, generator.parameters
-        if generator.chunks > terms.chunks:
-            return
         if most is None or "max_activations" not in takes:
             yield {}
             return

@@ -30,9 +30,11 @@ ONLY_WITH = {
 NO_TORCH = {
     "of configs and models of transformers": [
         *("_attn_implementation", "_experts_implementation", "_from_config", "_init_weights"),
-        "_model_mapping",
+        *("_adjust_missing_and_unexpected_keys", "_get_dtype_plan", "_load_pretrained_model"),
+        *("_is_hf_initialized", "_keys_to_ignore_on_save", "_model_mapping", "_weight_conversions"),
     ],
     "of an FSDPState, which sets it of itself": ["_comm_ctx", "_state_ctx"],
+    "of an operator, which sets it of itself": ["_schema"],
     "of an FSDPState, from torch 2.13 on": ["_fsdp_param_groups", "_reset_iter_state"],
     "of sys": ["_getframe"],
     "a key of the state that a GradScaler gives": ["_growth_tracker"],
