@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.training.cutting.layers import seed_of
+from schedir.training.huggingface.conversion import Lazy
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 _SHOWN = 5
@@ -157,15 +158,16 @@ def small_inputs(model: Model) -> dict[str, Tensor]:
 def materialise(
     model: Any,
     owned: Collection[str],
-    loaded: Mapping[str, Tensor],
+    tensors: Mapping[str, Lazy],
     seed: int,
     device: torch.device,
     kind: str,
 ) -> None:
     """Give the owned tensors of a model on meta, by name, memory on `device` and values.
 
-    Those that are not `loaded` are initialised by the model's own code. A module's random values
-    depend only on the seed and its name. All buffers get values, because every stage may read them.
+    Values are those of `tensors`, in memory of their own: a file that is mapped may change. Where
+    there are none, the model's own code initialises. A module's random values depend only on the
+    seed and its name. All buffers get values, because every stage may read them.
 
     Raises ExecutionError if the model's code leaves a tensor without values.
     """
@@ -175,8 +177,8 @@ def materialise(
     for name, tensor in [*buffers.items(), *model.named_parameters(remove_duplicate=False)]:
         if not tensor.is_meta or id(tensor) in real or not (name in buffers or name in owned):
             continue
-        if name in loaded:
-            real[id(tensor)] = like(tensor, loaded[name].to(device))
+        if name in tensors and name in owned:
+            real[id(tensor)] = like(tensor, tensors[name].compute().to(device, copy=True))
             real[id(tensor)]._is_hf_initialized = True  # type: ignore[attr-defined]
         else:
             real[id(tensor)] = made[name] = empty_like(tensor, device)

@@ -49,7 +49,7 @@ from schedir.training.huggingface.outline import (
     joined,
     outline_of,
 )
-from schedir.training.huggingface.reading import values_of, weights_of
+from schedir.training.huggingface.reading import weights_of
 
 _HIDDEN, _GIVEN = "hidden_states", "inputs"
 
@@ -162,8 +162,7 @@ def uncut_pretrained(
         real = model.real
         if real is None:
             real = on_meta(model.skeleton)
-            loaded = values_of((name, x) for name, x in tensors.items() if name in names)
-            materialise(real, names, loaded, seed, torch.device(device or "cpu"), model.kind)
+            materialise(real, names, tensors, seed, torch.device(device or "cpu"), model.kind)
         stage = _assembled(model.skeleton, real, outline, range(*span), own)
         stage.origin = attrs.evolve(model, real=None, folder=folder)
         return stage if device is None else stage.to(device)

@@ -21,7 +21,7 @@ from schedir.runtime import Executor
 from schedir.runtime.accelerator import accelerator_of
 from schedir.runtime.session import digest
 from schedir.training.collective import everywhere
-from schedir.training.huggingface import conversion
+from schedir.training.huggingface.conversion import in_dtype
 from schedir.training.huggingface.models import CONFIG, Model, some
 from schedir.training.huggingface.reading import INDEX, WHOLE, weights_of
 from schedir.training.huggingface.stages import PretrainedStage
@@ -178,14 +178,14 @@ def _write(
     """Write a stage's tensors, without second copies of tied ones."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
 
     skeleton = model.skeleton
     left_out = {*skeleton.all_tied_weights_keys, *(skeleton._keys_to_ignore_on_save or ())}
     kept = {name: x for name, x in state.items() if name not in left_out}
     if dtype is not None:
-        of = conversion.dtypes(skeleton, dtype)
-        kept = {n: x.to(of(n)) if x.is_floating_point() else x for n, x in kept.items()}
-    tensors = conversion.revert(skeleton, kept)
+        kept = in_dtype(skeleton, kept, dtype)
+    tensors = revert_weight_conversion(skeleton, kept)
     pattern = f"{stage}{{suffix}}.safetensors"
     parts = split_torch_state_dict_into_shards(
         tensors, filename_pattern=pattern, max_shard_size=max_shard_size
