@@ -35,11 +35,6 @@ class Model:
     config: str
     folder: Path | None
 
-    @property
-    def kind(self) -> str:
-        """The name of its class."""
-        return type(self.skeleton).__name__
-
     def plain(self) -> Any:
         """Make a model of its class on meta, without layers that were added to this one."""
         return _made(type(self.skeleton)._from_config, self.skeleton.config)
@@ -95,7 +90,7 @@ def model_of(
     if any(getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop")):
         raise uncuttable(skeleton, "layerdrop leaves out blocks at random; set it to 0")
     # The model returns only its output, by name: no key-value cache, no hidden states.
-    for each in _configs_of(skeleton):
+    for each in configs_of(skeleton):
         each.use_cache = each.output_attentions = each.output_hidden_states = False
         each.return_dict = True
     return Model(skeleton, real, text or config.to_json_string(), folder)
@@ -132,7 +127,7 @@ def small_inputs(model: Any) -> dict[str, Tensor]:
     if name == "input_ids":
         return {name: torch.empty(rows, 8, dtype=torch.long, device="meta")}
     if name == "pixel_values":
-        configs = _configs_of(model)  # its own may have no size
+        configs = configs_of(model)  # its own may have no size
         config = next((one for one in configs if hasattr(one, "image_size")), model.config)
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -212,24 +207,6 @@ def within(name: str, parts: Iterable[str]) -> bool:
     return f"{name}.".startswith(tuple(f"{part}." for part in parts))
 
 
-@contextmanager
-def without_values(model: nn.Module) -> Iterator[None]:
-    """Inside, a mixture of experts runs on fake tensors.
-
-    Which expert takes a token depends on values. In this mode of transformers no shape depends on
-    that.
-    """
-    found = [(one, getattr(one, "_experts_implementation", None)) for one in _configs_of(model)]
-    before = [(config, way) for config, way in found if way is not None]
-    try:
-        for config, _ in before:
-            config._experts_implementation = "batched_mm"
-        yield
-    finally:
-        for config, way in before:
-            config._experts_implementation = way
-
-
 def some(names: Collection[str]) -> str:
     """Name the first few of many."""
     more = len(names) - _SHOWN
@@ -278,7 +255,7 @@ def _class_of(config: Any, model_class: Any, transformers: Any) -> Any:
     )
 
 
-def _configs_of(model: nn.Module) -> list[Any]:
+def configs_of(model: nn.Module) -> list[Any]:
     """The configs of a model and its parts."""
     held = [module.config for module in model.modules() if hasattr(module, "config")]
     return list({id(config): config for config in held}.values())

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedir.errors import ExecutionError
 from schedir.training.cutting.stages import tied_names
-from schedir.training.huggingface.models import on_meta, uncuttable, within, without_values
+from schedir.training.huggingface.models import configs_of, on_meta, uncuttable, within
 
 _LOG = logging.getLogger(FakeTensorMode.__module__)
 _OF_SHAPES = frozenset(
@@ -113,13 +113,23 @@ def outline_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> Outline:
 
 @contextmanager
 def faking(model: nn.Module) -> Iterator[None]:
-    """Inside, new tensors are fake, and a model runs on them."""
+    """Inside, new tensors are fake, and a model runs on them.
+
+    Which expert of a mixture takes a token depends on values. In the mode of transformers that is
+    set here, no shape depends on that.
+    """
+    found = [(one, getattr(one, "_experts_implementation", None)) for one in configs_of(model)]
+    before = [(config, way) for config, way in found if way is not None]
     disabled, _LOG.disabled = _LOG.disabled, True  # the error itself says what fails
     try:
-        with without_values(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        for config, _ in before:
+            config._experts_implementation = "batched_mm"
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             yield
     finally:
         _LOG.disabled = disabled
+        for config, way in before:
+            config._experts_implementation = way
 
 
 def fake_values(model: nn.Module) -> dict[str, Tensor]:

@@ -48,8 +48,7 @@ def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> dict[s
         reason = str(told).strip().splitlines()[-1]
         raise ExecutionError(f"{folder} has tensors that don't become {name} of {kind}: {reason}")
     names = dict(skeleton.state_dict())
-    unknown = [part for part in new if not any(within(name, [part]) for name in names)]
-    if unknown:
+    if unknown := [part for part in new if not any(within(name, [part]) for name in names)]:
         raise ExecutionError(f"new= names {unknown[0]}, which {kind} does not have")
     wrong = [
         f"{name} is {list(there)} in {folder} and {list(here)} in {kind}"
@@ -61,8 +60,12 @@ def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> dict[s
     found = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Lazy)}
     for group in tied_names(skeleton):
         _tie(folder, group, found)
-    missing = [name for name in names if name in info.missing_keys and name not in found]
-    if lacks := [f"{name} {list(names[name].shape)}" for name in missing if not within(name, new)]:
+    lacks = [
+        f"{name} {list(x.shape)}"
+        for name, x in names.items()
+        if name in info.missing_keys and name not in found and not within(name, new)
+    ]
+    if lacks:
         raise ExecutionError(
             f"{folder} lacks {some(lacks)}, which {kind} has; name in new= what is to be made "
             "from the seed"

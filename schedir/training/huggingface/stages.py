@@ -11,14 +11,11 @@ import inspect
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
@@ -38,7 +35,6 @@ from schedir.training.huggingface.models import (
     on_meta,
     small_inputs,
     uncuttable,
-    without_values,
 )
 from schedir.training.huggingface.outline import (
     Call,
@@ -181,12 +177,11 @@ def _part(block: str, members: Mapping[str, Any]) -> Part:
     """A block, with modules and single parameters that are on its stage."""
     modules = {name: one for name, one in members.items() if isinstance(one, nn.Module)}
     parameters = [
-        *((name, one) for name, one in members.items() if name not in modules),
-        *(
-            named
-            for name, one in modules.items()
-            for named in one.named_parameters(name, remove_duplicate=False)
-        ),
+        named
+        for name, one in members.items()
+        for named in (
+            one.named_parameters(name, remove_duplicate=False) if name in modules else [(name, one)]
+        )
     ]
     kinds = {name: type(one).__name__ for name, one in members.items()}
     return Part(block, kinds, holdings_of(parameters), modules)
@@ -278,10 +273,8 @@ class PretrainedStage(nn.Module):
         elif hidden is not None and isinstance(main, tuple):
             inputs[name] = hidden.new_full((), math.nan).expand(hidden.shape[0], *main)
         self._received.hidden = hidden
-        fakes = any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(boundary))
         try:
-            with without_values(self._model[0]) if fakes else nullcontext():
-                output = self._model[0](**inputs)
+            output = self._model[0](**inputs)
         except _EndOfStage as end:
             return {_HIDDEN: end.hidden, _GIVEN: carried}
         finally:

@@ -134,11 +134,12 @@ def _collect(held: Sequence[Held], model: Model, state: dict[str, Tensor]) -> li
 
 def _prepare(aside: Path, model: Model, told: Sequence[_Name]) -> None:
     """Make the folder for files. Raises ExecutionError for a model that its class can't read."""
-    known = model.plain().state_dict()
+    plain = model.plain()
+    known = plain.state_dict()
     if unknown := [f"{name} of stage {stage}" for name, stage, _ in told if name not in known]:
         raise ExecutionError(
-            f"{model.kind} does not have {some(unknown)}, so a folder of it can't: merge adapters "
-            "into its layers first (peft's merge_and_unload), or save a Checkpoint"
+            f"{type(plain).__name__} does not have {some(unknown)}, so a folder of it can't: merge "
+            "adapters into its layers first (peft's merge_and_unload), or save a Checkpoint"
         )
     for copied, first in model.skeleton.all_tied_weights_keys.items():
         if len({content for name, _, content in told if name in (copied, first)}) > 1:
@@ -196,7 +197,7 @@ def _finish(aside: Path, target: Path, model: Model, files: Sequence[str]) -> No
         _dump({"metadata": metadata, "weight_map": index}, aside / INDEX)
     dtype = max((one for one in sizes if one.is_floating_point), key=sizes.__getitem__)
     config = _with_dtype(model.config, str(dtype).removeprefix("torch."))
-    _dump({**config, "architectures": [model.kind]}, aside / CONFIG)
+    _dump({**config, "architectures": [type(plain).__name__]}, aside / CONFIG)
     if model.folder is not None:
         for name in _COPIED:
             if (model.folder / name).exists():
