@@ -63,6 +63,11 @@ class Held:
         found = self.module.state_dict(keep_vars=keep_vars)
         return {whole_name(name): value for name, value in found.items()}
 
+    def whole(self) -> Iterator[tuple[str, Any]]:
+        """Yield the state dict with split tensors made whole, by all processes that have parts."""
+        for name, value in self.state().items():
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
     def key(self, name: str) -> str:
         """The name of one of the module's tensors in a checkpoint, with its section."""
         return f"{self.section}.{name}"
@@ -200,9 +205,7 @@ def gathered_state(executor: Executor) -> dict[str, Any] | None:
         own = {}
         for one in held:
             if one.stage == stage and one.section == "model":
-                for name, value in one.state().items():
-                    # All processes that have parts of it make it whole.
-                    value = value.full_tensor() if isinstance(value, DTensor) else value
+                for name, value in one.whole():
                     if one.saves:
                         own[name] = value.cpu().clone() if isinstance(value, Tensor) else value
         collected = executor.collect(own)

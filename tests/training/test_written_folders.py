@@ -6,15 +6,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
-from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,18 +29,14 @@ from schedir.training.huggingface import writing
 from tests.runtime.kit import adamw, everyone, message_of
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
+from tests.training.killed_saves import EVENTS, forked
 from tests.training.model_classes import CLASSES
 from tests.training.test_checkpoint import assert_same
-from tests.training.test_folders import MORE, ON_TWO, folder_of
+from tests.training.test_folders import MORE, folder_of, tensors_in
 from tests.training.test_model_classes import batch, by_name, output_of
+from tests.training.test_transformers import ON_TWO
 
 QUICK = ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")
-
-
-def names_in(folder: Path) -> dict[str, torch.Size]:
-    """The tensors in a folder's files, with their shapes."""
-    files: list[Any] = [safe_open(file, "pt") for file in folder.glob("*.safetensors")]
-    return {name: file.get_tensor(name).shape for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def config_in(folder: Path) -> Any:
@@ -58,10 +52,10 @@ def train(executor: Executor, made: Any, config: Any, steps: int = 2) -> None:
         executor.step(inputs, target=target)
 
 
-def trained(folder: Path, made: Any, schedule: Any = ON_TWO, **options: Any) -> Executor:
+def trained(folder: Path, made: Any, schedule: schedir.Schedule = ON_TWO) -> Executor:
     """An executor whose stages were read from a folder, and took two steps."""
     stages = stages_of(folder, schedule, model_class=made)
-    executor = Executor(schedule, stages, by_name, adamw, ties=stages.ties, **options)
+    executor = Executor(schedule, stages, by_name, adamw, ties=stages.ties)
     train(executor, made, made.config_class.from_pretrained(folder))
     return executor
 
@@ -70,7 +64,8 @@ def check(source: Path, written: Path, made: Any, state: dict[str, Tensor]) -> N
     """What transformers reads from a written folder; its form is that of the source."""
     model = made.from_pretrained(written)
     assert_same(model.state_dict(), state)
-    assert names_in(written) == names_in(source)
+    shapes = ({name: x.shape for name, x in tensors_in(of).items()} for of in (written, source))
+    assert next(shapes) == next(shapes)
     assert config_in(written) == config_in(source)
     assert not [*written.parent.glob("*.saving")]
 
@@ -81,11 +76,14 @@ def test_what_ranks_have_trained_is_read_by_transformers(
     rank: int, name: str, folder: Path
 ) -> None:
     made = getattr(transformers, name)
+    # A tied embedding and head are on one rank, in two stages.
+    v_shape = schedir.build("zbv", ranks=2, microbatches=4)
+    schedule = v_shape if name == "GPT2LMHeadModel" else ON_TWO
     if rank == 0:
         folder_of(name, folder / "in")
         (folder / "in/tokenizer.json").write_text("{}")
     everyone("written")
-    with trained(folder / "in", made) as executor:
+    with trained(folder / "in", made, schedule) as executor:
         save_pretrained(executor, folder / "out", max_shard_size="30KB")
         state = gathered_state(executor)
     if state is not None:
@@ -93,21 +91,6 @@ def test_what_ranks_have_trained_is_read_by_transformers(
         assert (folder / "out/tokenizer.json").read_text() == "{}"
         before = made.from_pretrained(folder / "in").state_dict()
         assert any(not torch.equal(value, state[key]) for key, value in before.items())
-
-
-@on_ranks(2)
-def test_ties_in_a_v_shape_are_written_once(rank: int, folder: Path) -> None:
-    """The embedding and the head are on one rank, in two stages."""
-    made = transformers.GPT2LMHeadModel
-    if rank == 0:
-        folder_of("GPT2LMHeadModel", folder / "in")
-    everyone("written")
-    schedule = schedir.build("zbv", ranks=2, microbatches=4)
-    with trained(folder / "in", made, schedule) as executor:
-        save_pretrained(executor, folder / "out")
-        state = gathered_state(executor)
-    if state is not None:
-        check(folder / "in", folder / "out", made, state)
 
 
 @on_ranks(4)
@@ -119,8 +102,7 @@ def test_what_is_split_is_written_whole(rank: int, layout: str, folder: Path) ->
         folder_of(name, folder / "in")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(layout, "pp"))
     everyone("written")
-    schedule = schedir.build("1f1b", ranks=2, microbatches=2)
-    schedule = schedir.shard(schedule) if layout == "dp" else schedule
+    schedule = schedir.shard(ON_TWO) if layout == "dp" else ON_TWO
     stages = stages_of(folder / "in", schedule, rank=mesh.get_local_rank("pp"))
     for stage in stages.values():
         if layout == "dp":
@@ -166,10 +148,8 @@ def test_a_folder_keeps_its_dtype_through_training_in_another(name: str, tmp_pat
     assert state is not None
     theirs = made.from_pretrained(source).state_dict()
     check(source, tmp_path / "out", made, {k: v.to(theirs[k].dtype) for k, v in state.items()})
-    wide = config_in(tmp_path / "float")
-    assert (wide["dtype"], wide["torch_dtype"], wide["unknown"]) == ("float32",) * 2 + (
-        {"kept": 1},
-    )
+    wide = settings | dict.fromkeys(("dtype", "torch_dtype"), "float32")
+    assert config_in(tmp_path / "float") == wide
     assert_same(made.from_pretrained(tmp_path / "float").state_dict(), state)
 
 
@@ -182,7 +162,7 @@ def test_the_layout_that_was_read_is_kept(as_before: bool, tmp_path: Path) -> No
     with executor_at(tmp_path / "in") as executor:
         save_pretrained(executor, tmp_path / "out")
     check(tmp_path / "in", tmp_path / "out", made, model.state_dict())
-    assert any("experts.gate_up_proj" in name for name in names_in(tmp_path / "out")) != as_before
+    assert any("experts.gate_up_proj" in name for name in tensors_in(tmp_path / "out")) != as_before
 
 
 def test_a_model_from_a_config_is_written_as_transformers_writes_it(tmp_path: Path) -> None:
@@ -196,10 +176,8 @@ def test_a_model_from_a_config_is_written_as_transformers_writes_it(tmp_path: Pa
     whole.load_state_dict(state)
     whole.save_pretrained(tmp_path / "theirs")
     check(tmp_path / "theirs", tmp_path / "mine", transformers.AutoModelForCausalLM, state or {})
-    generation = [
-        (tmp_path / of / "generation_config.json").read_text() for of in ("mine", "theirs")
-    ]
-    assert generation[0] == generation[1]
+    mine, theirs = ((tmp_path / of / "generation_config.json") for of in ("mine", "theirs"))
+    assert mine.read_text() == theirs.read_text()
 
 
 class Adapted(nn.Module):
@@ -244,13 +222,16 @@ def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_on_one_rank_fails_all_and_can_be_mended(
     rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
     if rank == 0:
         folder_of("LlamaForCausalLM", folder / "in")
     everyone("written")
     with trained(folder / "in", transformers.LlamaForCausalLM) as executor:
         with monkeypatch.context() as patched:
             if rank == 1:
-                patched.setattr(writing, "_sync", _full)
+                patched.setattr(writing, "_sync", full)
             said = message_of(save_pretrained, executor, folder / "out")
         assert "process 1 of 2: " in said
         assert "/out.saving/1.safetensors can't be written: [Errno 28] No space" in said
@@ -263,49 +244,31 @@ def test_a_full_disk_on_one_rank_fails_all_and_can_be_mended(
         check(folder / "in", folder / "out", transformers.LlamaForCausalLM, state)
 
 
-def _full(path: Path) -> None:
-    raise OSError(28, "No space left on device", str(path))
-
-
 def test_a_killed_write_leaves_no_folder_or_a_whole_one(tmp_path: Path) -> None:
     """Before each time that the write touches a file, in a process of its own."""
     source = folder_of("LlamaForCausalLM", tmp_path / "in")
     with executor_at(source) as executor:
-        ends = []
-        for moment in range(99):
+        for moment in count():
             target = tmp_path / f"out{moment}"
-            ends.append(_forked(partial(_killed, executor, target, moment)))
+            ended = forked(lambda: killed(executor, target, moment))  # noqa: B023
             if target.exists():
                 model = transformers.LlamaForCausalLM.from_pretrained(target)
                 assert_same(model.state_dict(), gathered_state(executor) or {})
             elif moment % 4 == 0:  # what is left is in nobody's way
                 save_pretrained(executor, target)
                 assert not [*tmp_path.glob(f"{target.name}.saving")]
-            if ends[-1] == 0:
+            if ended == 0:
                 break
-    assert ends[:-1] == [-signal.SIGKILL] * (len(ends) - 1)
-    assert len(ends) > 8
+            assert ended == -signal.SIGKILL
+    assert moment > 7
 
 
-def _killed(executor: Executor, target: Path, moment: int) -> None:
-    moments = iter(range(moment))
+def killed(executor: Executor, target: Path, moment: int) -> None:
+    numbers = count()
 
     def touched(event: str, given: tuple[object, ...]) -> None:
-        mine = event in ("open", "os.rename", "os.mkdir", "os.remove") and str(target) in str(given)
-        if mine and next(moments, None) is None:
+        if event in EVENTS and str(target) in str(given) and next(numbers) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(touched)
     save_pretrained(executor, target)
-
-
-def _forked(work: Callable[[], object]) -> int:
-    """How a process of its own ends that does some work."""
-    if process := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    status = 1
-    try:
-        work()
-        status = 0
-    finally:
-        os._exit(status)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_SAME = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
-_META, _CPU = torch.device("meta"), torch.device("cpu")
+_CPU = torch.device("cpu")
 
 
 class Lazy(Tensor):
@@ -29,22 +28,15 @@ class Lazy(Tensor):
 
     like: Tensor
     compute: Callable[[], Tensor]
-    in_file: bool
 
     @staticmethod
-    def __new__(cls, like: Tensor, compute: Callable[[], Tensor], in_file: bool = True) -> Lazy:
-        """Make one like a tensor on meta. `in_file` says that its memory is a file's."""
+    def __new__(cls, like: Tensor, compute: Callable[[], Tensor]) -> Lazy:
+        """Make one like a tensor on meta. What `compute` returns may share memory with a file."""
         made: Lazy = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=_META
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.like, made.compute, made.in_file = like, compute, in_file
+        made.like, made.compute = like, compute
         return made
-
-    def value(self) -> Tensor:
-        """Compute the values, in memory of their own: a mapped file may change or vanish."""
-        found = self.compute()
-        is_part = found.untyped_storage().nbytes() > found.nbytes
-        return found.clone() if self.in_file or is_part else found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -52,36 +44,25 @@ class Lazy(Tensor):
     ) -> Any:
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} changes a tensor of the files in place")
-        if func in _SAME:
-            return cls(args[0].like, args[0].compute, args[0].in_file)
         given = (args, kwargs or {})
         like_args, like_kwargs = pytree.tree_map_only(Lazy, lambda x: x.like, given)
         found = func(*like_args, **like_kwargs)
 
-        def computed(at: int | None = None) -> Any:
+        def computed() -> Any:
             now = pytree.tree_map_only(Lazy, lambda x: x.compute(), given)
-            now = pytree.tree_map_only(torch.device, lambda at: _CPU if at == _META else at, now)
-            result = func(*now[0], **now[1])
-            return result if at is None else result[at]
+            now_args, now_kwargs = pytree.tree_map_only(torch.device, lambda _: _CPU, now)
+            return func(*now_args, **now_kwargs)
 
-        in_file = func.is_view and args[0].in_file
         if isinstance(found, Tensor):
-            return cls(found, computed, in_file)
-        return [cls(x, partial(computed, i), in_file) for i, x in enumerate(found)]
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a safetensors file calls by a name. Raises KeyError if torch has none."""
-    from transformers.modeling_utils import str_to_torch_dtype
-
-    return str_to_torch_dtype[name]
+            return cls(found, computed)
+        return [cls(x, partial(lambda i: computed()[i], i)) for i, x in enumerate(found)]
 
 
 def load(model: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Put a folder's tensors, by their names in its files, into a model on meta.
 
     Returns what transformers says of it: `missing_keys`, `unexpected_keys`, `mismatched_keys` and
-    `conversion_errors`. The model keeps the conversions that took place, for `revert`.
+    `conversion_errors`. The model keeps the conversions that took place, to be reverted later.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
@@ -100,24 +81,17 @@ def load(model: Any, tensors: Mapping[str, Tensor]) -> Any:
     return info
 
 
-def revert(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Turn some of a model's tensors into those of files, as they were read or as is usual."""
-    from transformers.core_model_loading import revert_weight_conversion
+def in_dtype(model: Any, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Some of a model's tensors in a dtype, except for those that the model keeps in float32."""
+    kept = model._get_dtype_plan(dtype)
 
-    found: dict[str, Tensor] = revert_weight_conversion(model, state)
-    return found
+    def of(name: str, x: Tensor) -> torch.dtype:
+        if not x.is_floating_point():
+            return x.dtype
+        found = (to for part, to in kept.items() if re.search(part.replace("*", ".*"), name))
+        return next(found, dtype)
 
-
-def dtypes(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
-    """How a model keeps each tensor in `dtype`: its own plan has some in float32."""
-    plan = model._get_dtype_plan(dtype)
-
-    def of(name: str) -> torch.dtype:
-        kept = (to for part, to in plan.items() if re.search(part.replace("*", ".*"), name))
-        found: torch.dtype = next(kept, dtype)
-        return found
-
-    return of
+    return {name: x.to(of(name, x)) for name, x in state.items()}
 
 
 def _copied(conversion: Any, _: object) -> Any:

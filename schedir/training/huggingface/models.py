@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.training.cutting.layers import seed_of
+from schedir.training.huggingface.conversion import Lazy
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
 _SHOWN = 5
@@ -26,28 +26,27 @@ _SHOWN = 5
 class Model:
     """A model on meta (`skeleton`), and the instance that was given (`real`), if any.
 
-    `config` is the model's config as it came, for a file. `folder` has the config's file, if it was
-    read from one.
+    `config` is the text of the model's config, as it came. `folder` has the weights, if they are to
+    be read.
     """
 
     skeleton: Any
     real: nn.Module | None
-    config: Mapping[str, Any]
-    folder: Path | None = None
-
-    @property
-    def kind(self) -> str:
-        """The name of its class."""
-        return type(self.skeleton).__name__
+    config: str
+    folder: Path | None
 
     def plain(self) -> Any:
         """Make a model of its class on meta, without layers that were added to this one."""
-        with torch.device("meta"):
-            return _tied(type(self.skeleton)._from_config(copy.deepcopy(self.skeleton.config)))
+        return _made(type(self.skeleton)._from_config, self.skeleton.config)
 
 
-def model_of(model_or_config: Any, model_class: Any, dtype: torch.dtype | None) -> Model:
-    """Find the model that the user means.
+def model_of(
+    model_or_config: Any,
+    model_class: Any,
+    weights: str | os.PathLike[str] | None,
+    dtype: torch.dtype | None,
+) -> Model:
+    """Find the model that the user means, and the folder of its weights.
 
     Raises ExecutionError for an object that is no model, a folder without a config, and for models
     that can't be cut.
@@ -58,60 +57,48 @@ def model_of(model_or_config: Any, model_class: Any, dtype: torch.dtype | None) 
         raise ExecutionError(
             "stages_of needs transformers: pip install 'schedir[examples]'"
         ) from None
-    folder = None
-    if isinstance(model_or_config, (str, os.PathLike)):
-        folder = folder_at(model_or_config)
+    config, real, folder, text = model_or_config, None, None, None
+    if isinstance(config, (str, os.PathLike)):
+        folder = folder_at(config)
         try:
-            model_or_config = transformers.AutoConfig.from_pretrained(folder)
-            came = json.loads((folder / CONFIG).read_text())
+            config = transformers.AutoConfig.from_pretrained(folder)
+            text = (folder / CONFIG).read_text()
         except Exception as error:  # of transformers
             raise ExecutionError(f"{folder / CONFIG} can't be read: {error}") from error
-    if isinstance(model_or_config, transformers.PreTrainedModel):
-        for what, given in (("model_class", model_class), ("dtype", dtype)):
+    if weights is not None:
+        folder = folder_at(weights)
+    if isinstance(config, transformers.PreTrainedModel):
+        options = {"model_class": model_class, "weights": weights, "dtype": dtype}
+        for what, given in options.items():
             if given is not None:
                 raise ExecutionError(f"{what}= is for a config, not for a model; leave it out")
-        came = json.loads(model_or_config.config.to_json_string())
-        found = Model(on_meta(model_or_config), model_or_config, came)
-    elif isinstance(model_or_config, transformers.PreTrainedConfig):
-        made = _class_of(model_or_config, model_class, transformers)
-        config = copy.deepcopy(model_or_config)
-        came = came if folder else json.loads(config.to_json_string())
-        given = {} if dtype is None else {"dtype": dtype}
-        make = getattr(made, "_from_config", None) or getattr(made, "from_config", None)
-        if make is None:
-            raise ExecutionError(
-                f"model_class must be a model class of transformers, not {model_class!r}"
-            )
-        try:
-            with torch.device("meta"):
-                skeleton = _tied(make(config, **given))
-        except Exception as error:  # transformers refuses the config
-            raise ExecutionError(
-                f"transformers makes no {made.__name__} of this {type(config).__name__} "
-                f"({type(error).__name__}: {error}); pass model_class="
-            ) from error
-        found = Model(skeleton, None, came, folder)
+        real, config = config, config.config
+        skeleton: Any = on_meta(real)
+    elif isinstance(config, transformers.PreTrainedConfig):
+        skeleton = _skeleton(_class_of(config, model_class, transformers), config, dtype)
     else:
         raise ExecutionError(
             "stages_of takes a model of transformers, its config or its folder, not "
-            f"{type(model_or_config).__name__}; partition cuts other models"
+            f"{type(config).__name__}; partition cuts other models"
         )
-    config = found.skeleton.config
-    reason = None
     if getattr(config, "output_router_logits", False):
-        reason = (
+        raise uncuttable(
+            skeleton,
             "output_router_logits adds a loss over the experts of all blocks, and no stage has "
-            "them all; set it to False, to train without that loss"
+            "them all; set it to False, to train without that loss",
         )
-    elif any(getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop")):
-        reason = "layerdrop leaves out blocks at random; set it to 0"
-    if reason is not None:
-        raise ExecutionError(f"{found.kind} can't be cut: {reason}")
+    if any(getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop")):
+        raise uncuttable(skeleton, "layerdrop leaves out blocks at random; set it to 0")
     # The model returns only its output, by name: no key-value cache, no hidden states.
-    for config in _configs_of(found.skeleton):
-        config.use_cache = config.output_attentions = config.output_hidden_states = False
-        config.return_dict = True
-    return found
+    for each in configs_of(skeleton):
+        each.use_cache = each.output_attentions = each.output_hidden_states = False
+        each.return_dict = True
+    return Model(skeleton, real, text or config.to_json_string(), folder)
+
+
+def uncuttable(model: Any, reason: str) -> ExecutionError:
+    """The error for a model that can't be cut."""
+    return ExecutionError(f"{type(model).__name__} can't be cut: {reason}")
 
 
 def folder_at(path: str | os.PathLike[str]) -> Path:
@@ -130,42 +117,38 @@ def folder_at(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def small_inputs(model: Model) -> dict[str, Tensor]:
-    """Make inputs of a small microbatch of the model, without values.
+def small_inputs(model: Any) -> dict[str, Tensor]:
+    """Make inputs of a small microbatch of a model, without values.
 
     Raises ExecutionError for a model that takes neither tokens nor images.
     """
-    config, name = model.skeleton.config, model.skeleton.main_input_name
-    meta = torch.device("meta")
+    name = model.main_input_name
     rows = 5  # not 2 or 3: the model's code may unpack pairs
     if name == "input_ids":
-        return {name: torch.empty(rows, 8, dtype=torch.long, device=meta)}
+        return {name: torch.empty(rows, 8, dtype=torch.long, device="meta")}
     if name == "pixel_values":
-        configs = [config, *_configs_of(model.skeleton)]  # its own may have no size
-        config = next((one for one in configs if hasattr(one, "image_size")), config)
+        configs = configs_of(model)  # its own may have no size
+        config = next((one for one in configs if hasattr(one, "image_size")), model.config)
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        channels = getattr(config, "num_channels", 3)
-        sizes, dtype = (rows, channels, height, width), model.skeleton.dtype
-        return {name: torch.empty(sizes, dtype=dtype, device=meta)}
-    raise ExecutionError(
-        f"{model.kind} can't be cut: it takes {name}, and only models of tokens (input_ids) or of "
-        "images (pixel_values) can be"
-    )
+        sizes = (rows, getattr(config, "num_channels", 3), height, width)
+        return {name: torch.empty(sizes, dtype=model.dtype, device="meta")}
+    only = "only models of tokens (input_ids) or of images (pixel_values) can be"
+    raise uncuttable(model, f"it takes {name}, and {only}")
 
 
 def materialise(
     model: Any,
     owned: Collection[str],
-    loaded: Mapping[str, Tensor],
+    tensors: Mapping[str, Lazy],
     seed: int,
     device: torch.device,
-    kind: str,
 ) -> None:
     """Give the owned tensors of a model on meta, by name, memory on `device` and values.
 
-    Those that are not `loaded` are initialised by the model's own code. A module's random values
-    depend only on the seed and its name. All buffers get values, because every stage may read them.
+    Values are those of `tensors`, in memory of their own: a file that is mapped may change. Where
+    there are none, the model's own code initialises. A module's random values depend only on the
+    seed and its name. All buffers get values, because every stage may read them.
 
     Raises ExecutionError if the model's code leaves a tensor without values.
     """
@@ -175,8 +158,8 @@ def materialise(
     for name, tensor in [*buffers.items(), *model.named_parameters(remove_duplicate=False)]:
         if not tensor.is_meta or id(tensor) in real or not (name in buffers or name in owned):
             continue
-        if name in loaded:
-            real[id(tensor)] = like(tensor, loaded[name].to(device))
+        if name in tensors and name in owned:
+            real[id(tensor)] = like(tensor, tensors[name].compute().to(device, copy=True))
             real[id(tensor)]._is_hf_initialized = True  # type: ignore[attr-defined]
         else:
             real[id(tensor)] = made[name] = empty_like(tensor, device)
@@ -191,8 +174,8 @@ def materialise(
     for name, tensor in made.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise ExecutionError(
-                f"{kind} can't be made stage by stage: its code does not initialise {name}; pass "
-                "stages_of a model in place of a config"
+                f"{type(model).__name__} can't be made stage by stage: its code does not "
+                f"initialise {name}; pass stages_of a model in place of a config"
             )
 
 
@@ -224,33 +207,33 @@ def within(name: str, parts: Iterable[str]) -> bool:
     return f"{name}.".startswith(tuple(f"{part}." for part in parts))
 
 
-@contextmanager
-def without_values(model: nn.Module) -> Iterator[None]:
-    """Inside, a mixture of experts runs on fake tensors.
-
-    Which expert takes a token depends on values. In this mode of transformers no shape depends on
-    that.
-    """
-    found = [(one, getattr(one, "_experts_implementation", None)) for one in _configs_of(model)]
-    before = [(config, way) for config, way in found if way is not None]
-    try:
-        for config, _ in before:
-            config._experts_implementation = "batched_mm"
-        yield
-    finally:
-        for config, implementation in before:
-            config._experts_implementation = implementation
-
-
-def _tied(model: Any) -> Any:
-    model.tie_weights()  # transformers 5.0 does not, on meta
-    return model
-
-
 def some(names: Collection[str]) -> str:
     """Name the first few of many."""
     more = len(names) - _SHOWN
     return ", ".join([*names][:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _skeleton(model_class: Any, config: Any, dtype: torch.dtype | None) -> Any:
+    """Make a model of a class on meta. Raises ExecutionError if transformers makes none."""
+    make = getattr(model_class, "_from_config", None) or getattr(model_class, "from_config", None)
+    if make is None:
+        raise ExecutionError(
+            f"model_class must be a model class of transformers, not {model_class!r}"
+        )
+    try:
+        return _made(make, config, **({} if dtype is None else {"dtype": dtype}))
+    except Exception as error:  # transformers refuses the config
+        raise ExecutionError(
+            f"transformers makes no {model_class.__name__} of this {type(config).__name__} "
+            f"({type(error).__name__}: {error}); pass model_class="
+        ) from error
+
+
+def _made(make: Callable[..., Any], config: Any, **options: Any) -> Any:
+    with torch.device("meta"):
+        model = make(copy.deepcopy(config), **options)
+    model.tie_weights()  # transformers 5.0 does not, on meta
+    return model
 
 
 def _class_of(config: Any, model_class: Any, transformers: Any) -> Any:
@@ -272,7 +255,7 @@ def _class_of(config: Any, model_class: Any, transformers: Any) -> Any:
     )
 
 
-def _configs_of(model: nn.Module) -> list[Any]:
+def configs_of(model: nn.Module) -> list[Any]:
     """The configs of a model and its parts."""
     held = [module.config for module in model.modules() if hasattr(module, "config")]
     return list({id(config): config for config in held}.values())

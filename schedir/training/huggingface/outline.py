@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from schedir.errors import ExecutionError
 from schedir.training.cutting.stages import tied_names
-from schedir.training.huggingface.models import on_meta, within, without_values
+from schedir.training.huggingface.models import configs_of, on_meta, uncuttable, within
 
 _LOG = logging.getLogger(FakeTensorMode.__module__)
 _OF_SHAPES = frozenset(
@@ -70,7 +70,7 @@ def joined(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
-def blocks_of(model: nn.Module, kind: str) -> str:
+def blocks_of(model: nn.Module) -> str:
     """Find the name of a model's list of blocks.
 
     It is the list in transformers' pipeline plan (`base_model_pp_plan`), otherwise the largest list
@@ -81,7 +81,7 @@ def blocks_of(model: nn.Module, kind: str) -> str:
     }
     planned = [name for name in getattr(model, "pp_plan", None) or {} if name in lists]
     if not lists:
-        raise ExecutionError(f"{kind} can't be cut: it has no list of repeated blocks")
+        raise uncuttable(model, "it has no list of repeated blocks")
 
     def size(name: str) -> int:
         return sum(p.numel() for p in lists[name].parameters())
@@ -91,14 +91,14 @@ def blocks_of(model: nn.Module, kind: str) -> str:
     return found
 
 
-def outline_of(model: nn.Module, inputs: Mapping[str, Tensor], kind: str) -> Outline:
+def outline_of(model: nn.Module, inputs: Mapping[str, Tensor]) -> Outline:
     """Find the outline of a model on meta, from `inputs` of a small microbatch, on meta too.
 
     Raises ExecutionError, with the reason, for a model that can't be cut.
     """
-    blocks = blocks_of(model, kind)
+    blocks = blocks_of(model)
     model = on_meta(model)  # a copy, because a run may leave state behind
-    tracer = _Tracer(model, blocks, kind)
+    tracer = _Tracer(model, blocks)
     try:
         with faking(model.eval()), tracer.watching():
             tensors, given = fake_values(model), fakes_of(inputs)
@@ -107,24 +107,29 @@ def outline_of(model: nn.Module, inputs: Mapping[str, Tensor], kind: str) -> Out
     except ExecutionError:
         raise
     except Exception as error:  # the model's code may not expect fake tensors
-        raise ExecutionError(
-            f"{kind} can't be cut: it does not run without values on {_shapes(inputs)}: {error}"
-        ) from error
-
-
-def _shapes(inputs: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+        raise uncuttable(model, f"it does not run without values on {shapes}: {error}") from error
 
 
 @contextmanager
 def faking(model: nn.Module) -> Iterator[None]:
-    """Inside, new tensors are fake, and a model runs on them."""
+    """Inside, new tensors are fake, and a model runs on them.
+
+    Which expert of a mixture takes a token depends on values. In the mode of transformers that is
+    set here, no shape depends on that.
+    """
+    found = [(one, getattr(one, "_experts_implementation", None)) for one in configs_of(model)]
+    before = [(config, way) for config, way in found if way is not None]
     disabled, _LOG.disabled = _LOG.disabled, True  # the error itself says what fails
     try:
-        with without_values(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        for config, _ in before:
+            config._experts_implementation = "batched_mm"
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             yield
     finally:
         _LOG.disabled = disabled
+        for config, way in before:
+            config._experts_implementation = way
 
 
 def fake_values(model: nn.Module) -> dict[str, Tensor]:
@@ -145,8 +150,9 @@ def fakes_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class _Tracer:
     """Watches one run: when each unit is called, and what goes into each block and out of it."""
 
-    def __init__(self, model: nn.Module, blocks: str, kind: str) -> None:
-        self._model, self._name, self._kind = model, blocks, kind
+    def __init__(self, model: nn.Module, blocks: str) -> None:
+        self._model, self._name = model, blocks
+        self._refusal = partial(uncuttable, model)
         self._blocks: Sequence[nn.Module] = list(model.get_submodule(blocks).children())
         self._entered = 0
         self._calls: list[Call] = []  # of the blocks that have been left
@@ -245,9 +251,6 @@ class _Tracer:
         if any(x.requires_grad for x in _tensors_in(output)):
             self._carries.add(name)
             self._computed.add(output)
-
-    def _refusal(self, reason: str) -> ExecutionError:
-        return ExecutionError(f"{self._kind} can't be cut: {reason}")
 
     def outline(self, tensors: Mapping[str, Tensor], output: Any) -> Outline:
         """The outline that the run has shown. `tensors` are the model's, by name."""

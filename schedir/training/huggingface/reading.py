@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.training.cutting.stages import tied_names
-from schedir.training.huggingface import conversion
-from schedir.training.huggingface.conversion import Lazy
+from schedir.training.huggingface.conversion import Lazy, load
 from schedir.training.huggingface.models import on_meta, some, within
 
 logger = logging.getLogger("schedir")
@@ -25,7 +23,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SILENT = re.compile(r"(^|\.)(inv_freq|position_ids|attn\.(masked_)?bias)$")
 
 
-def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> Mapping[str, Lazy]:
+def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> dict[str, Lazy]:
     """Find the tensors of a model on meta in a folder, from the headers of its files alone.
 
     They are under all names that they have in the model. Afterwards `skeleton` has the dtypes in
@@ -34,7 +32,7 @@ def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> Mappin
     Raises ExecutionError, alike on every rank, if the folder does not have what the model needs.
     """
     kind = type(skeleton).__name__
-    tensors = _headers(folder)
+    tensors = {name: x for path in _files(folder) for name, x in tensors_in(path).items()}
     narrow = [
         name for name, x in tensors.items() if x.dtype.itemsize == 1 and x.dtype != torch.bool
     ]
@@ -45,13 +43,12 @@ def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> Mappin
             "from_pretrained, and save that"
         )
     model = on_meta(skeleton)
-    info = conversion.load(model, tensors)
+    info = load(model, tensors)
     for name, told in sorted(info.conversion_errors.items()):
         reason = str(told).strip().splitlines()[-1]
         raise ExecutionError(f"{folder} has tensors that don't become {name} of {kind}: {reason}")
     names = dict(skeleton.state_dict())
-    unknown = [part for part in new if not any(within(name, [part]) for name in names)]
-    if unknown:
+    if unknown := [part for part in new if not any(within(name, [part]) for name in names)]:
         raise ExecutionError(f"new= names {unknown[0]}, which {kind} does not have")
     wrong = [
         f"{name} is {list(there)} in {folder} and {list(here)} in {kind}"
@@ -63,8 +60,12 @@ def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> Mappin
     found = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Lazy)}
     for group in tied_names(skeleton):
         _tie(folder, group, found)
-    missing = [name for name in names if name in info.missing_keys and name not in found]
-    if lacks := [f"{name} {list(names[name].shape)}" for name in missing if not within(name, new)]:
+    lacks = [
+        f"{name} {list(x.shape)}"
+        for name, x in names.items()
+        if name in info.missing_keys and name not in found and not within(name, new)
+    ]
+    if lacks:
         raise ExecutionError(
             f"{folder} lacks {some(lacks)}, which {kind} has; name in new= what is to be made "
             "from the seed"
@@ -78,15 +79,23 @@ def weights_of(folder: Path, skeleton: Any, new: Collection[str] = ()) -> Mappin
     return found
 
 
-def values_of(tensors: Iterable[tuple[str, Lazy]]) -> dict[str, Tensor]:
-    """Read tensors, on the CPU; each once, whatever its names."""
-    read: dict[Lazy, Tensor] = {}
-    values = {}
-    for name, tensor in tensors:
-        if tensor not in read:
-            read[tensor] = tensor.value()
-        values[name] = read[tensor]
-    return values
+def tensors_in(path: Path) -> dict[str, Lazy]:
+    """The tensors of a file, from its header. Raises ExecutionError if it is missing or damaged."""
+    from safetensors import safe_open
+    from transformers.modeling_utils import str_to_torch_dtype
+
+    tensors = {}
+    try:
+        file: Any = safe_open(path, "pt")
+        for name in file.keys():  # noqa: SIM118 (it is no mapping)
+            piece = file.get_slice(name)
+            dtype = str_to_torch_dtype[piece.get_dtype()]
+            like = torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+            tensors[name] = Lazy(like, partial(file.get_tensor, name))
+    except Exception as error:  # of safetensors
+        why = "is missing" if not path.exists() else f"is no whole safetensors file: {error}"
+        raise ExecutionError(f"{path} {why}") from error
+    return tensors
 
 
 def _tie(folder: Path, names: Iterable[str], found: dict[str, Lazy]) -> None:
@@ -102,28 +111,6 @@ def _tie(folder: Path, names: Iterable[str], found: dict[str, Lazy]) -> None:
                 "them: pass the config with tie_word_embeddings=False, and weights= the folder"
             )
     found.update(dict.fromkeys(names, found[first]))
-
-
-def _headers(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder's files, without values.
-
-    Raises ExecutionError if a file is missing or damaged.
-    """
-    from safetensors import safe_open
-
-    tensors: dict[str, Tensor] = {}
-    for path in _files(folder):
-        try:
-            file: Any = safe_open(path, "pt")
-            for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                piece = file.get_slice(name)
-                dtype = conversion.dtype_named(piece.get_dtype())
-                like = torch.empty(piece.get_shape(), dtype=dtype, device="meta")
-                tensors[name] = Lazy(like, partial(file.get_tensor, name))
-        except Exception as error:  # of safetensors
-            why = "is missing" if not path.exists() else f"is no whole safetensors file: {error}"
-            raise ExecutionError(f"{path} {why}") from error
-    return tensors
 
 
 def _files(folder: Path) -> list[Path]:

@@ -11,14 +11,11 @@ import inspect
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
@@ -33,12 +30,11 @@ from schedir.training.cutting.stages import (
 )
 from schedir.training.huggingface.models import (
     Model,
-    folder_at,
     materialise,
     model_of,
     on_meta,
     small_inputs,
-    without_values,
+    uncuttable,
 )
 from schedir.training.huggingface.outline import (
     Call,
@@ -49,7 +45,7 @@ from schedir.training.huggingface.outline import (
     joined,
     outline_of,
 )
-from schedir.training.huggingface.reading import values_of, weights_of
+from schedir.training.huggingface.reading import weights_of
 
 _HIDDEN, _GIVEN = "hidden_states", "inputs"
 
@@ -132,21 +128,19 @@ def uncut_pretrained(
     Raises ExecutionError for a model that can't be cut, with the reason, and for a folder that does
     not have the model's weights.
     """
-    model = model_of(model_or_config, model_class, dtype)
-    folder = model.folder if weights is None else folder_at(weights)
-    if folder is not None and model.real is not None:
-        raise ExecutionError("weights= is for a config, not for a model; leave it out")
-    if new and folder is None:
+    model = model_of(model_or_config, model_class, weights, dtype)
+    skeleton = model.skeleton
+    if new and model.folder is None:
         raise ExecutionError("new= is for a folder's weights; leave it out")
-    tensors = {} if folder is None else weights_of(folder, model.skeleton, new)
-    _check_encoder_decoder(model)
-    inputs = small_inputs(model)
+    tensors = {} if model.folder is None else weights_of(model.folder, skeleton, new)
+    _check_encoder_decoder(skeleton)
+    inputs = small_inputs(skeleton)
     try:
-        outline = outline_of(model.skeleton, inputs, model.kind)
+        outline = outline_of(skeleton, inputs)
     except ExecutionError:
-        _check_towers(model)
+        _check_towers(skeleton)
         raise
-    whole = model.skeleton if model.real is None else model.real
+    whole = skeleton if model.real is None else model.real
     named: dict[str, Any] = dict(whole.named_parameters(remove_duplicate=False))
     named |= dict(whole.named_modules(remove_duplicate=False))
     blocks = [joined(outline.blocks, str(number)) for number in range(len(outline.calls))]
@@ -161,17 +155,16 @@ def uncut_pretrained(
     def module_of(span: Span, own: Mapping[str, nn.Module], names: Collection[str]) -> nn.Module:
         real = model.real
         if real is None:
-            real = on_meta(model.skeleton)
-            loaded = values_of((name, x) for name, x in tensors.items() if name in names)
-            materialise(real, names, loaded, seed, torch.device(device or "cpu"), model.kind)
-        stage = _assembled(model.skeleton, real, outline, range(*span), own)
-        stage.origin = attrs.evolve(model, real=None, folder=folder)
+            real = on_meta(skeleton)
+            materialise(real, names, tensors, seed, torch.device(device or "cpu"))
+        stage = _assembled(skeleton, real, outline, range(*span), own)
+        stage.origin = attrs.evolve(model, real=None)
         return stage if device is None else stage.to(device)
 
     def make(spans: Sequence[Span], stages: Iterable[int]) -> Iterator[tuple[int, nn.Module]]:
-        like = on_meta(model.skeleton)
+        like = on_meta(skeleton)
         tried = [_assembled(like, like, outline, range(*span), {}) for span in spans]
-        _try_out(tried, inputs, model.kind)
+        _try_out(tried, inputs, skeleton)
         own = {} if model.real is None else own_modules(parts, spans, stages)
         for stage in stages:
             names = tried[stage].state_dict().keys()
@@ -184,42 +177,38 @@ def _part(block: str, members: Mapping[str, Any]) -> Part:
     """A block, with modules and single parameters that are on its stage."""
     modules = {name: one for name, one in members.items() if isinstance(one, nn.Module)}
     parameters = [
-        *((name, one) for name, one in members.items() if name not in modules),
-        *(
-            named
-            for name, one in modules.items()
-            for named in one.named_parameters(name, remove_duplicate=False)
-        ),
+        named
+        for name, one in members.items()
+        for named in (
+            one.named_parameters(name, remove_duplicate=False) if name in modules else [(name, one)]
+        )
     ]
     kinds = {name: type(one).__name__ for name, one in members.items()}
     return Part(block, kinds, holdings_of(parameters), modules)
 
 
-def _check_encoder_decoder(model: Model) -> None:
+def _check_encoder_decoder(model: Any) -> None:
     """Raise ExecutionError if a model has both parts; some classes of such a family have one."""
-    parts = {name.rpartition(".")[2] for name, _ in model.skeleton.named_modules()}
-    if getattr(model.skeleton.config, "is_encoder_decoder", False) and parts >= {
-        "encoder",
-        "decoder",
-    }:
-        raise ExecutionError(
-            f"{model.kind} can't be cut: it is an encoder-decoder, and its decoder needs the "
-            "encoder's output in each stage"
+    parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    has_both = parts.issuperset(("encoder", "decoder"))
+    if has_both and getattr(model.config, "is_encoder_decoder", False):
+        raise uncuttable(
+            model,
+            "it is an encoder-decoder, and its decoder needs the encoder's output in each stage",
         )
 
 
-def _check_towers(model: Model) -> None:
+def _check_towers(model: Any) -> None:
     """Raise ExecutionError if several parts of a model are models with inputs of their own."""
-    named = [(name, one) for name, one in model.skeleton.named_modules() if name]
+    named = [(name, one) for name, one in model.named_modules() if name]
     towers = {one.main_input_name: name for name, one in named if hasattr(one, "main_input_name")}
     if len(towers) > 1:
         shown = " and ".join(f"{name} ({given})" for given, name in towers.items())
-        raise ExecutionError(
-            f"{model.kind} can't be cut: its towers take different inputs, {shown}; cut one of them"
-        ) from None
+        reason = f"its towers take different inputs, {shown}; cut one of them"
+        raise uncuttable(model, reason) from None
 
 
-def _try_out(stages: Sequence[nn.Module], inputs: Mapping[str, Tensor], kind: str) -> None:
+def _try_out(stages: Sequence[nn.Module], inputs: Mapping[str, Tensor], model: Any) -> None:
     """Run all stages of a model on fake tensors, with the `inputs` of a small microbatch.
 
     Raises ExecutionError if a stage does not run: the model's code may use a module of the first
@@ -232,9 +221,10 @@ def _try_out(stages: Sequence[nn.Module], inputs: Mapping[str, Tensor], kind: st
             try:
                 boundary = torch.func.functional_call(stage, fake_values(stage), (boundary,))
             except Exception as error:  # of the model's own code
-                raise ExecutionError(
-                    f"{kind} can't be cut: stage {number} of {len(stages)} does not run without "
-                    f"the modules of the others: {error}"
+                raise uncuttable(
+                    model,
+                    f"stage {number} of {len(stages)} does not run without the modules of the "
+                    f"others: {error}",
                 ) from error
 
 
@@ -283,10 +273,8 @@ class PretrainedStage(nn.Module):
         elif hidden is not None and isinstance(main, tuple):
             inputs[name] = hidden.new_full((), math.nan).expand(hidden.shape[0], *main)
         self._received.hidden = hidden
-        fakes = any(isinstance(x, FakeTensor) for x in pytree.tree_leaves(boundary))
         try:
-            with without_values(self._model[0]) if fakes else nullcontext():
-                output = self._model[0](**inputs)
+            output = self._model[0](**inputs)
         except _EndOfStage as end:
             return {_HIDDEN: end.hidden, _GIVEN: carried}
         finally:

@@ -14,16 +14,15 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import accelerator_of
 from schedir.runtime.session import digest
 from schedir.training.collective import everywhere
-from schedir.training.huggingface import conversion
+from schedir.training.huggingface.conversion import in_dtype
 from schedir.training.huggingface.models import CONFIG, Model, some
-from schedir.training.huggingface.reading import INDEX, WHOLE, weights_of
+from schedir.training.huggingface.reading import INDEX, WHOLE, tensors_in, weights_of
 from schedir.training.huggingface.stages import PretrainedStage
 from schedir.training.whole_names import Held, held_by
 
@@ -34,8 +33,8 @@ _COPIED = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 
-_File: TypeAlias = tuple[int, str, dict[str, tuple[int, str]]]
-"""A stage's file: the stage, the file's name for now, and the size and dtype of each tensor."""
+_Name: TypeAlias = tuple[str, int, int | None]
+"""A tensor that a process could write: its name, its stage, and its hash if it is tied."""
 
 
 def save_pretrained(
@@ -88,25 +87,16 @@ def save_pretrained(
     held = [one for one in held_by(executor) if one.section == "model"]
     together(lambda: _check(held, target))
     model = _origin(held[0])
-    states: dict[int, dict[str, Tensor]] = {}
-    told = list(chain(*together(lambda: _collect(held, model, states))))
-    stages = {name: stage for name, stage, _ in sorted(told, reverse=True)}  # the first that has it
-    own = {
-        stage: {name: x for name, x in state.items() if stages[name] == stage}
-        for stage, state in states.items()
-    }
-
-    def write() -> list[_File]:
-        return [
-            file
-            for stage, state in own.items()
-            for file in _write(aside, stage, state, model, max_shard_size, dtype)
-        ]
-
+    state: dict[str, Tensor] = {}
+    told = list(chain(*together(lambda: _collect(held, model, state))))
+    owner = {name: stage for name, stage, _ in sorted(told, reverse=True)}  # its first stage
+    here = {one.stage for one in held if one.saves}
+    own = {name: x for name, x in state.items() if owner[name] in here}
+    pattern = f"{executor.rank}{{suffix}}.safetensors"
     try:
         together(lambda: _prepare(aside, model, told) if is_first else None)
-        files = sorted(chain(*together(write)))
-        together(lambda: _finish(aside, target, model, files) if is_first else None)
+        files = together(lambda: _write(aside / pattern, own, model, max_shard_size, dtype))
+        together(lambda: _finish(aside, target, model, [*chain(*files)]) if is_first else None)
     except ExecutionError:
         if is_first:
             shutil.rmtree(aside, ignore_errors=True)
@@ -129,36 +119,30 @@ def _check(held: Sequence[Held], target: Path) -> None:
         raise ExecutionError(f"{target} is there, and not empty; remove it, or name a new folder")
 
 
-def _collect(
-    held: Sequence[Held], model: Model, states: dict[int, dict[str, Tensor]]
-) -> list[tuple[str, int, int | None]]:
-    """Make whole what this process writes, one tensor after the other, on the CPU, by stage.
-
-    Returns the name and stage of each, and the hash of a tied one.
-    """
+def _collect(held: Sequence[Held], model: Model, state: dict[str, Tensor]) -> list[_Name]:
+    """Make whole what this process could write, one tensor after the other, on the CPU."""
     ties = model.skeleton.all_tied_weights_keys
     told = []
     for one in held:
-        for name, value in one.state().items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in one.whole():
             if one.saves:
-                states.setdefault(one.stage, {})[name] = whole.cpu()
                 is_tied = name in ties or name in ties.values()
-                told.append((name, one.stage, digest(whole) if is_tied else None))
+                told.append((name, one.stage, digest(value) if is_tied else None))
+                state.setdefault(name, value.cpu())
     return told
 
 
-def _prepare(aside: Path, model: Model, told: Sequence[tuple[str, int, int | None]]) -> None:
+def _prepare(aside: Path, model: Model, told: Sequence[_Name]) -> None:
     """Make the folder for files. Raises ExecutionError for a model that its class can't read."""
-    known = model.plain().state_dict()
+    plain = model.plain()
+    known = plain.state_dict()
     if unknown := [f"{name} of stage {stage}" for name, stage, _ in told if name not in known]:
         raise ExecutionError(
-            f"{model.kind} does not have {some(unknown)}, so a folder of it can't: merge adapters "
-            "into its layers first (peft's merge_and_unload), or save a Checkpoint"
+            f"{type(plain).__name__} does not have {some(unknown)}, so a folder of it can't: merge "
+            "adapters into its layers first (peft's merge_and_unload), or save a Checkpoint"
         )
     for copied, first in model.skeleton.all_tied_weights_keys.items():
-        copies = {content: name for name, _, content in told if name in (copied, first)}
-        if len(copies) > 1:
+        if len({content for name, _, content in told if name in (copied, first)}) > 1:
             raise ExecutionError(
                 f"{copied} and {first} are one parameter in the config, but their copies differ; "
                 "pass ties=stages.ties to the executor"
@@ -168,82 +152,76 @@ def _prepare(aside: Path, model: Model, told: Sequence[tuple[str, int, int | Non
 
 
 def _write(
-    aside: Path,
-    stage: int,
+    pattern: Path,
     state: Mapping[str, Tensor],
     model: Model,
     max_shard_size: int | str,
     dtype: torch.dtype | None,
-) -> list[_File]:
-    """Write a stage's tensors, without second copies of tied ones."""
+) -> list[str]:
+    """Write tensors, without second copies of tied ones. Returns the names of the files."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
 
     skeleton = model.skeleton
     left_out = {*skeleton.all_tied_weights_keys, *(skeleton._keys_to_ignore_on_save or ())}
     kept = {name: x for name, x in state.items() if name not in left_out}
     if dtype is not None:
-        of = conversion.dtypes(skeleton, dtype)
-        kept = {n: x.to(of(n)) if x.is_floating_point() else x for n, x in kept.items()}
-    tensors = conversion.revert(skeleton, kept)
-    pattern = f"{stage}{{suffix}}.safetensors"
-    parts = split_torch_state_dict_into_shards(
-        tensors, filename_pattern=pattern, max_shard_size=max_shard_size
+        kept = in_dtype(skeleton, kept, dtype)
+    tensors = revert_weight_conversion(skeleton, kept)
+    files = split_torch_state_dict_into_shards(
+        tensors, filename_pattern=pattern.name, max_shard_size=max_shard_size
     ).filename_to_tensors
-    files: list[_File] = []
-    for file, names in parts.items():
-        part = {name: tensors[name].contiguous() for name in names}
+    for file, names in files.items():
+        path = pattern.with_name(file)
         try:
-            save_file(part, aside / file, {"format": "pt"})
-            _sync(aside / file)
+            save_file({name: tensors[name].contiguous() for name in names}, path, {"format": "pt"})
+            _sync(path)
         except Exception as error:  # of safetensors
-            raise ExecutionError(f"{aside / file} can't be written: {error}") from error
-        sizes = {name: (x.nbytes, str(x.dtype).removeprefix("torch.")) for name, x in part.items()}
-        files.append((stage, file, sizes))
-    return files
+            raise ExecutionError(f"{path} can't be written: {error}") from error
+    return list(files)
 
 
-def _finish(aside: Path, target: Path, model: Model, files: Sequence[_File]) -> None:
+def _finish(aside: Path, target: Path, model: Model, files: Sequence[str]) -> None:
     """Name the files, write all else, and make it the folder."""
+    plain = model.plain()
     index: dict[str, str] = {}
-    dtypes = Counter[str]()
-    for number, (_, file, tensors) in enumerate(files, 1):
+    sizes = Counter[torch.dtype]()
+    for number, file in enumerate(files, 1):
         name = WHOLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        (aside / file).rename(aside / name)
-        index.update(dict.fromkeys(tensors, name))
-        for size, dtype in tensors.values():
-            dtypes[dtype] += size
+        for tensor, x in tensors_in((aside / file).rename(aside / name)).items():
+            index[tensor] = name
+            sizes[x.dtype] += x.nbytes
     if len(files) > 1:
-        was = model.folder / INDEX if model.folder else None
-        came = json.loads(was.read_text()) if was and was.exists() else {}
-        metadata = {**came.get("metadata", {}), "total_size": dtypes.total()}
-        _dump({**came, "metadata": metadata, "weight_map": index}, aside / INDEX)
-    dtype = max((name for name in dtypes if "float" in name), key=dtypes.__getitem__)
-    _dump({**_in_dtype(model.config, dtype), "architectures": [model.kind]}, aside / CONFIG)
-    for name in _COPIED:
-        if model.folder is not None and (model.folder / name).exists():
-            shutil.copyfile(model.folder / name, aside / name)
-    if model.folder is None and model.skeleton.can_generate():
+        metadata = {"total_parameters": plain.num_parameters(), "total_size": sizes.total()}
+        _dump({"metadata": metadata, "weight_map": index}, aside / INDEX)
+    dtype = max((one for one in sizes if one.is_floating_point), key=sizes.__getitem__)
+    config = _with_dtype(model.config, str(dtype).removeprefix("torch."))
+    _dump({**config, "architectures": [type(plain).__name__]}, aside / CONFIG)
+    if model.folder is not None:
+        for name in _COPIED:
+            if (model.folder / name).exists():
+                shutil.copyfile(model.folder / name, aside / name)
+    elif model.skeleton.can_generate():
         model.skeleton.generation_config.save_pretrained(aside)
-    weights_of(aside, model.plain())
+    weights_of(aside, plain)
     for path in (*aside.iterdir(), aside):
         _sync(path)
     aside.replace(target)
     _sync(target.parent)
 
 
-def _in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def _with_dtype(config: str, dtype: str) -> dict[str, Any]:
     """A config with another dtype, as have the configs in it that had the same one."""
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]  # old and new
-    before = config.get(keys[0])
+    whole: dict[str, Any] = json.loads(config)
+    keys = [key for key in ("dtype", "torch_dtype") if key in whole] or ["dtype"]  # old and new
+    before = whole.get(keys[0])
 
-    def changed(one: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: changed(x) if isinstance(x, dict) else dtype if key in keys and x == before else x
-            for key, x in one.items()
-        }
+    def changed(one: dict[str, Any]) -> dict[str, Any]:
+        return one | {key: dtype for key in keys if key in one and one[key] == before}
 
-    return changed(config) | dict.fromkeys(keys, dtype)
+    whole = json.loads(config, object_hook=changed)
+    return whole | dict.fromkeys(keys, dtype)
 
 
 def _dump(content: Mapping[str, Any], path: Path) -> None:
