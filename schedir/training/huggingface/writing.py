@@ -193,8 +193,11 @@ def _finish(aside: Path, target: Path, model: Model, files: Sequence[str]) -> No
             index[tensor] = name
             sizes[x.dtype] += x.nbytes
     if len(files) > 1:
-        metadata = {"total_parameters": plain.num_parameters(), "total_size": sizes.total()}
-        _dump({"metadata": metadata, "weight_map": index}, aside / INDEX)
+        was = model.folder / INDEX if model.folder is not None else aside / INDEX
+        came = json.loads(was.read_text()) if was.exists() else {}
+        totals = {"total_parameters": plain.num_parameters(), "total_size": sizes.total()}
+        metadata = {**came.get("metadata", {}), **totals}
+        _dump({**came, "metadata": metadata, "weight_map": index}, aside / INDEX)
     dtype = max((one for one in sizes if one.is_floating_point), key=sizes.__getitem__)
     config = _with_dtype(model.config, str(dtype).removeprefix("torch."))
     _dump({**config, "architectures": [type(plain).__name__]}, aside / CONFIG)
