@@ -260,7 +260,8 @@ class Saving:
     def _run(self) -> None:
         try:
             self._written.set_result(self._save.write_and_leave())
-            self._published.set_result(self._publish())
+            self._publish()
+            self._published.set_result(None)
         except BaseException as error:
             for future in (self._written, self._published):
                 if not future.done():
