@@ -32,7 +32,7 @@ logger = logging.getLogger("schedir")
 _PROGRESS = "progress"  # the name of what a checkpoint has of the Trainer
 _NUMBERS = (
     *("epochs", "max_steps", "eval_every", "save_every", "log_every"),
-    *("patience", "segment", "keep"),
+    *("patience", "segment"),
 )
 
 
@@ -139,7 +139,7 @@ class Trainer:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        self._callbacks = callbacks_of(self.callbacks)
+        self.callbacks, self.metrics = callbacks_of(self.callbacks), measures(self.metrics)
         self._by_metric = self.scheduler is not None and takes_metric(self.scheduler)
         for wrong, message in self._rules():
             if wrong:
@@ -166,11 +166,12 @@ class Trainer:
         A rule relies on the rules before it.
         """
         evaluation, by = self.evaluation, self.scheduler_by
-        metrics = measures(self.metrics)
+        metrics, keep = self.metrics or {}, self.keep
         for name in _NUMBERS:
             number = getattr(self, name)
             unfit = number is not None and not (is_number(number) and number)
             yield unfit, f"{name} must be an int of at least 1, not {number!r}"
+        yield not (is_number(keep) and keep), f"keep must be an int of at least 1, not {keep!r}"
         yield (
             self.epochs is None and self.max_steps is None,
             "nothing says when the training ends: pass epochs= or max_steps=",
@@ -241,7 +242,7 @@ class Trainer:
         ends = (self.epochs or 0) * self._length, self.max_steps
         shown = self.progress and is_first()
         bar = [ProgressBar(min(filter(None, ends), default=None))] if shown else []
-        self._called = [*bar, *self._callbacks]
+        self._called = callbacks_of([*bar, *self.callbacks])
         with ExitStack() as stack:  # whatever fails, all that has begun ends
             for callback in self._called:
                 callback.before_training(now.step)

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import resource
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.training.test_checkpoint import assert_same
 from tests.training.test_damaged_checkpoints import data_of
 from tests.training.test_resuming import assert_goes_on, folders, rates_and_weights
 from tests.training.test_trainer import TRAINED, Calls, Ends, noisy_executor, trainer_of
+from tests.warm import commands
 
 
 @pytest.fixture
@@ -264,6 +266,21 @@ def test_after_the_loss_of_a_rank_nobody_waits_for_its_files(
         assert said == f"a checkpoint was not completed: {lacking}"
         assert folders(folder) == []
     everyone(None)  # only then may rank 1 write
+
+
+GONE = """
+from torch import nn
+from schedir.training import Checkpoint
+from schedir.training.checkpoint import saving
+
+saving._PATIENCE, saving.Save.found = 0.1, lambda self: None  # another process never writes
+Checkpoint(nn.Linear(4, 1)).async_save("new")
+"""
+
+
+def test_python_ends_without_the_files_of_others(tmp_path: Path) -> None:
+    subprocess.run([commands() / "python", "-c", GONE], cwd=tmp_path, check=True, timeout=200)
+    assert [file.name for file in tmp_path.iterdir()] == [".new.saving"]
 
 
 def test_a_full_disk_ends_a_training_at_its_next_save(tmp_path: Path) -> None:

@@ -298,6 +298,15 @@ def test_a_checkpoint_that_not_all_ranks_see_is_refused(rank: int, folder: Path)
         assert "process 0 does not see the checkpoint" in message_of(trainer.fit)
 
 
+def test_callbacks_may_change_until_a_training_begins() -> None:
+    seen: list[Any] = []
+    with an_executor(None) as executor:
+        trainer = trainer_of(executor, epochs=1)
+        trainer.callbacks = [*trainer.callbacks, seen.append]
+        assert seen == [trainer.fit()]
+        assert trainer.metrics == {}
+
+
 def test_it_prints_a_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     with an_executor(None) as executor:
         history = Trainer(executor, Batches(TRAINED), epochs=2, **EVALUATED).fit()
@@ -333,6 +342,7 @@ def test_a_terminal_has_the_log_beside_a_bar_of_the_steps(
         ({"segment": 0}, "segment must be an int of at least 1, not 0"),
         ({"segment": 4}, "1f1b computes nothing after"),
         ({"patience": 0}, "patience must be an int of at least 1, not 0"),
+        ({"keep": None}, "keep must be an int of at least 1, not None"),
         ({"patience": 2}, "patience needs an evaluation set: pass evaluation= as well"),
         ({"metrics": {"a": accuracy}}, "metrics needs an evaluation set"),
         ({"autocast": torch.float16}, r"or torch.float16 with Executor\(…, scaler=…\), not"),

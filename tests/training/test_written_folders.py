@@ -194,7 +194,9 @@ class Adapted(nn.Module):
         return y
 
 
-def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
+def test_what_can_not_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = folder_of("LlamaForCausalLM", tmp_path / "in")
     model = transformers.LlamaForCausalLM.from_pretrained(source)
     for layer in model.model.layers:
@@ -209,8 +211,18 @@ def test_what_can_not_be_written_is_refused(tmp_path: Path) -> None:
         said = message_of(save_pretrained, executor, source)
         assert said == f"{source} is there, and not empty; remove it, or name a new folder"
         assert "own: model.save_pretrained" in message_of(save_pretrained, model, tmp_path / "x")
+        for dtype in (torch.int8, "bfloat16"):
+            said = message_of(save_pretrained, executor, tmp_path / "x", dtype=dtype)
+            assert said.startswith("dtype must be a torch.dtype of floats, such as torch.bfloat16,")
         (tmp_path / "empty").mkdir()
-        save_pretrained(executor, tmp_path / "empty")
+        with monkeypatch.context() as patched:
+            patched.chdir(tmp_path / "empty")
+            said = message_of(save_pretrained, executor, ".")
+            assert said == f"{tmp_path}/empty is the current folder; name a new folder in it"
+        (tmp_path / "link").symlink_to("empty")
+        save_pretrained(executor, tmp_path / "link")
+        assert config_in(tmp_path / "empty") == config_in(source)
+        (tmp_path / "link").unlink()
     others = {stage: nn.Linear(1, 1) for stage in range(2)}
     with Executor(ON_TWO, others, by_name, in_process=True) as executor:
         said = message_of(save_pretrained, executor, tmp_path / "out")

@@ -19,10 +19,10 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, main_thread
+from threading import Event, Thread, main_thread
 from time import monotonic, perf_counter
 from typing import Any, TypeAlias, cast
 from uuid import uuid4
@@ -219,10 +219,9 @@ class Saving:
         self._deadline = math.inf
         self._news = Event()  # of these two
         self._is_over = False
-        pool = ThreadPoolExecutor(1, "schedir-save")
-        self._written = pool.submit(save.write_and_leave)
-        self._published = pool.submit(self._publish)
-        pool.shutdown(wait=False)
+        self._written, self._published = Future[Part](), Future[None]()
+        # At the end of Python a pool's thread still sees the main thread alive, which waits for it.
+        Thread(target=self._run, name="schedir-save").start()
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete. Every rank calls it, between two steps.
@@ -258,8 +257,17 @@ class Saving:
             self._save.discard()
         return error
 
+    def _run(self) -> None:
+        try:
+            self._written.set_result(self._save.write_and_leave())
+            self._publish()
+            self._published.set_result(None)
+        except BaseException as error:
+            for future in (self._written, self._published):
+                if not future.done():
+                    future.set_exception(error)
+
     def _publish(self) -> None:
-        self._written.result()
         if not self._save.is_first:
             return
         while (parts := self._parts or self._save.found()) is None:

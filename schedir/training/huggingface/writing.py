@@ -79,13 +79,13 @@ def save_pretrained(
             "save_pretrained takes an executor; a plain model of transformers has a method of its "
             "own: model.save_pretrained(folder)"
         )
-    target = Path(folder)
+    target = Path(folder).resolve()  # a rename does not follow a link
     aside = target.with_name(f"{target.name}.saving")
     is_first = executor.pipeline == executor.rank == executor.slice == 0
     together = partial(everywhere, partial(executor.gather, what="save_pretrained"))
     accelerator_of(executor.device).synchronize()
     held = [one for one in held_by(executor) if one.section == "model"]
-    together(lambda: _check(held, target))
+    together(lambda: _check(held, target, dtype))
     model = _origin(held[0])
     state: dict[str, Tensor] = {}
     told = list(chain(*together(lambda: _collect(held, model, state))))
@@ -111,12 +111,19 @@ def _origin(held: Held) -> Model:
     raise ExecutionError(f"save_pretrained writes the stages of stages_of; {held.place} is another")
 
 
-def _check(held: Sequence[Held], target: Path) -> None:
-    """Raise ExecutionError for other stages than those of `stages_of`, and for a folder in use."""
+def _check(held: Sequence[Held], target: Path, dtype: object) -> None:
+    """Raise ExecutionError for other stages than those of `stages_of`, for a folder in use, and for
+    a dtype of other numbers."""
     for one in held:
         _origin(one)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ExecutionError(f"{target} is there, and not empty; remove it, or name a new folder")
+    if target == Path.cwd():
+        raise ExecutionError(f"{target} is the current folder; name a new folder in it")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ExecutionError(
+            f"dtype must be a torch.dtype of floats, such as torch.bfloat16, not {dtype!r}"
+        )
 
 
 def _collect(held: Sequence[Held], model: Model, state: dict[str, Tensor]) -> list[_Name]:
