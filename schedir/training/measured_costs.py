@@ -62,7 +62,8 @@ def measured_costs(
     """
     if not (is_number(repeats) and repeats):
         raise ExecutionError(f"repeats must be an int of at least 1, not {repeats!r}")
-    if isinstance(layers, (nn.Sequential, nn.ModuleList, nn.ModuleDict, Sequence, Mapping)):
+    of_layers = (nn.Sequential, nn.ModuleList, nn.ModuleDict, Sequence, Mapping)
+    if isinstance(layers, of_layers) and not isinstance(layers, str):  # which is a folder
         model = uncut_layers(layers, seed, device)
     else:
         model = uncut_pretrained(layers, model_class, seed, device)

@@ -268,7 +268,8 @@ def _quantised(config: dict[str, Any]) -> None:
         ),
         (_json(INDEX, lambda it: it["weight_map"].update(x="../x")), r"elsewhere: '\.\./x"),
         (_json(INDEX, lambda it: it.pop("weight_map")), "index.json is no index"),
-        (lambda at: (at / "config.json").unlink(), "FOLDER/config.json can't be read"),
+        (lambda at: (at / "config.json").unlink(), "FOLDER has no config.json; pass the folder"),
+        (lambda at: (at / INDEX).unlink(), f"and no {INDEX}, which says what model-00001"),
         (lambda at: shutil.rmtree(at), r"no folder FOLDER; .*snapshot_download\("),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_forward_backward_and_loss_count() -> None:
     assert [stage.cost for stage in partition(layers, 2, costs=costs).summaries] == [13, 13.5]
 
 
-def test_the_layers_of_a_model_of_transformers_are_measured() -> None:
+def test_the_layers_of_a_model_of_transformers_are_measured(tmp_path: Path) -> None:
     config = LlamaConfig(**CLASSES["LlamaForCausalLM"])
     model: Any = LlamaForCausalLM(config)
     ends = model.model.embed_tokens, model.lm_head
@@ -81,6 +82,8 @@ def test_the_layers_of_a_model_of_transformers_are_measured() -> None:
     assert costs == [1 + 5, 2, 3, 4 + 6]
     assert [of.cost for of in stages_of(model, 2, costs=costs).summaries] == [11, 10]
     assert measured_costs(config, ids) == [0] * 4
+    model.save_pretrained(tmp_path)
+    assert measured_costs(str(tmp_path), ids) == [0] * 4
 
 
 def test_the_median_counts_and_the_first_run_does_not() -> None:

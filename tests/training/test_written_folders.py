@@ -82,6 +82,8 @@ def test_what_ranks_have_trained_is_read_by_transformers(
     if rank == 0:
         folder_of(name, folder / "in")
         (folder / "in/tokenizer.json").write_text("{}")
+        (folder / "in/additional_chat_templates").mkdir()
+        (folder / "in/additional_chat_templates/tools.jinja").write_text("{{ tools }}")
     everyone("written")
     with trained(folder / "in", made, schedule) as executor:
         save_pretrained(executor, folder / "out", max_shard_size="30KB")
@@ -89,6 +91,7 @@ def test_what_ranks_have_trained_is_read_by_transformers(
     if state is not None:
         check(folder / "in", folder / "out", made, state)
         assert (folder / "out/tokenizer.json").read_text() == "{}"
+        assert (folder / "out/additional_chat_templates/tools.jinja").exists()
         before = made.from_pretrained(folder / "in").state_dict()
         assert any(not torch.equal(value, state[key]) for key, value in before.items())
 

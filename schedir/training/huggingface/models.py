@@ -60,6 +60,11 @@ def model_of(
     config, real, folder, text = model_or_config, None, None, None
     if isinstance(config, (str, os.PathLike)):
         folder = folder_at(config)
+        if not (folder / CONFIG).exists():
+            mend = "pass the folder of a model"
+            if (folder / ".metadata").exists():
+                mend = "it is a checkpoint, which Checkpoint(executor).load_weights reads"
+            raise ExecutionError(f"{folder} has no {CONFIG}; {mend}")
         try:
             config = transformers.AutoConfig.from_pretrained(folder)
             text = (folder / CONFIG).read_text()
@@ -225,7 +230,7 @@ def _skeleton(model_class: Any, config: Any, dtype: torch.dtype | None) -> Any:
     except Exception as error:  # transformers refuses the config
         raise ExecutionError(
             f"transformers makes no {model_class.__name__} of this {type(config).__name__} "
-            f"({type(error).__name__}: {error}); pass model_class="
+            f"({type(error).__name__}: {error}); change the config, model_class= or dtype="
         ) from error
 
 

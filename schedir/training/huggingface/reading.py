@@ -120,7 +120,9 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.exists():
         what = f"there are no weights in {folder}: it has no {WHOLE}"
-        if bins := sorted(folder.glob("*.bin")):
+        if shards := sorted(folder.glob("*.safetensors")):
+            what += f" and no {INDEX}, which says what {shards[0].name} holds"
+        elif bins := sorted(folder.glob("*.bin")):
             what += (
                 f", only {bins[0].name}, a pickle, which may run code; load it once by "
                 "from_pretrained, and save that"

@@ -29,7 +29,8 @@ from schedir.training.whole_names import Held, held_by
 _COPIED = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "spm.model", "bpe.codes"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 
@@ -62,9 +63,10 @@ def save_pretrained(
 
     Every rank calls it, between two steps, and must see the folder. Each stage's first rank writes
     the stage's tensors, in files of at most `max_shard_size`. Their names and layout are those that
-    were read, or the usual ones of the model's class. The config is written as it came; of a
-    folder that was read, the files of the tokenizer and of generation are copied. `dtype` is that
-    of the files, by default that of the parameters. What the model keeps in float32 stays so.
+    were read, or the usual ones of the model's class. The config is written as it came, but for its
+    dtype and architectures; of a folder that was read, the files of the tokenizer and of generation
+    are copied. `dtype` is that of the files, by default that of the parameters. What the model
+    keeps in float32 stays so.
 
     The folder must be empty, or not exist. The files are written beside it, in `folder.saving`, and
     at the end one rename makes them the folder. So an interrupted write leaves no folder, and can
@@ -210,12 +212,14 @@ def _finish(aside: Path, target: Path, model: Model, files: Sequence[str]) -> No
     _dump({**config, "architectures": [type(plain).__name__]}, aside / CONFIG)
     if model.folder is not None:
         for name in _COPIED:
-            if (model.folder / name).exists():
-                shutil.copyfile(model.folder / name, aside / name)
+            if (file := model.folder / name).is_dir():
+                shutil.copytree(file, aside / name)
+            elif file.exists():
+                shutil.copyfile(file, aside / name)
     elif model.skeleton.can_generate():
         model.skeleton.generation_config.save_pretrained(aside)
     weights_of(aside, plain)
-    for path in (*aside.iterdir(), aside):
+    for path in (*aside.rglob("*"), aside):
         _sync(path)
     aside.replace(target)
     _sync(target.parent)
