@@ -212,10 +212,10 @@ def _finish(aside: Path, target: Path, model: Model, files: Sequence[str]) -> No
     _dump({**config, "architectures": [type(plain).__name__]}, aside / CONFIG)
     if model.folder is not None:
         for name in _COPIED:
-            if (file := model.folder / name).is_dir():
-                shutil.copytree(file, aside / name)
-            elif file.exists():
-                shutil.copyfile(file, aside / name)
+            if (had := model.folder / name).is_dir():
+                shutil.copytree(had, aside / name)
+            elif had.exists():
+                shutil.copyfile(had, aside / name)
     elif model.skeleton.can_generate():
         model.skeleton.generation_config.save_pretrained(aside)
     weights_of(aside, plain)
