@@ -109,7 +109,7 @@ class Parts:
         """What described boundaries need; the mark of a boundary counts before an example."""
         described, given = self.shared.described, self.plan.arguments.boundaries or {}
         declared = {stage: given[stage] for stage in given if stage not in described}
-        return FirstCall(self._messengers(trains), described, declared, self._stepped())
+        return FirstCall(self._messengers(trains), described, declared)
 
     def _messengers(self, trains: bool) -> dict[int, Messenger]:
         """The messenger of each rank here, for payloads with their description."""
@@ -120,13 +120,6 @@ class Parts:
         transport = self.transports[rank]
         tagged = transport.tagged if transport.early else self.control.described
         return {rank: Posted(tagged(trains), tagged(2 + trains), plan.device, self.now)}
-
-    def _stepped(self) -> list[Tensor] | None:
-        """The parameters that the optimisers step; None if the caller steps."""
-        if not self.plan.updates:
-            return None
-        groups = (group for made in self.optimizers.values() for group in made.param_groups)
-        return [parameter for group in groups for parameter in group["params"]]
 
 
 def assemble(plan: Plan, session: Session) -> Parts:
