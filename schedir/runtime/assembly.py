@@ -145,7 +145,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
     clipping = shared.clipping(nonfinite)
     together = nonfinite.agreement if clipping is None else clipping.clip
     barriers = shared.barriers(ties, together)
-    scaling = Scaling(plan, session.control, session.groups)
+    scaling = Scaling(plan)
     replica_check = shared.replica_check()
     clock = busy_clock(plan.accelerator)
     streams = Streams(plan.accelerator)

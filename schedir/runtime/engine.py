@@ -124,7 +124,7 @@ class Engine:
         ]
         self._applies = trained.active and (plan.updates or self._queues)
         # Checks of what earlier calls have left on the device.
-        earlier = [self._feeder.look, parts.scaling.look, trained.look_at_earlier]
+        earlier = [self._feeder.look, trained.look_at_earlier]
         self._look_at_earlier = earlier if self._queues else []
         # Even without a close, the process must not end before its last sends have arrived.
         self._leave = weakref.finalize(
@@ -373,8 +373,8 @@ class Engine:
         for stage in self._stages:
             stage.seeds[:] = stage.draws.of(call.step)
         if request.trains:
-            if self._scales:
-                parts.scaling.begin(shares, request)
+            if self._scales and request.updates:
+                parts.scaling.begin()
             if self._applies:
                 parts.nonfinite.begin(request.updates)
                 if (scale := parts.nonfinite.scale) is not None:
@@ -450,7 +450,6 @@ class Engine:
             if stage.sharded is not None:
                 stage.sharded.reset()
         self.parts.shared.reset()
-        self.parts.scaling.reset()
         self.parts.progress.drop()
         failure = self._session.failure(error, where)
         if self._session.broken is not None:

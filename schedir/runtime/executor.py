@@ -168,7 +168,8 @@ class Executor:
     weighted by its share of the samples of the loss stage's update. A stage that updates after
     other microbatches than the loss stage does (a replicated stage of 1F1B-RR updates once a round)
     sums its gradients over its replicas, and divides them by the sum of those shares; it refuses
-    gradients from before a call, because they would be scaled with the rest.
+    gradients from before a call, because they would be scaled with the rest. If it updates after a
+    part of the loss stage's microbatches, these must hold equally many samples.
 
     **NaN and infinity.** schedir never applies an update that is NaN or infinite, unless you ask
     for "ignore", which checks nothing. With `nonfinite="raise"` the rank that finds one raises

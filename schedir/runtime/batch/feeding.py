@@ -8,23 +8,25 @@ sends them to the other processes. So only a reader of the losses waits for them
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.ir import Kind, Schedule
+from schedir.ir import Schedule
 from schedir.runtime.accelerator import Late, Unread
 from schedir.runtime.batch.microbatches import (
     Batch,
     Count,
     Microbatch,
     Pieces,
+    check_alike,
     check_count,
     check_total,
     cut,
@@ -94,6 +96,7 @@ class Feeder:
         self._group = self._group_of_counts(groups)
         self._unread = Unread()
         self._accumulated = _accumulated_by_step(schedule)
+        self._cut_by_others = _cut_by_others(schedule, self._accumulated) if plan.updates else []
         self._has_first, self._has_last = 0 in self._local, self._last in self._local
         self._is_plain = not plan.accelerator.queues and self._counts_rows and self._specs.is_plain
         self._rows: int | None = None  # of the latest whole batch, and its microbatches' samples
@@ -224,21 +227,30 @@ class Feeder:
         if self._shares is not None and counts is self._shares[0] and request is self._shares[1]:
             return self._shares[2]
         # A call without updates accumulates all of its microbatches.
-        accumulated = self._accumulated if request.updates else [list(range(self._microbatches))]
+        accumulated, cut_by_others = [list(range(self._microbatches))], []
+        if request.updates:
+            accumulated, cut_by_others = self._accumulated, self._cut_by_others
         totals: list[Count] = [sum(counts[m] for m in together) for together in accumulated]
         if request.trains:
             totals = self._over_pipelines(totals)
         if self._accelerator.queues and any(isinstance(n, Tensor) for n in (*counts, *totals)):
-            self._check_late(counts, totals, accumulated)
+            self._check_late(counts, totals, accumulated, cut_by_others)
+        else:
+            for together in cut_by_others:
+                check_alike(counts, together)
         shares = loss_shares(counts, accumulated, totals)
         if counts is self._even and self._grid.pipelines == 1:
             self._shares = counts, request, shares
         return shares
 
     def _check_late(
-        self, counts: Sequence[Count], totals: Sequence[Count], accumulated: Sequence[list[int]]
+        self,
+        counts: Sequence[Count],
+        totals: Sequence[Count],
+        accumulated: Sequence[list[int]],
+        cut_by_others: Sequence[list[int]],
     ) -> None:
-        """Check counts on the device later, as `samples` and `loss_shares` check the host's."""
+        """Check counts on the device later, as the host's are checked at once."""
 
         def check(copied: Tensor) -> None:
             read = copied.tolist()
@@ -246,6 +258,8 @@ class Feeder:
                 check_count(n)
             for n, together in zip(read[len(counts) :], accumulated, strict=True):
                 check_total(n, together)
+            for together in cut_by_others:
+                check_alike(read, together)
 
         found = torch.stack([self._on_device(n) for n in (*counts, *totals)])
         self._unread.add(Late(self._accelerator, found, check))
@@ -309,20 +323,18 @@ def name_of_extra(stage: int) -> str:
 
 def _accumulated_by_step(schedule: Schedule) -> list[list[int]]:
     """The microbatches that the last stage accumulates into each of its OPTIM_STEPs, over all ranks
-    that hold it."""
-    last = schedule.stages - 1
-    accumulated: dict[int, list[int]] = {}
-    for rank in schedule.placement[last]:
-        steps = 0
-        for action in schedule.flat[rank]:
-            if action.stage != last:
-                continue
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                assert action.microbatch is not None  # a backward has one
-                accumulated.setdefault(steps, []).append(action.microbatch)
-            elif action.kind is Kind.OPTIM_STEP:
-                steps += 1
-    return [accumulated[step] for step in sorted(accumulated)]
+    that hold it, in the order of the lists."""
+    flow = graph_of(schedule)
+    made = flow.weight_gradients[-1]
+    order, turns = np.argsort(made), flow.turn[made]
+    return [order[turns[order] == step].tolist() for step in range(turns.max() + 1)]
+
+
+def _cut_by_others(schedule: Schedule, accumulated: Iterable[list[int]]) -> list[list[int]]:
+    """Of these groups of the last stage those of which an OPTIM_STEP elsewhere applies a part."""
+    flow = graph_of(schedule)
+    turns = flow.turn[flow.weight_gradients]
+    return [group for group in accumulated if np.ptp(turns[:, group], axis=1).any()]
 
 
 def _common_rows(pieces: Mapping[str, Pieces]) -> int | None:

@@ -25,13 +25,10 @@ from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.runtime.accelerator import Accelerator, Late, Reach, Unread
 from schedir.runtime.batch.microbatches import Count
-from schedir.runtime.gradients.loss_scale import LossScale
+from schedir.runtime.gradients.scaling import LossScale, Step
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import VERDICT_TAG, Control
 from schedir.runtime.sharded import local
-
-Step = tuple[int, int]
-"""A stage, and the number of one of its OPTIM_STEPs in a call."""
 
 _MEND = (
     ", so it is not applied; look at the batch, the learning rate and the loss, or make the "

@@ -34,7 +34,6 @@ PIPELINE_TAG = 6
 RANK_TAG = 7
 _BESIDE_TAG = 8
 _CLOCK_TAG = 9
-SHARES_TAG = 10
 VERDICT_TAG = 11
 _MEETING_TAG = 12
 _DESCRIBED_TAG = 13  # and those after it
@@ -44,7 +43,6 @@ _WORDS = {
     NORM_TAG: "the norms",
     _ROOM_TAG: "the buffers",
     DRIFT_TAG: "the weights' fingerprint",
-    SHARES_TAG: "the weights of steps",
     VERDICT_TAG: "whether the gradients are finite",
 }
 
