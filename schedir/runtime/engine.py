@@ -256,7 +256,6 @@ class Engine:
         if not request.trains:
             programs, clock = self.evaluation, parts.clock if self._queues else None
         self._busy[0] = 0.0
-        told: set[tuple[int, int]] = set()
         saved = SavedRng(self._generators)
         try:
             # A call that is refused here has changed nothing.
@@ -273,8 +272,7 @@ class Engine:
                 try:
                     for batch in programs.run(opened, call):
                         losses = self._report(batch, exchanges, feed, cells)
-                        skipped = self._skipped_since(told)
-                        result = self._of_batch(call, losses, skipped, began, started)
+                        result = self._of_batch(call, losses, began, started)
                         for weights in self._versioned:
                             weights.install(NEWEST)
                         set_autocast(autocast, enabled=True)
@@ -307,21 +305,12 @@ class Engine:
             parts.trace.keep(call, opened.program.schedule, first, cells)
         programs.post_ahead(opened)
         norm = parts.clipping.norm if parts.clipping and request.updates else None
-        skipped = self._skipped_since(told) if request.updates else ()
+        skipped = parts.nonfinite.skipped if request.updates else ()
         read = partial(self._read, call, ended)
         elapsed = self._since(began, started)
         yield StepResult(
             found, norm, outputs, skipped, busy, elapsed, read, self._session.stragglers
         )
-
-    def _skipped_since(self, told: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """The OPTIM_STEPs that were left out, without those that earlier results have listed."""
-        skipped = self.parts.nonfinite.skipped
-        if not skipped:
-            return ()
-        found = tuple(sorted({*skipped} - told))
-        told.update(found)
-        return found
 
     def _moment(self) -> tuple[Mark | None, float]:
         """The current time: a mark on the device if one is needed, and the host's clock."""
@@ -338,7 +327,6 @@ class Engine:
         self,
         call: Call,
         losses: Callable[[], CallLosses] | None,
-        skipped: tuple[tuple[int, int], ...],
         began: Mark | None,
         started: float,
     ) -> StepResult:
@@ -351,7 +339,7 @@ class Engine:
         elif parts.trace is None:  # with a trace, times are those of the whole call
             busy = self._clock.take()
         read = partial(self._read, call, ended)
-        return StepResult(losses, None, None, skipped, busy, self._since(began, started), read)
+        return StepResult(losses, None, None, (), busy, self._since(began, started), read)
 
     def _open(
         self, programs: Programs, call: Call, given: CallArguments, feed: Feed

@@ -3,12 +3,12 @@
     F of the last stage   a loss that is not finite: "raise" raises; with "skip" the backward starts
                           from NaN, so that the gradients show it on every process
     before OPTIM_STEP     a gradient that is not finite, after all sums: "raise" raises before the
-                          rank's first step; with "skip" the step is left out
+                          rank's first step; with "skip" all steps of the call are left out
 
-Processes that sum gradients get equal sums, so they decide in the same way. If the OPTIM_STEPs are
-last, all stages skip together: the ranks learn it from the clipping norm, or from a message. The
-host waits for the device once before consecutive OPTIM_STEPs. With a GradScaler, gradients are
-divided by the scale before they are checked.
+Processes that sum gradients get equal sums, so they find the same. With "skip" the OPTIM_STEPs are
+last, and all ranks learn of it from the clipping norm, or from a message. The host waits for the
+device once before consecutive OPTIM_STEPs. With a GradScaler, gradients are divided by the scale
+before they are checked.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SMALL = 1 << 10  # elements; more of them are summed sooner than checked one by
 class NonFinite:
     """Checks the losses and gradients of the stages here, by the executor's rule `nonfinite`.
 
-    `optimizers` are those of the stages here. `skipped` are the OPTIM_STEPs that the current call
-    has left out. `agreement` is what ranks that don't clip do together before they step, if
+    `optimizers` are those of the stages here. `leaves_out` says whether the current call leaves its
+    OPTIM_STEPs out. `agreement` is what ranks that don't clip do together before they step, if
     anything. `active` says whether anything is checked. `scale` is the loss scale, if there is one.
     With `reach` the host waits for a device.
     """
@@ -57,9 +57,8 @@ class NonFinite:
         self._reach = reach
         rule, clips = plan.arguments.nonfinite, plan.arguments.clip_grad_norm is not None
         self.active, self._raises = rule != "ignore", rule == "raise"
-        together = rule == "skip" and plan.steps_last
-        self.agreement = self._agree if together and not clips else None
-        self.looks_alone = self.active and not clips and not together
+        self.agreement = self._agree if rule == "skip" and not clips else None
+        self.looks_alone = self._raises and not clips
         scaler = plan.arguments.scaler
         self.scale = None if scaler is None else LossScale(scaler, plan.accelerator)
         self._gradients = {
@@ -77,9 +76,8 @@ class NonFinite:
             for rank in holders
         )
         self._numbers = list(dict.fromkeys(numbers))
-        self.skipped: list[Step] = []
-        self._looked_at: dict[Step, bool] = {}  # whether it is left out
-        self._leaves_all_out = False
+        self.leaves_out = False
+        self._looked_at: set[Step] = set()
         self._losses: dict[int, Tensor] = {}  # on a device, by microbatch: not looked at yet
         self._unread = Unread()
         self._accumulates = self._adds_up = False  # whether this call leaves gradients, or has some
@@ -87,9 +85,8 @@ class NonFinite:
     def begin(self, updates: bool) -> None:
         """A call begins that trains, and carries out its OPTIM_STEPs if it `updates`."""
         self._adds_up, self._accumulates = self._accumulates, not updates
-        self.skipped = []
+        self.leaves_out = False
         self._looked_at.clear()
-        self._leaves_all_out = False
         self._losses.clear()
         if self.scale is not None:
             self.scale.begin()
@@ -97,7 +94,7 @@ class NonFinite:
     def end(self) -> None:
         """A call is over: losses that no OPTIM_STEP has waited for are looked at later."""
         if self.scale is not None and not self._accumulates:
-            self.scale.update(self._leaves_all_out)
+            self.scale.update(self.leaves_out)
         if self._losses:
             microbatches = list(self._losses)
             values = torch.stack(list(self._losses.values()))
@@ -154,11 +151,9 @@ class NonFinite:
         """
         # A replica in this process may have stepped already.
         due = [step for step in steps if step not in self._looked_at]
-        self._looked_at.update(dict.fromkeys(due, False))
-        found = self._not_finite(due)
-        if found and self._raises:
+        self._looked_at.update(due)
+        if found := self._not_finite(due):
             self._refuse(found)
-        self._looked_at.update(dict.fromkeys(found, True))
 
     def look_before_norms(self) -> None:
         """Look at the gradients here before all ranks take the norm.
@@ -171,7 +166,7 @@ class NonFinite:
             self._refuse(found)
 
     def accepts(self, norms: Tensor, stages: Sequence[int], total: Tensor) -> bool:
-        """Whether gradients of that total norm may be applied; else all steps are left out.
+        """Whether gradients of that total norm may be applied; else the steps are left out.
 
         `norms` is made of those of these stages. Raises ExecutionError where none should be.
         """
@@ -185,15 +180,13 @@ class NonFinite:
                 f"stage {', '.join(map(str, sorted(those)))}" if those else "all stages together"
             )
             raise ExecutionError(f"the norm of the gradients of {whose} is not finite{_MEND}")
-        self._leaves_all_out = True
+        self.leaves_out = True
         return False
 
-    def leaves_out(self, step: Step) -> bool:
-        """Whether an OPTIM_STEP, whose turn it is, is left out."""
-        left_out = self._leaves_all_out or self._looked_at.get(step, False)
-        if left_out:
-            self.skipped.append(step)
-        return left_out
+    @property
+    def skipped(self) -> tuple[Step, ...]:
+        """The OPTIM_STEPs of the stages here that the current call leaves out."""
+        return tuple((stage, 0) for stage in self._plan.local_stages) if self.leaves_out else ()
 
     def _agree(self) -> None:
         """Leave all steps out where any rank has a gradient that is not finite."""
@@ -201,7 +194,7 @@ class NonFinite:
         exchange = self._control.expect(dict.fromkeys(self._numbers, 1), VERDICT_TAG)
         own = [bool(self._not_finite())]
         exchange.give(torch.tensor(own, dtype=torch.float64, device="cpu"), self._numbers)
-        self._leaves_all_out = any(verdict.item() for verdict in exchange.result())
+        self.leaves_out = any(verdict.item() for verdict in exchange.result())
 
     def _unscale(self) -> None:
         """Divide the gradients here by the scale of the loss, if there is one."""
