@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 
 import attrs
@@ -14,11 +14,7 @@ from schedir.passes import forward_only
 from schedir.runtime.accelerator import Streams
 from schedir.runtime.boundaries.described import Messenger, Posted, Sent, Within
 from schedir.runtime.call import Now
-from schedir.runtime.gradients.clipping import Clipping
-from schedir.runtime.gradients.nonfinite import NonFinite
-from schedir.runtime.gradients.reduction import Accumulated, Barriers, Reduction, Tie
-from schedir.runtime.gradients.scaling import Scaling
-from schedir.runtime.gradients.shared_parameters import ReplicaCheck, Shared
+from schedir.runtime.gradients.gradients import Gradients, compared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
@@ -41,23 +37,18 @@ from schedir.runtime.transports.transport import Transport, Work
 class Parts:
     """The parts that run the calls of one executor, on the stages of this process.
 
-    `replicas` are those of the stages that several ranks here hold. `under_way` are the sends that
-    may not have arrived by the end of a call.
+    `described` are the boundaries that some process has marked, and `processors` the
+    multiprocessors of the smallest GPU. `replicas` are those of the stages that several ranks here
+    hold. `under_way` are the sends that may not have arrived by the end of a call.
     """
 
     plan: Plan
     control: Control
-    shared: Shared
+    gradients: Gradients
+    described: Collection[int]
+    processors: int
     handshake: Handshake
     transports: Mapping[int, Transport]
-    reductions: Mapping[int, Reduction]
-    accumulated: Accumulated
-    ties: Sequence[Tie]
-    nonfinite: NonFinite
-    clipping: Clipping | None
-    barriers: Barriers
-    scaling: Scaling
-    replica_check: ReplicaCheck
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
     replicas: Mapping[int, Replicas]
@@ -83,9 +74,9 @@ class Parts:
             plan.accelerator,
             self.stages,
             self.replicas,
-            self.barriers if plan.updates else None,
-            self.scaling,
-            self.nonfinite,
+            self.gradients.barriers if plan.updates else None,
+            self.gradients.scaling,
+            self.gradients.nonfinite,
             self._first(trains),
             [self.clock if trace is None else trace.recorder, self.progress],
             self.control.beside() if self.queues and not plan.grid.alone else None,
@@ -107,7 +98,7 @@ class Parts:
 
     def _first(self, trains: bool) -> FirstCall:
         """What described boundaries need; the mark of a boundary counts before an example."""
-        described, given = self.shared.described, self.plan.arguments.boundaries or {}
+        described, given = self.described, self.plan.arguments.boundaries or {}
         declared = {stage: given[stage] for stage in given if stage not in described}
         return FirstCall(self._messengers(trains), described, declared)
 
@@ -135,35 +126,22 @@ def assemble(plan: Plan, session: Session) -> Parts:
         plan.accelerator,
         follows=plan.transport.queues,
     )
-    nonfinite = NonFinite(plan, session.control, optimizers, progress.reach)
-    shared = Shared(plan, session)
+    claims = compared(plan, session)
     session.warm_up()
     handshake = Handshake(plan, session.control, session.stops)
     transports = session.transports()
-    reductions = shared.reductions()
-    ties = shared.ties()
-    clipping = shared.clipping(nonfinite)
-    together = nonfinite.agreement if clipping is None else clipping.clip
-    barriers = shared.barriers(ties, together)
-    scaling = Scaling(plan)
-    replica_check = shared.replica_check()
+    gradients = Gradients(plan, session.groups, claims, optimizers, progress.reach)
     clock = busy_clock(plan.accelerator)
     streams = Streams(plan.accelerator)
-    stages = _stages(plan, reductions, optimizers, nonfinite, clock.busy, streams)
+    stages = _stages(plan, gradients, optimizers, clock.busy, streams)
     return Parts(
         plan,
         session.control,
-        shared,
+        gradients,
+        frozenset[int]().union(*(claim.described for claim in claims)),
+        min(claim.processors for claim in claims),
         handshake,
         transports,
-        reductions,
-        shared.accumulated(),
-        ties,
-        nonfinite,
-        clipping,
-        barriers,
-        scaling,
-        replica_check,
         optimizers,
         stages,
         _replicas(plan, stages),
@@ -177,9 +155,8 @@ def assemble(plan: Plan, session: Session) -> Parts:
 
 def _stages(
     plan: Plan,
-    reductions: Mapping[int, Reduction],
+    gradients: Gradients,
     optimizers: Mapping[int, torch.optim.Optimizer],
-    nonfinite: NonFinite,
     busy: list[float],
     streams: Streams,
 ) -> dict[int, Stage]:
@@ -196,9 +173,9 @@ def _stages(
             plan,
             stage,
             StageWeights(plan.trained[stage], read.get(stage), accumulators(stage)),
-            reductions.get(stage),
+            gradients.reductions.get(stage),
             optimizers.get(stage),
-            nonfinite,
+            gradients.nonfinite,
             busy,
             _sharded(plan, stage),
         )

@@ -39,8 +39,8 @@ from schedir.runtime.batch.microbatches import (
 from schedir.runtime.call import Request
 from schedir.runtime.chunk_specs import ChunkSpecs, Dim, Whole, checked
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import COUNT_TAG, LOSS_TAG, Control, Exchange
-from schedir.runtime.processes.groups import Group, Groups, wait_for_sum
+from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
+from schedir.runtime.processes.groups import Groups
 from schedir.runtime.result import CallLosses
 
 
@@ -78,7 +78,7 @@ class Feed:
 class Feeder:
     """Cuts the arguments of calls into microbatches for the stages here."""
 
-    def __init__(self, plan: Plan, control: Control, groups: Groups) -> None:
+    def __init__(self, plan: Plan, groups: Groups) -> None:
         schedule = plan.schedule
         self._microbatches = schedule.microbatches
         self._last = plan.last_stage
@@ -91,9 +91,14 @@ class Feeder:
             checked(given.args_chunk_spec, "args_chunk_spec"),
             checked(dict(given.kwargs_chunk_spec or {}), "kwargs_chunk_spec"),
         )
-        self._grid, self._control = plan.grid, control
         self._accelerator, self._device = plan.accelerator, plan.device
-        self._group = self._group_of_counts(groups)
+        self._counts_on_device = plan.accelerator.queues and not self._counts_rows
+        self._pipelines, self._pipeline = plan.grid.pipelines, plan.grid.pipeline
+        self._group = None
+        if self._pipelines > 1 and self._last in self._local:
+            processes = plan.grid.holders([plan.grid.rank])
+            device = self._device if self._counts_on_device else None
+            self._group = groups.for_numbers(processes, device)
         self._unread = Unread()
         self._accumulated = _accumulated_by_step(schedule)
         self._cut_by_others = _cut_by_others(schedule, self._accumulated) if plan.updates else []
@@ -239,7 +244,7 @@ class Feeder:
             for together in cut_by_others:
                 check_alike(counts, together)
         shares = loss_shares(counts, accumulated, totals)
-        if counts is self._even and self._grid.pipelines == 1:
+        if counts is self._even and self._group is None:
             self._shares = counts, request, shares
         return shares
 
@@ -287,29 +292,16 @@ class Feeder:
             if batch is not None and (stage in self._local or 0 in self._local):
                 yield stage, batch
 
-    def _group_of_counts(self, groups: Groups) -> Group | None:
-        """The group in which pipelines sum counts on the device; None if the hosts sum them."""
-        if self._count is rows or self._last not in self._local or self._grid.pipelines == 1:
-            return None
-        if not self._accelerator.queues:
-            return None
-        processes = self._grid.holders([self._grid.rank])
-        return groups.for_numbers(processes, self._accelerator.device)
-
     def _over_pipelines(self, totals: list[Count]) -> list[Count]:
         """The sums of `totals` over all pipelines, on the ranks of the last stage."""
-        if self._grid.pipelines == 1:
+        if self._group is None:
             return totals
-        if self._group is not None:
-            on_device = torch.stack([self._on_device(total) for total in totals])
-            wait_for_sum([self._group.allreduce([on_device])], "all samples")
-            return list(on_device.unbind())
-        numbers = [self._grid.number(self._grid.rank, line) for line in range(self._grid.pipelines)]
-        own = torch.tensor(totals, dtype=torch.float64, device="cpu")
-        sizes = dict.fromkeys(numbers, len(totals))
-        received = self._control.expect(sizes, COUNT_TAG).give(own, numbers).result()
-        found: list[Count] = torch.stack(received).sum(0).tolist()
-        return found
+        device = self._device if self._counts_on_device else torch.device("cpu")
+        every = torch.zeros(self._pipelines, len(totals), dtype=torch.float64, device=device)
+        for step, total in enumerate(totals):
+            every[self._pipeline, step] = total
+        sums = self._group.sum(every, "all samples")().sum(0)
+        return list(sums.unbind()) if self._counts_on_device else sums.tolist()
 
 
 def _ranks(ranks: Sequence[int]) -> str:

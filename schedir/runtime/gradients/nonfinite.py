@@ -27,7 +27,7 @@ from schedir.runtime.accelerator import Accelerator, Late, Reach, Unread
 from schedir.runtime.batch.microbatches import Count
 from schedir.runtime.gradients.scaling import LossScale, Step
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import VERDICT_TAG, Control
+from schedir.runtime.processes.groups import Group, Groups
 from schedir.runtime.sharded import local
 
 _MEND = (
@@ -42,18 +42,19 @@ class NonFinite:
 
     `optimizers` are those of the stages here. `leaves_out` says whether the current call leaves its
     OPTIM_STEPs out. `agreement` is what ranks that don't clip do together before they step, if
-    anything. `active` says whether anything is checked. `scale` is the loss scale, if there is one.
-    With `reach` the host waits for a device.
+    anything. `active` says whether anything is checked, `ends` whether `end` has
+    anything to do. `scale` is the loss scale, if there is one. With `reach` the host waits for a
+    device.
     """
 
     def __init__(
         self,
         plan: Plan,
-        control: Control,
+        groups: Groups,
         optimizers: Mapping[int, torch.optim.Optimizer],
         reach: Reach,
     ) -> None:
-        self._plan, self._control, self._accelerator = plan, control, plan.accelerator
+        self._plan, self._accelerator = plan, plan.accelerator
         self._reach = reach
         rule, clips = plan.arguments.nonfinite, plan.arguments.clip_grad_norm is not None
         self.active, self._raises = rule != "ignore", rule == "raise"
@@ -65,17 +66,17 @@ class NonFinite:
             stage: _Gradients(_names(plan, stage), optimizer, plan.accelerator)
             for stage, optimizer in optimizers.items()
         }
-        holders = sorted({rank for held in plan.schedule.placement for rank in held})
-        # Shards differ between pipelines and slices, whole gradients only between slices.
-        grid = plan.grid
-        lines = range(grid.pipelines) if plan.sharded else [grid.pipeline]
-        numbers = (
-            grid.everyone.index(layout[line][rank])
-            for layout in grid.slices
-            for line in lines
-            for rank in holders
-        )
-        self._numbers = list(dict.fromkeys(numbers))
+        self._group = Group(None)
+        if self.agreement is not None and plan.local_stages:
+            # Shards differ between pipelines and slices, whole gradients only between slices.
+            grid = plan.grid
+            lines = range(grid.pipelines) if plan.sharded else [grid.pipeline]
+            holders = {rank for held in plan.schedule.placement for rank in held}
+            self._group = groups.for_numbers(
+                {layout[line][rank] for layout in grid.slices for line in lines for rank in holders}
+            )
+        # On a device, losses are looked at after the call; a scale changes then.
+        self.ends = self.scale is not None or plan.accelerator.queues
         self.leaves_out = False
         self._looked_at: set[Step] = set()
         self._losses: dict[int, Tensor] = {}  # on a device, by microbatch: not looked at yet
@@ -191,10 +192,8 @@ class NonFinite:
     def _agree(self) -> None:
         """Leave all steps out where any rank has a gradient that is not finite."""
         self._unscale()
-        exchange = self._control.expect(dict.fromkeys(self._numbers, 1), VERDICT_TAG)
-        own = [bool(self._not_finite())]
-        exchange.give(torch.tensor(own, dtype=torch.float64, device="cpu"), self._numbers)
-        self.leaves_out = any(verdict.item() for verdict in exchange.result())
+        own = torch.tensor([bool(self._not_finite())], dtype=torch.int32, device="cpu")
+        self.leaves_out = bool(self._group.sum(own, "all verdicts on gradients")())
 
     def _unscale(self) -> None:
         """Divide the gradients here by the scale of the loss, if there is one."""
