@@ -303,9 +303,6 @@ class Received:
         self.buffer.copy_(tensor)
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
 
 @attrs.define(eq=False)
 class Loop:

@@ -65,9 +65,6 @@ class Messenger(Protocol):
     def expect(self, key: Key, peer: int) -> None:
         """This message of the current call is the next one from a peer."""
 
-    def has(self, key: Key, peer: int) -> bool:
-        """Whether taking it would wait for nobody."""
-
     def take(self, key: Key, peer: int) -> Message:
         """Take a message of a peer, once it has come."""
 
@@ -143,10 +140,6 @@ class Posted:
         work = self._poster.receive(first, peer)
         self._posted[peer].append(((peer, call, key), work, first, room))
 
-    def has(self, key: Key, peer: int) -> bool:
-        """Whether it has come already; another process is always waited for."""
-        return True
-
     def take(self, key: Key, peer: int) -> Message:
         """Take a message of a peer, once it has come."""
         wanted = peer, self._now.call.number, key
@@ -205,10 +198,6 @@ class Within:
 
     def expect(self, key: Key, peer: int) -> None:
         """Nothing is posted within a process."""
-
-    def has(self, key: Key, peer: int) -> bool:
-        """Whether it has been sent."""
-        return (peer, self._rank, self._now.call.number, key) in self._sent
 
     def take(self, key: Key, peer: int) -> Message:
         """Take a message of a peer, which has been sent."""

@@ -204,10 +204,6 @@ class _Coming:
         self.put(self.messenger.take(self.key, self.peer))
         return True
 
-    def is_completed(self) -> bool:
-        """Whether waiting for it would block nobody."""
-        return self.messenger.has(self.key, self.peer)
-
 
 def take_activations(cell: Cell, messenger: Messenger, peer: int) -> Bound:
     """RECV_ACT: expects a message; the forward takes the cell's inputs when it is their turn."""

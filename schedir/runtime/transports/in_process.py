@@ -17,7 +17,7 @@ from schedir.runtime.transports.transport import Transport, Work, one_by_one
 
 @attrs.define(eq=False)
 class End:
-    """One end of a transfer within a process: its tensor, and whether both ends have met.
+    """One end of a transfer within a process: its tensor.
 
     On a GPU `ready` is a mark on its rank's stream, and `copied` a mark after the copy.
     """
@@ -25,19 +25,12 @@ class End:
     tensor: Tensor
     ready: Mark | None = None
     copied: Mark | None = None
-    done: bool = False
 
     def wait(self) -> bool:
-        """Have the current stream wait; both ends must have met."""
-        if not self.done:
-            raise ExecutionError("a transfer is used before it is done")
+        """Have the current stream wait; both ends have met."""
         if self.copied is not None:
             self.copied.wait()
         return True
-
-    def is_completed(self) -> bool:
-        """Whether both ends have met."""
-        return self.done
 
 
 class InProcessTransport:
@@ -79,7 +72,6 @@ class InProcessTransport:
                 self._accelerator.used(met.tensor)
         target.tensor.detach().copy_(source.tensor.detach())
         end.copied = met.copied = self._now()
-        end.done = met.done = True
         return end
 
     def _now(self) -> Mark | None:

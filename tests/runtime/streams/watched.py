@@ -24,13 +24,6 @@ def watching(device: FakeDevice, communicators: bool) -> Iterator[pytest.MonkeyP
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("schedir.runtime.plan.accelerator_of", lambda _: device)
         patch.setattr("schedir.runtime.program.program.listening", lambda: [_tells(device)])
-        arrives = Instruction.is_blocked  # a rank that comes last to a meeting acts for all
-
-        def is_blocked(instruction: Instruction) -> bool:
-            with device.at(_place(instruction)):
-                return arrives(instruction)
-
-        patch.setattr(Instruction, "is_blocked", is_blocked)
         if communicators:
             patch.setattr("schedir.runtime.session.InProcessTransport", Communicators)
             patch.setattr("schedir.runtime.transports.in_process.Endpoint.channel", "rank")
