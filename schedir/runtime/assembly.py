@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import attrs
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from schedir.passes import forward_only
 from schedir.runtime.accelerator import Streams
-from schedir.runtime.boundaries.described import Messenger, Posted, Sent, Within
+from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import Now
 from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.nonfinite import NonFinite
@@ -113,13 +113,12 @@ class Parts:
 
     def _messengers(self, trains: bool) -> dict[int, Messenger]:
         """The messenger of each rank here, for payloads with their description."""
-        plan, rank = self.plan, self.plan.grid.rank
-        if plan.grid.alone:
-            sent: dict[Hashable, Sent] = {}
-            return {r: Within(r, sent, plan.accelerator, self.now) for r in plan.local_ranks}
-        transport = self.transports[rank]
-        tagged = transport.tagged if transport.early else self.control.described
-        return {rank: Posted(tagged(trains), tagged(2 + trains), plan.device, self.now)}
+        found = {}
+        for rank, transport in self.transports.items():
+            has_tags = transport.early or self.plan.grid.alone
+            tagged = transport.tagged if has_tags else self.control.described
+            found[rank] = Messenger(tagged(trains), tagged(2 + trains), self.plan.device, self.now)
+        return found
 
     def _stepped(self) -> list[Tensor] | None:
         """The parameters that the optimisers step; None if the caller steps."""

@@ -99,7 +99,7 @@ class Trace:
         if self._measures and not self._gauge.finished:
             self._gauge.finish(self._stages, cells)
         taken = Taken(began, self.recorder.latest)
-        self._steps.append(_Step(call.step, schedule, self._gauge, call.request.updates, taken))
+        self._steps.append(_Step(call.step, schedule, self._gauge, call.updates, taken))
         self._actions += len(schedule.columns)
         while self._actions > self.recorder.most and len(self._steps) > _FEWEST_STEPS:
             self._actions -= len(self._steps.popleft().schedule.columns)

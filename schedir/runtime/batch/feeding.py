@@ -34,7 +34,7 @@ from schedir.runtime.batch.microbatches import (
     rows,
     samples,
 )
-from schedir.runtime.call import Request
+from schedir.runtime.call import Call
 from schedir.runtime.chunk_specs import ChunkSpecs, Dim, Whole, checked
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import COUNT_TAG, LOSS_TAG, Control, Exchange
@@ -98,14 +98,14 @@ class Feeder:
         self._is_plain = not plan.accelerator.queues and self._counts_rows and self._specs.is_plain
         self._rows: int | None = None  # of the latest whole batch, and its microbatches' samples
         self._even: Sequence[Count] = ()
-        self._shares: tuple[Sequence[Count], Request, Sequence[Count]] | None = None
+        self._shares: tuple[Sequence[Count], Call, Sequence[Count]] | None = None
 
-    def cut(self, given: CallArguments, request: Request) -> Feed:
+    def cut(self, given: CallArguments, kind: Call) -> Feed:
         """Cut a call into microbatches. Raises ExecutionError for arguments that don't fit."""
         feed = None
-        if self._is_plain and request.trains and not given.stage_inputs and not given.loss_kwargs:
+        if self._is_plain and kind.trains and not given.stage_inputs and not given.loss_kwargs:
             feed = self._cut_tensors(given.inputs, given.target)
-        return self._cut(given, request) if feed is None else feed
+        return self._cut(given, kind) if feed is None else feed
 
     def _cut_tensors(self, inputs: Batch | None, target: Batch | None) -> Feed | None:
         """The result of `_cut`, but faster, for inputs and target of one tensor each; otherwise
@@ -130,16 +130,16 @@ class Feeder:
         counts = self._even if self._has_last else ()
         return Feed(pieces[0], {}, pieces[1], (), counts, rows)
 
-    def _cut(self, given: CallArguments, request: Request) -> Feed:
+    def _cut(self, given: CallArguments, kind: Call) -> Feed:
         # A stage that gets its labels itself, and returns the loss, needs no target.
         alone = given.target is None and given.stage_inputs.get(self._last) is not None
         needs = [(0, given.inputs, "inputs")]
-        if request.has_loss and not alone:
+        if kind.has_loss and not alone:
             needs.append((self._last, given.target, "target"))
         for stage, batch, what in needs:
             if stage in self._local and batch is None:
                 raise ExecutionError(
-                    f"stage {stage}, which runs here, needs {what}{self._who_needs(request)}"
+                    f"stage {stage}, which runs here, needs {what}{self._who_needs(kind)}"
                 )
         pieces: dict[str, Pieces] = {}
 
@@ -149,7 +149,7 @@ class Feeder:
             if batch is None:
                 return []
             found = pieces[what] = cut(
-                batch, self._microbatches, what, dims_of, may_be_short=not request.trains
+                batch, self._microbatches, what, dims_of, may_be_short=not kind.trains
             )
             return found.microbatches
 
@@ -166,7 +166,7 @@ class Feeder:
         extras = {
             stage: read(batch, name_of_extra(stage), beside) for stage, batch in known.items()
         }
-        what = name_of_extra(self._last) if request.has_loss and alone and here else "target"
+        what = name_of_extra(self._last) if kind.has_loss and alone and here else "target"
         keywords = read(given.loss_kwargs, "loss_kwargs", beside) if what in pieces else []
         for piece in keywords:
             if not isinstance(piece, Mapping):
@@ -187,12 +187,12 @@ class Feeder:
         keywords = placed(keywords, self._device, "loss_kwargs")
         return Feed(inputs, extras, targets, keywords, counts, given_rows)
 
-    def _who_needs(self, request: Request) -> str:
+    def _who_needs(self, kind: Call) -> str:
         """The ranks that need inputs and target; empty if this rank needs all."""
         first, last = self._placement[0], self._placement[-1]
         if {*first, *last} <= {*self._ranks}:
             return ""
-        target = f", target to {_ranks(last)} for the last one" if request.has_loss else ""
+        target = f", target to {_ranks(last)} for the last one" if kind.has_loss else ""
         return (
             f": inputs go to {_ranks(first)} for the first stage{target}; other ranks ignore what "
             "they are given"
@@ -213,7 +213,7 @@ class Feeder:
         even, more = divmod(counted.rows, parts)
         return [float(even + (m < more)) for m in range(self._microbatches)]
 
-    def shares(self, counts: Sequence[Count], request: Request) -> Sequence[Count]:
+    def shares(self, counts: Sequence[Count], kind: Call) -> Sequence[Count]:
         """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
 
         The pipelines wait for each other here, so their calls were compared before. Counts that are
@@ -221,18 +221,18 @@ class Feeder:
         """
         if not counts:  # the loss is on another rank
             return ()
-        if self._shares is not None and counts is self._shares[0] and request is self._shares[1]:
+        if self._shares is not None and counts is self._shares[0] and kind is self._shares[1]:
             return self._shares[2]
         # A call without updates accumulates all of its microbatches.
-        accumulated = self._accumulated if request.updates else [list(range(self._microbatches))]
+        accumulated = self._accumulated if kind.updates else [list(range(self._microbatches))]
         totals: list[Count] = [sum(counts[m] for m in together) for together in accumulated]
-        if request.trains:
+        if kind.trains:
             totals = self._over_pipelines(totals)
         if self._accelerator.queues and any(isinstance(n, Tensor) for n in (*counts, *totals)):
             self._check_late(counts, totals, accumulated)
         shares = loss_shares(counts, accumulated, totals)
         if counts is self._even and self._grid.pipelines == 1:
-            self._shares = counts, request, shares
+            self._shares = counts, kind, shares
         return shares
 
     def _check_late(

@@ -27,7 +27,7 @@ from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Late, Unread
 from schedir.runtime.batch.microbatches import LEAST, Count, check_total, rows
-from schedir.runtime.call import Request
+from schedir.runtime.call import Call
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import SHARES_TAG, Control, Exchange
 from schedir.runtime.processes.groups import Group, Groups, wait_for_sum
@@ -67,13 +67,13 @@ class Scaling:
         """Whether there is any such step."""
         return bool(self._share_sums or self._counted)
 
-    def begin(self, shares: Sequence[Count], request: Request) -> None:
+    def begin(self, shares: Sequence[Count], kind: Call) -> None:
         """A call begins; `shares` are those of the microbatches of this pipeline, on a rank of the
         loss.
 
         Raises ExecutionError for gradients from before the call, which must not be scaled.
         """
-        if not request.updates:
+        if not kind.updates:
             return
         self._refuse_earlier()
         if not self._counted or not (self._tells or self._needs):

@@ -156,10 +156,10 @@ def forward_with(
         if stage.loss_fn is None:
             _hand_on(cell, made, with_graph)
             return
-        request, keeps = now.call.request, now.call.keeps
+        call, keeps = now.call, now.call.keeps
         # The loss may work in place, and so may what is made of the output, after it.
-        kept = None if keeps is None else _for_caller(cell, made, request.has_loss)
-        if request.has_loss:
+        kept = None if keeps is None else _for_caller(cell, made, call.has_loss)
+        if call.has_loss:
             found = loss(stage, cell, made)
             cell.loss, cell.loss_share = stage.nonfinite.loss(
                 found, cell.microbatch, cell.loss_share, trains

@@ -50,7 +50,7 @@ from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe
 from schedir.runtime.processes.positions import CODE, Words, at_place, code, number_of, numbered
 from schedir.runtime.program.compiler import Compiler
-from schedir.runtime.program.handshake import UNKNOWN, Announcement, Handshake
+from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
 from schedir.runtime.program.observers import Observer, observed, profiler_ranges, unseen
 from schedir.runtime.stage.activations import Cells
@@ -68,8 +68,9 @@ class Program:
 
     It is compiled from `schedule`; `ahead` posts the receives at the beginning of a rank that is
     alone here. In a call of several batches, `ends` are the numbers of instructions up to the end
-    of each batch but the last. `streams` are those of several ranks. `at[0]` says where this
-    process stands, for errors and for other processes; see `schedir.runtime.processes.positions`.
+    of each batch but the last. `streams` are those of several ranks. It `learns` in the first call
+    of its input signature. `observers` watch its next call. `at[0]` says where this process stands,
+    for errors and for other processes; see `schedir.runtime.processes.positions`.
     """
 
     def __init__(
@@ -79,11 +80,14 @@ class Program:
         instructions: Sequence[Instruction],
         at: Words,
         streams: RankStreams,
+        learns: bool,
         ahead: Sequence[Bound] = (),
         ends: Sequence[int] = (),
     ) -> None:
         self.schedule, self.cells, self.instructions = schedule, cells, instructions
         self._ahead, self._ends, self._streams = ahead, ends, streams
+        self.learns = learns
+        self.observers: Sequence[Observer] = ()
         self.posts_ahead = bool(ahead)
         self.is_posted = False
         self._at = at
@@ -101,14 +105,15 @@ class Program:
                 post()
         self.is_posted = self.posts_ahead
 
-    def run(self, observers: Sequence[Observer]) -> Iterator[int]:
+    def run(self) -> Iterator[int]:
         """Run the calls; gives the number of each batch but the last once that is over.
 
         Raises ExecutionError, or WaitError for what never comes, with the place in the list.
         """
         calls, codes, places = self._flat
-        if observers:
-            calls, codes, places = _flat(observed(self.instructions, observers), self._streams)
+        if self.observers:
+            instructions = observed(self.instructions, self.observers)
+            calls, codes, places = _flat(instructions, self._streams)
         at, ends = self._at, [bisect_left(places, end) for end in self._ends]
         at[0] = codes[0] if codes else at[0]
         try:
@@ -276,34 +281,6 @@ def _awaited(schedule: Schedule, action: Action) -> tuple[str, int | None]:
     return f"{transfer} {'from' if kind in RECEIVES else 'to'} rank {peer}", peer
 
 
-@attrs.frozen(eq=False)
-class _Known:
-    """The facts about an input signature: what its first call has learned, how many receive buffers
-    a rank may hold, and whether the caller computes in lower precision."""
-
-    lessons: Lessons
-    room: int | None
-    autocast: bool
-
-
-@attrs.frozen(eq=False)
-class Opened:
-    """A call that has been announced, and the program to run, for these observers.
-
-    `learns` is whether this is the first call of its input signature.
-    """
-
-    announcement: Announcement
-    program: Program
-    observers: Sequence[Observer]
-    learns: bool
-
-    @property
-    def rows(self) -> int | None:
-        """Those of the whole batches, None for ready microbatches."""
-        return None if self.announcement.rows == UNKNOWN else self.announcement.rows
-
-
 class Programs:
     """The programs of a list, by the number of the input signature.
 
@@ -339,36 +316,37 @@ class Programs:
         apart = transports if accelerator.queues and len(transports) > 1 else ()
         streams = {rank: compiler.streams.of("lists", rank) for rank in apart}
         self._streams = RankStreams(accelerator, streams)
+        self._known: OrderedDict[int, Program] = OrderedDict()
         self._numbers: dict[object, int] = {}
         self._next = 0  # the number of a signature that is new
-        self._known: OrderedDict[int, _Known] = OrderedDict()
-        self._programs: dict[int, Program] = {}
         self._posted: set[int] = set()
         self._latest: Program | None = None
         self._signature: object = None
 
-    def open(self, call: Call, inputs: Batch | None, target: Batch | None, feed: Feed) -> Opened:
-        """Begin a call on the microbatches of `feed`, which were cut from `inputs` and `target`.
+    def open(self, call: Call, inputs: Batch | None, target: Batch | None, feed: Feed) -> Program:
+        """Begin a call on the microbatches of `feed`, which were cut from `inputs` and `target`;
+        returns the program to run.
 
         Raises ExecutionError where other ranks do something else.
         """
-        number = UNKNOWN
+        call.rows = feed.rows
         if self._sees_input:
             self._signature = _signature_of(feed, inputs, call.precision)
-            number = self._numbers.get(self._signature, self._next)
-        announcement = self._handshake.open(call, inputs, target, feed.rows, number)
-        number = announcement.signature
-        learns = number == self._next
-        program = self._to_learn(call.precision) if learns else self._of(number)
-        observers = listening()
+            call.signature = self._numbers.get(self._signature, self._next)
+        self._handshake.open(call, inputs, target)
+        number = call.signature
+        assert number is not None  # the first stage's rank has said it
+        program = self._to_learn(call.precision) if number == self._next else self._known[number]
+        program.observers = listening()
         if program is not self._latest:
             self._latest = program
             self.schedule = program.schedule
             if self._newcomers is not None:
-                observers = [*observers, *self._newcomers(number, learns)]
-        return Opened(announcement, program, observers, learns)
+                of_program = self._newcomers(number, program.learns)
+                program.observers = [*program.observers, *of_program]
+        return program
 
-    def run(self, opened: Opened, call: Call) -> Iterator[int]:
+    def run(self, program: Program, call: Call) -> Iterator[int]:
         """Run the list; gives the number of each batch but the last once that is over.
 
         Raises ExecutionError, or WaitError for what never comes.
@@ -382,39 +360,39 @@ class Programs:
             pool.trim()
         for copier in self.compiler.copiers.values():
             copier.trim()
-        program = opened.program
-        yield from program.run(opened.observers)
+        yield from program.run()
         self._under_way += program.cells.take_sends()
-        if opened.learns:  # beside the payloads, where a failure must end all messages
+        if program.learns:  # beside the payloads, where a failure must end all messages
             self._wait_for_sends("this call")
 
-    def learn(self, opened: Opened) -> None:
-        """A call has ended well: what the first one of a signature has learned is known.
+    def learn(self, program: Program, call: Call) -> None:
+        """The first call of a signature has ended well: what it has learned is known.
 
         After that all ranks of the pipeline come here, as how far ahead receives are posted depends
         on all of them.
         """
-        number, lessons = opened.announcement.signature, opened.program.cells.lessons
-        mask_gradients(lessons, opened.program.schedule, self._plan.local_ranks)
+        lessons = program.cells.lessons
+        mask_gradients(lessons, program.schedule, self._plan.local_ranks)
         room = min(self._control.share(self._room(lessons)))
-        autocast = opened.announcement.precision is not None
-        self._known[number] = _Known(lessons, room, autocast)
+        number, self._next = self._next, self._next + 1
+        described = self.compiler.first.described
+        self._known[number] = self._compiled(lessons, call.precision, described, number, room)
         if self._sees_input:
             self._numbers[self._signature] = number
-        self._next += 1
         while len(self._known) > _MOST:
             old, _ = self._known.popitem(last=False)
-            self._programs.pop(old, None)
             self._posted.discard(old)
         self._numbers = {key: n for key, n in self._numbers.items() if n in self._known}
-        rooms = {None, *(known.room for known in self._known.values())}
-        self._lists = {room: schedule for room, schedule in self._lists.items() if room in rooms}
-        self.schedule = self._of(number).schedule
+        in_use = {id(program.schedule) for program in self._known.values()}
+        self._lists = {r: s for r, s in self._lists.items() if r is None or id(s) in in_use}
+        self.schedule = self._known[number].schedule
 
-    def post_ahead(self, opened: Opened) -> None:
+    def post_ahead(self, call: Call) -> None:
         """A call is over: post the receives that the next one of its signature begins with."""
-        number = opened.announcement.signature
-        program = self._programs[number]
+        number = call.signature
+        assert number is not None  # it was made
+        program = self._known[number]
+        self._known.move_to_end(number)
         if program.posts_ahead and (number in self._posted or len(self._posted) < _MOST_POSTED):
             self._posted.add(number)
             with suppress(WaitError):  # who has made its last call is gone: the next one says so
@@ -429,11 +407,12 @@ class Programs:
         for copier in self.compiler.copiers.values():
             copier.end()
         self.compiler.copiers.clear()
-        for program in (*self._programs.values(), self._latest):
+        for program in (*self._known.values(), self._latest):
             if program is not None:
                 program.cells.drop()
         self._latest = None
-        self._programs.clear()
+        self._known.clear()
+        self._numbers.clear()
         self._posted.clear()
 
     def _wait_for_sends(self, whose: str) -> None:
@@ -448,22 +427,23 @@ class Programs:
         """The program for the first call of a signature."""
         stages, microbatches = self._plan.local_stages, range(self._listed.microbatches)
         lessons = {(stage, m): Learned() for stage in stages for m in microbatches}
-        return self._compiled(_Known(lessons, None, precision is not None), 0, EVERY)
-
-    def _of(self, number: int) -> Program:
-        """The program for a known signature."""
-        self._known.move_to_end(number)
-        if number not in self._programs:
-            described = self.compiler.first.described
-            self._programs[number] = self._compiled(self._known[number], number, described)
-        return self._programs[number]
+        return self._compiled(lessons, precision, EVERY)
 
     @collector_held_off()
-    def _compiled(self, known: _Known, number: int, described: Collection[int]) -> Program:
-        if known.room not in self._lists:
-            self._lists[known.room] = self._plan.posted(self._listed, known.room)
-        schedule = self._lists[known.room]
-        cells = Cells(known.lessons, self._plan.last_stage, graph_of(schedule).runs)
+    def _compiled(
+        self,
+        lessons: Lessons,
+        precision: torch.dtype | None,
+        described: Collection[int],
+        number: int = 0,
+        room: int | None = None,
+    ) -> Program:
+        """The program of a signature by its number, with `room` for so many receive buffers on a
+        rank; without that, for its first call."""
+        if room not in self._lists:
+            self._lists[room] = self._plan.posted(self._listed, room)
+        schedule = self._lists[room]
+        cells = Cells(lessons, self._plan.last_stage, graph_of(schedule).runs)
         tag = DESCRIBED_TAGS + 2 * number + self.compiler.trains
         lists: list[Sequence[Instruction]] = []
         ahead: list[Bound] = []
@@ -475,7 +455,7 @@ class Programs:
                 transport.tagged(tag),
                 listed_at,
                 cells,
-                known.autocast or self._plan.accelerator.queues,
+                precision is not None or self._plan.accelerator.queues,
                 described,
             )
             if transport.early:
@@ -484,9 +464,7 @@ class Programs:
                     schedule.actions[rank],
                 )
                 sizes = accumulate(
-                    _nbytes(receive, known.lessons)
-                    for receive in leading
-                    if isinstance(receive, Action)
+                    _nbytes(receive, lessons) for receive in leading if isinstance(receive, Action)
                 )
                 first_of = sum(size <= SPARE_BYTES for size in sizes)
                 ahead = [one.run for one in instructions[:first_of]]
@@ -496,7 +474,7 @@ class Programs:
         of_each = self._ends(schedule, lists)
         listed, ends = in_one_list(lists, of_each) if len(lists) > 1 else (lists[0], of_each[0])
         at = self.compiler.now.at
-        return Program(schedule, cells, listed, at, self._streams, ahead, ends)
+        return Program(schedule, cells, listed, at, self._streams, room is None, ahead, ends)
 
     def _ends(self, schedule: Schedule, lists: Sequence[Sequence[Instruction]]) -> list[list[int]]:
         """Of each list, how many instructions there are up to the end of each batch."""

@@ -24,7 +24,7 @@ def reduce_grad(reduction: Reduction, now: Now) -> Bound:
 
     def call() -> None:
         # Without an update the sum can wait: gradients add up here until there is one.
-        if now.call.request.updates or reduction.each_call:
+        if now.call.updates or reduction.each_call:
             reduction.post()
 
     return call
@@ -34,7 +34,7 @@ def sum_replicas(replicas: Replicas, now: Now) -> Bound:
     """REDUCE_GRAD of a stage that several ranks of this process hold."""
 
     def call() -> None:
-        if now.call.request.updates:
+        if now.call.updates:
             replicas.arrive()
 
     return call
@@ -67,7 +67,7 @@ def reduce_shards(sharded: Sharded, now: Now) -> Bound:
     """REDUCE_GRAD of sharded weights: sums the full gradients into those of the shards."""
 
     def call() -> None:
-        if now.call.request.updates or sharded.each_call:
+        if now.call.updates or sharded.each_call:
             sharded.reduce()
 
     return call
@@ -93,7 +93,7 @@ class BeforeSteps:
 
     def arrive(self) -> None:
         """Do what this rank does, and come to the barriers."""
-        if self.now.call.request.updates:
+        if self.now.call.updates:
             for reduction in self.reductions:
                 reduction.finish()
             for replicas in self.replicas:
@@ -106,7 +106,7 @@ class BeforeSteps:
 
     def leave(self) -> None:
         """Go on, once all have come."""
-        if self.now.call.request.updates:
+        if self.now.call.updates:
             for barrier in self.barriers:
                 barrier.leave()
             if self.look is not None:
@@ -120,7 +120,7 @@ def optim_step(stage: Stage, nonfinite: NonFinite, step: int, now: Now) -> Bound
     place, makes, weights, optimizer = (stage.index, step), step + 1, stage.weights, stage.optimizer
 
     def call() -> None:
-        if not now.call.request.updates or weights.latest >= makes:
+        if not now.call.updates or weights.latest >= makes:
             return
         began = perf_counter()
         is_left_out = nonfinite.leaves_out(place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import attrs
 from torch import Tensor
@@ -12,7 +12,10 @@ from torch import Tensor
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.processes.groups import Post
-from schedir.runtime.transports.transport import Transport, Work, one_by_one
+from schedir.runtime.transports.transport import Work, one_by_one
+
+Channel: TypeAlias = tuple[int, int, int]
+"""The sender, the receiver and the tag."""
 
 
 @attrs.define(eq=False)
@@ -38,19 +41,19 @@ class InProcessTransport:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._sent: dict[tuple[int, int], deque[End]] = {}
-        self._posted: dict[tuple[int, int], deque[End]] = {}
+        self._sent: dict[Channel, deque[End]] = {}
+        self._posted: dict[Channel, deque[End]] = {}
 
-    def of(self, rank: int) -> Transport:
+    def of(self, rank: int) -> Endpoint:
         """The transfers of one rank."""
-        return Endpoint(self, rank)
+        return Endpoint(self, rank, tag=0)
 
     def clear(self) -> None:
         """After a step that failed, drop the ends that have met no other end."""
         self._sent.clear()
         self._posted.clear()
 
-    def post(self, channel: tuple[int, int], tensor: Tensor, sends: bool) -> Work:
+    def post(self, channel: Channel, tensor: Tensor, sends: bool) -> Work:
         """Post one end; the j-th send of a channel meets its j-th receive."""
         end = End(tensor, self._now())
         own, other = (self._sent, self._posted) if sends else (self._posted, self._sent)
@@ -89,18 +92,19 @@ class Endpoint:
     queues: ClassVar[bool] = False  # the ranks take turns, and none waits for what has not come
     hub: InProcessTransport
     rank: int
+    tag: int
 
     def tagged(self, tag: int) -> Endpoint:
-        """All calls of one process take turns, so none meets what is of another."""
-        return self
+        """The same for traffic under a tag."""
+        return attrs.evolve(self, tag=tag)
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send."""
-        return self.hub.post((self.rank, peer), tensor, sends=True)
+        return self.hub.post((self.rank, peer, self.tag), tensor, sends=True)
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
-        return self.hub.post((peer, self.rank), buffer, sends=False)
+        return self.hub.post((peer, self.rank, self.tag), buffer, sends=False)
 
     def together(self, posts: Sequence[Post]) -> list[Work]:
         """Post several: none of them can block another."""
