@@ -34,6 +34,7 @@ from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights, lives_of
 from schedir.runtime.trace import Trace
+from schedir.runtime.transports.in_process import InProcessTransport
 from schedir.runtime.transports.transport import Transport, Work
 
 
@@ -47,6 +48,7 @@ class Parts:
 
     plan: Plan
     control: Control
+    messages: InProcessTransport
     shared: Shared
     handshake: Handshake
     transports: Mapping[int, Transport]
@@ -109,23 +111,17 @@ class Parts:
         """What described boundaries need; the mark of a boundary counts before an example."""
         described, given = self.shared.described, self.plan.arguments.boundaries or {}
         declared = {stage: given[stage] for stage in given if stage not in described}
-        return FirstCall(self._messengers(trains), described, declared, self._stepped())
+        return FirstCall(self._messengers(trains), described, declared)
 
     def _messengers(self, trains: bool) -> dict[int, Messenger]:
         """The messenger of each rank here, for payloads with their description."""
         found = {}
         for rank, transport in self.transports.items():
-            has_tags = transport.early or self.plan.grid.alone
-            tagged = transport.tagged if has_tags else self.control.described
+            tagged = transport.tagged if transport.early else self.control.described
+            if self.plan.grid.alone:  # from host to host too
+                tagged = self.messages.of(rank).tagged
             found[rank] = Messenger(tagged(trains), tagged(2 + trains), self.plan.device, self.now)
         return found
-
-    def _stepped(self) -> list[Tensor] | None:
-        """The parameters that the optimisers step; None if the caller steps."""
-        if not self.plan.updates:
-            return None
-        groups = (group for made in self.optimizers.values() for group in made.param_groups)
-        return [parameter for group in groups for parameter in group["params"]]
 
 
 def assemble(plan: Plan, session: Session) -> Parts:
@@ -159,6 +155,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
     return Parts(
         plan,
         session.control,
+        session.messages,
         shared,
         handshake,
         transports,

@@ -18,14 +18,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import attrs
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from schedir.runtime.accelerator import Host
-from schedir.runtime.boundaries.described import DESCRIBED_TAGS
 from schedir.runtime.processes.groups import Post
-from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
 from schedir.runtime.transports.transport import Work, one_by_one
 from tests.runtime.streams.clocks import FakeDevice, Mark, Stream, advance
 
@@ -66,7 +62,6 @@ class Communicators:
         self._streams: dict[tuple[int, int, bool], Stream] = {}
         self._waiting: dict[tuple[int, int, bool], deque[Posted]] = {}
         self._kept: list[Posted] = []
-        self.messages = InProcessTransport(Host(torch.device("cpu")))
 
     def of(self, rank: int) -> Communicator:
         return Communicator(self, rank)
@@ -74,7 +69,6 @@ class Communicators:
     def clear(self) -> None:
         """Forget what has met no other end."""
         self._waiting.clear()
-        self.messages.clear()
 
     def post(self, source: int, target: int, tensor: Tensor, sends: bool) -> Posted:
         """Post one end; the j-th send of a channel meets its j-th receive."""
@@ -119,9 +113,8 @@ class Communicator:
     hub: Communicators
     rank: int
 
-    def tagged(self, tag: int) -> Communicator | Endpoint:
-        """Payloads with a description go from host to host."""
-        return self if tag >= DESCRIBED_TAGS else self.hub.messages.of(self.rank).tagged(tag)
+    def tagged(self, tag: int) -> Communicator:
+        return self
 
     def send(self, tensor: Tensor, peer: int) -> Posted:
         return self.hub.post(self.rank, peer, tensor, sends=True)
