@@ -45,7 +45,6 @@ from schedir.runtime.processes.failure import (
 from schedir.runtime.processes.positions import CALL, CODE, OUTSIDE, at_place
 from schedir.runtime.program.compiler import set_autocast
 from schedir.runtime.program.handshake import Announcement
-from schedir.runtime.program.observers import BusyClock
 from schedir.runtime.program.program import Opened, Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.result import CallLosses, StepResult
@@ -96,10 +95,8 @@ class Engine:
         accelerator, trained = plan.accelerator, parts.nonfinite
         self._queues = accelerator.queues
         self._marks = self._queues or plan.traced
-        self._busy, self._scales = parts.clock.busy, parts.scaling.active
-        self._clock: BusyClock | None = parts.clock if self._queues else None
-        if parts.trace is not None:
-            self._clock = parts.trace.recorder
+        self._busy, self._scales = parts.busy, parts.scaling.active
+        self._clock = parts.clock if parts.trace is None else parts.trace.recorder
         self._stages = [*parts.stages.values()]
         self._versioned = [stage.weights for stage in self._stages if stage.weights.stashes]
         self._checks = [parts.shared.check_frozen] if parts.shared.active else []
@@ -254,7 +251,7 @@ class Engine:
         call = Call(request, session.presence.calls, self.steps, keeps, autocast, precision)
         programs, clock = self.training, self._clock
         if not request.trains:
-            programs, clock = self.evaluation, parts.clock if self._queues else None
+            programs, clock = self.evaluation, parts.clock
         self._busy[0] = 0.0
         told: set[tuple[int, int]] = set()
         saved = SavedRng(self._generators)
@@ -299,12 +296,13 @@ class Engine:
             for restore in self._restores:
                 restore()
             saved.restore()
-            busy = self._busy[0] if clock is None else clock.take()
+            taken = None if clock is None else clock.take()
+            busy = self._busy[0] if taken is None else taken.busy
         session.end_call(busy)
         if request.trains:
             self._accumulates = not request.updates
-        if request.trains and parts.trace is not None and first is not None:
-            parts.trace.keep(call, opened.program.schedule, first, cells)
+        if request.trains and parts.trace is not None and first is not None and taken is not None:
+            parts.trace.keep(call, opened.program.schedule, first, taken, cells)
         programs.post_ahead(opened)
         norm = parts.clipping.norm if parts.clipping and request.updates else None
         skipped = self._skipped_since(told) if request.updates else ()
@@ -349,7 +347,7 @@ class Engine:
         if self._clock is None:
             busy, self._busy[0] = self._busy[0], 0.0
         elif parts.trace is None:  # with a trace, times are those of the whole call
-            busy = self._clock.take()
+            busy = self._clock.take().busy
         read = partial(self._read, call, ended)
         return StepResult(losses, None, None, skipped, busy, self._since(began, started), read)
 

@@ -128,6 +128,11 @@ class Session:
     def _watch(self) -> Watch | None:
         return self.presence.watch
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the processes are on several hosts."""
+        return self._watch is not None and self._watch.spans_hosts
+
     def _watched(self) -> Watch:
         """Tell the others where this process can be found, and begin to watch them."""
         grid = self.grid
