@@ -57,10 +57,9 @@ from schedir.runtime.processes.positions import (
 )
 from schedir.runtime.processes.watch import Lists, Member, Watch
 from schedir.runtime.sharded import local
-from schedir.runtime.transports.communicators import communicators_of
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
-from schedir.runtime.transports.nccl import NcclTransport
+from schedir.runtime.transports.nccl import NcclTransport, communicators_of
 from schedir.runtime.transports.transport import Transport
 
 logger = logging.getLogger("schedir")

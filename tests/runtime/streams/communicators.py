@@ -114,7 +114,6 @@ class Communicator:
     """One rank's side."""
 
     channel: ClassVar[str] = "rank"
-    laxest: ClassVar[str] = "rank"
     early: ClassVar[bool] = False
     queues: ClassVar[bool] = True
     hub: Communicators
