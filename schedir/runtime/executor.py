@@ -25,11 +25,10 @@ from schedir.runtime.arguments import (
     TieOf,
     enabled_scaler,
 )
-from schedir.runtime.batch.feeding import CallArguments, check_loss
-from schedir.runtime.batch.microbatches import Batch, rows
 from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
-from schedir.runtime.chunk_specs import ChunkSpec
 from schedir.runtime.engine import Engine
+from schedir.runtime.feeding import CallArguments, check_loss
+from schedir.runtime.microbatches import Batch, ChunkSpec, rows
 from schedir.runtime.plan import plan_of
 from schedir.runtime.processes.groups import declining
 from schedir.runtime.program.compiler import expect_carried_out

@@ -17,7 +17,7 @@ import schedir
 from schedir.runtime import Executor, plan, session
 from schedir.runtime.accelerator import Accelerator, Host, current_accelerator
 from schedir.runtime.arguments import check_modules
-from schedir.runtime.batch.microbatches import placed
+from schedir.runtime.microbatches import placed
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Claim, compare
@@ -70,7 +70,7 @@ def test_samples_are_counted_before_they_are_moved(monkeypatch: pytest.MonkeyPat
         order.append(("count", target.device))
         return len(target)
 
-    monkeypatch.setattr("schedir.runtime.batch.feeding.placed", note)
+    monkeypatch.setattr("schedir.runtime.feeding.placed", note)
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages = numbered(linear_stages())
     with Executor(schedule, stages, MSE, sgd, count=count, in_process=True) as executor:
