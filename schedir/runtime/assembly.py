@@ -24,10 +24,10 @@ from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.first_call import FirstCall
 from schedir.runtime.program.handshake import Handshake
-from schedir.runtime.program.observers import BusyClock, busy_clock
 from schedir.runtime.program.program import Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.program.together import on_two_streams
+from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Session
 from schedir.runtime.sharded import Sharded
 from schedir.runtime.stage.replicas import Replicas
@@ -43,7 +43,8 @@ class Parts:
     """The parts that run the calls of one executor, on the stages of this process.
 
     `replicas` are those of the stages that several ranks here hold. `under_way` are the sends that
-    may not have arrived by the end of a call.
+    may not have arrived by the end of a call. `busy[0]` counts the seconds that the host computes;
+    a `clock` has those of a device.
     """
 
     plan: Plan
@@ -65,7 +66,8 @@ class Parts:
     replicas: Mapping[int, Replicas]
     streams: Streams
     progress: Progress
-    clock: BusyClock
+    busy: list[float]
+    clock: Recorder | None
     trace: Trace | None
     now: Now
     under_way: list[Work] = attrs.field(factory=list)
@@ -81,6 +83,7 @@ class Parts:
         plan = self.plan
         schedule = plan.schedule if trains else forward_only(plan.schedule)
         trace = self.trace if trains else None
+        clock = self.clock if trace is None else trace.recorder
         compiler = Compiler(
             plan.accelerator,
             self.stages,
@@ -89,7 +92,7 @@ class Parts:
             self.scaling,
             self.nonfinite,
             self._first(trains),
-            [self.clock if trace is None else trace.recorder, self.progress],
+            [*([] if clock is None else [clock]), self.progress],
             self.control.beside() if self.queues and not plan.grid.alone else None,
             trains,
             self.now,
@@ -149,9 +152,9 @@ def assemble(plan: Plan, session: Session) -> Parts:
     barriers = shared.barriers(ties, together)
     scaling = Scaling(plan, session.control, session.groups)
     replica_check = shared.replica_check()
-    clock = busy_clock(plan.accelerator)
+    busy = [0.0]
     streams = Streams(plan.accelerator)
-    stages = _stages(plan, reductions, optimizers, nonfinite, clock.busy, streams)
+    stages = _stages(plan, reductions, optimizers, nonfinite, busy, streams)
     return Parts(
         plan,
         session.control,
@@ -172,8 +175,9 @@ def assemble(plan: Plan, session: Session) -> Parts:
         _replicas(plan, stages),
         streams,
         progress,
-        clock,
-        Trace(plan, session.control, stages) if plan.traced else None,
+        busy,
+        Recorder(plan.accelerator, traces=False) if plan.accelerator.queues else None,
+        Trace(plan, session, stages) if plan.traced else None,
         Now(session.presence.words),
     )
 

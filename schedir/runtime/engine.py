@@ -19,8 +19,7 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.assembly import assemble
-from schedir.runtime.batch.batches import batches_of
-from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder, Losses
+from schedir.runtime.batches import batches_of
 from schedir.runtime.call import (
     CLOSE,
     COLLECT,
@@ -32,6 +31,7 @@ from schedir.runtime.call import (
     Keep,
     autocast_kinds,
 )
+from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control, Courier, Exchange
 from schedir.runtime.processes.failure import (
@@ -43,7 +43,6 @@ from schedir.runtime.processes.failure import (
 )
 from schedir.runtime.processes.positions import CALL, CODE, OUTSIDE, at_place
 from schedir.runtime.program.compiler import set_autocast
-from schedir.runtime.program.observers import BusyClock
 from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.result import CallLosses, StepResult
@@ -94,10 +93,8 @@ class Engine:
         accelerator, trained = plan.accelerator, parts.nonfinite
         self._queues = accelerator.queues
         self._marks = self._queues or plan.traced
-        self._busy, self._scales = parts.clock.busy, parts.scaling.active
-        self._clock: BusyClock | None = parts.clock if self._queues else None
-        if parts.trace is not None:
-            self._clock = parts.trace.recorder
+        self._busy, self._scales = parts.busy, parts.scaling.active
+        self._clock = parts.clock if parts.trace is None else parts.trace.recorder
         self._stages = [*parts.stages.values()]
         self._versioned = [stage.weights for stage in self._stages if stage.weights.stashes]
         self._checks = [parts.shared.check_frozen] if parts.shared.active else []
@@ -253,7 +250,7 @@ class Engine:
         call.keeps, call.autocast = keeps, autocast
         programs, clock = self.training, self._clock
         if not kind.trains:
-            programs, clock = self.evaluation, parts.clock if self._queues else None
+            programs, clock = self.evaluation, parts.clock
         self._busy[0] = 0.0
         told: set[tuple[int, int]] = set()
         saved = SavedRng(self._generators)
@@ -298,12 +295,13 @@ class Engine:
             for restore in self._restores:
                 restore()
             saved.restore()
-            busy = self._busy[0] if clock is None else clock.take()
+            taken = None if clock is None else clock.take()
+            busy = self._busy[0] if taken is None else taken.busy
         session.end_call(busy)
         if kind.trains:
             self._accumulates = not kind.updates
-        if kind.trains and parts.trace is not None and first is not None:
-            parts.trace.keep(call, program.schedule, first, cells)
+        if kind.trains and parts.trace is not None and first is not None and taken is not None:
+            parts.trace.keep(call, program.schedule, first, taken, cells)
         programs.post_ahead(call)
         norm = parts.clipping.norm if parts.clipping and kind.updates else None
         skipped = self._skipped_since(told) if kind.updates else ()
@@ -348,7 +346,7 @@ class Engine:
         if self._clock is None:
             busy, self._busy[0] = self._busy[0], 0.0
         elif parts.trace is None:  # with a trace, times are those of the whole call
-            busy = self._clock.take()
+            busy = self._clock.take().busy
         read = partial(self._read, call, ended)
         return StepResult(losses, None, None, skipped, busy, self._since(began, started), read)
 

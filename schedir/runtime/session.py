@@ -58,10 +58,9 @@ from schedir.runtime.processes.positions import (
 )
 from schedir.runtime.processes.watch import Lists, Member, Watch
 from schedir.runtime.sharded import local
-from schedir.runtime.transports.communicators import communicators_of
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
-from schedir.runtime.transports.nccl import NcclTransport
+from schedir.runtime.transports.nccl import NcclTransport, communicators_of
 from schedir.runtime.transports.transport import Transport
 
 logger = logging.getLogger("schedir")
@@ -129,6 +128,11 @@ class Session:
     @property
     def _watch(self) -> Watch | None:
         return self.presence.watch
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the processes are on several hosts."""
+        return self._watch is not None and self._watch.spans_hosts
 
     def _watched(self) -> Watch:
         """Tell the others where this process can be found, and begin to watch them."""

@@ -26,8 +26,8 @@ from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Late, Unread
-from schedir.runtime.batch.microbatches import LEAST, Count, check_total, rows
 from schedir.runtime.call import Call
+from schedir.runtime.microbatches import LEAST, Count, check_total, rows
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import SHARES_TAG, Control, Exchange
 from schedir.runtime.processes.groups import Group, Groups, wait_for_sum

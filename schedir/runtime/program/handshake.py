@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from schedir.runtime.batch.microbatches import Batch
 from schedir.runtime.call import KINDS, NOTHING, Call
 from schedir.runtime.memory import plain_parts
+from schedir.runtime.microbatches import Batch
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control
 from schedir.runtime.processes.failure import DifferError, users_line

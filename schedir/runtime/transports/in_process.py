@@ -87,7 +87,6 @@ class Endpoint:
     """One rank's side of the transfers within a process."""
 
     channel: ClassVar[str] = "async"
-    laxest: ClassVar[str] = "async"
     early: ClassVar[bool] = False
     queues: ClassVar[bool] = False  # the ranks take turns, and none waits for what has not come
     hub: InProcessTransport

@@ -53,13 +53,11 @@ class Transport(BatchPoster, Protocol):
     """The point-to-point transfers of one rank.
 
     `channel` is the channel model under which lists are proved for it: how much of their order it
-    keeps. `laxest` is the least strict model that the user may choose, at the user's risk. `early`:
-    receives may be posted before the call is known, because transfers with another tag never meet
-    them. `queues`: waiting for a work makes the device wait, and not the host.
+    keeps. `early`: receives may be posted before the call is known, because transfers with another
+    tag never meet them. `queues`: waiting for a work makes the device wait, and not the host.
     """
 
     channel: ClassVar[str]
-    laxest: ClassVar[str]
     early: ClassVar[bool]
     queues: ClassVar[bool]
 

@@ -107,7 +107,6 @@ class Communicator:
     """One rank's side."""
 
     channel: ClassVar[str] = "rank"
-    laxest: ClassVar[str] = "rank"
     early: ClassVar[bool] = False
     queues: ClassVar[bool] = True
     hub: Communicators
