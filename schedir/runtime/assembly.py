@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import attrs
@@ -14,11 +14,7 @@ from schedir.passes import forward_only
 from schedir.runtime.accelerator import Streams
 from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import Now
-from schedir.runtime.gradients.clipping import Clipping
-from schedir.runtime.gradients.nonfinite import NonFinite
-from schedir.runtime.gradients.reduction import Accumulated, Barriers, Reduction, Tie
-from schedir.runtime.gradients.scaling import Scaling
-from schedir.runtime.gradients.shared_parameters import ReplicaCheck, Shared
+from schedir.runtime.gradients.gradients import Gradients, compared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
@@ -42,25 +38,20 @@ from schedir.runtime.transports.transport import Transport, Work
 class Parts:
     """The parts that run the calls of one executor, on the stages of this process.
 
-    `replicas` are those of the stages that several ranks here hold. `under_way` are the sends that
-    may not have arrived by the end of a call. `busy[0]` counts the seconds that the host computes;
-    a `clock` has those of a device.
+    `described` are the boundaries that some process has marked, and `processors` the
+    multiprocessors of the smallest GPU. `replicas` are those of the stages that several ranks here
+    hold. `under_way` are the sends that may not have arrived by the end of a call. `busy[0]` counts
+    the seconds that the host computes; a `clock` has those of a device.
     """
 
     plan: Plan
     control: Control
     messages: InProcessTransport
-    shared: Shared
+    gradients: Gradients
+    described: Collection[int]
+    processors: int
     handshake: Handshake
     transports: Mapping[int, Transport]
-    reductions: Mapping[int, Reduction]
-    accumulated: Accumulated
-    ties: Sequence[Tie]
-    nonfinite: NonFinite
-    clipping: Clipping | None
-    barriers: Barriers
-    scaling: Scaling
-    replica_check: ReplicaCheck
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
     replicas: Mapping[int, Replicas]
@@ -88,9 +79,9 @@ class Parts:
             plan.accelerator,
             self.stages,
             self.replicas,
-            self.barriers if plan.updates else None,
-            self.scaling,
-            self.nonfinite,
+            self.gradients.barriers if plan.updates else None,
+            self.gradients.scaling,
+            self.gradients.nonfinite,
             self._first(trains),
             [*([] if clock is None else [clock]), self.progress],
             self.control.beside() if self.queues and not plan.grid.alone else None,
@@ -112,7 +103,7 @@ class Parts:
 
     def _first(self, trains: bool) -> FirstCall:
         """What described boundaries need; the mark of a boundary counts before an example."""
-        described, given = self.shared.described, self.plan.arguments.boundaries or {}
+        described, given = self.described, self.plan.arguments.boundaries or {}
         declared = {stage: given[stage] for stage in given if stage not in described}
         return FirstCall(self._messengers(trains), described, declared)
 
@@ -140,36 +131,23 @@ def assemble(plan: Plan, session: Session) -> Parts:
         plan.accelerator,
         follows=plan.transport.queues,
     )
-    nonfinite = NonFinite(plan, session.control, optimizers, progress.reach)
-    shared = Shared(plan, session)
+    claims = compared(plan, session)
     session.warm_up()
     handshake = Handshake(plan, session.control, session.stops)
     transports = session.transports()
-    reductions = shared.reductions()
-    ties = shared.ties()
-    clipping = shared.clipping(nonfinite)
-    together = nonfinite.agreement if clipping is None else clipping.clip
-    barriers = shared.barriers(ties, together)
-    scaling = Scaling(plan, session.control, session.groups)
-    replica_check = shared.replica_check()
+    gradients = Gradients(plan, session.groups, claims, optimizers, progress.reach)
     busy = [0.0]
     streams = Streams(plan.accelerator)
-    stages = _stages(plan, reductions, optimizers, nonfinite, busy, streams)
+    stages = _stages(plan, gradients, optimizers, busy, streams)
     return Parts(
         plan,
         session.control,
         session.messages,
-        shared,
+        gradients,
+        frozenset[int]().union(*(claim.described for claim in claims)),
+        min(claim.processors for claim in claims),
         handshake,
         transports,
-        reductions,
-        shared.accumulated(),
-        ties,
-        nonfinite,
-        clipping,
-        barriers,
-        scaling,
-        replica_check,
         optimizers,
         stages,
         _replicas(plan, stages),
@@ -184,9 +162,8 @@ def assemble(plan: Plan, session: Session) -> Parts:
 
 def _stages(
     plan: Plan,
-    reductions: Mapping[int, Reduction],
+    gradients: Gradients,
     optimizers: Mapping[int, torch.optim.Optimizer],
-    nonfinite: NonFinite,
     busy: list[float],
     streams: Streams,
 ) -> dict[int, Stage]:
@@ -203,9 +180,9 @@ def _stages(
             plan,
             stage,
             StageWeights(plan.trained[stage], read.get(stage), accumulators(stage)),
-            reductions.get(stage),
+            gradients.reductions.get(stage),
             optimizers.get(stage),
-            nonfinite,
+            gradients.nonfinite,
             busy,
             _sharded(plan, stage),
         )

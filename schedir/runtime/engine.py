@@ -79,8 +79,8 @@ class Engine:
             self._session: Session = Session(plan, None if outer is None else outer._session)
             with self._session.together("making the executor"):
                 self.parts = parts = assemble(plan, self._session)
-                self._feeder = Feeder(plan, self._session.control, self._session.groups)
-                self._session.connect(parts.shared.processors)
+                self._feeder = Feeder(plan, self._session.groups)
+                self._session.connect(parts.processors)
             microbatches = plan.schedule.microbatches
             self._losses = [
                 Losses(plan, self._session.control, own)
@@ -90,36 +90,33 @@ class Engine:
             self.evaluation = parts.programs(trains=False, batch=None)
         self._accumulates = False
         # Decided once, so that a step does not look at features that the plan does not use.
-        accelerator, trained = plan.accelerator, parts.nonfinite
+        accelerator, gradients = plan.accelerator, parts.gradients
         self._queues = accelerator.queues
         self._marks = self._queues or plan.traced
-        self._busy, self._scales = parts.busy, parts.scaling.active
+        self._busy, self._scales = parts.busy, gradients.scaling.active
         self._clock = parts.clock if parts.trace is None else parts.trace.recorder
         self._stages = [*parts.stages.values()]
         self._versioned = [stage.weights for stage in self._stages if stage.weights.stashes]
-        self._checks = [parts.shared.check_frozen] if parts.shared.active else []
+        self._checks = [*gradients.checks]
         self._checks += [s.check_frozen for s in self._stages if plan.updates and not s.optimizer]
         self._follows = parts.progress.follows
         self._begins = [
-            *([parts.accumulated.set_aside] if parts.accumulated.active else []),
-            *(reduction.begin for reduction in parts.reductions.values()),
+            *gradients.begin,
             *(replicas.begin for replicas in parts.replicas.values()),
         ]
         self._ends = [
-            *(reduction.finish for reduction in parts.reductions.values()),
-            *([self._sum_ties] if parts.ties and not plan.updates else []),
-            *([parts.replica_check.step] if parts.replica_check.active else []),
+            *(replicas.restore for replicas in parts.replicas.values()),
             *(stage.sharded.end for stage in self._stages if stage.sharded is not None),
-            *([trained.end] if self._queues or trained.scale is not None else []),
+            *gradients.end,
         ]
         self._restores = [
             *(weights.restore for weights in self._versioned),
             *(replicas.restore for replicas in parts.replicas.values()),
-            *([parts.accumulated.restore] if parts.accumulated.active else []),
+            *gradients.restore,
         ]
-        self._applies = trained.active and (plan.updates or self._queues)
+        self._applies = gradients.nonfinite.active and (plan.updates or self._queues)
         # Checks of what earlier calls have left on the device.
-        earlier = [self._feeder.look, parts.scaling.look, trained.look_at_earlier]
+        earlier = [self._feeder.look, gradients.nonfinite.look_at_earlier]
         self._look_at_earlier = earlier if self._queues else []
         # Even without a close, the process must not end before its last sends have arrived.
         self._leave = weakref.finalize(
@@ -252,7 +249,6 @@ class Engine:
         if not kind.trains:
             programs, clock = self.evaluation, parts.clock
         self._busy[0] = 0.0
-        told: set[tuple[int, int]] = set()
         saved = SavedRng(self._generators)
         try:
             # A call that is refused here has changed nothing.
@@ -269,8 +265,7 @@ class Engine:
                 try:
                     for batch in programs.run(program, call):
                         losses = self._report(batch, exchanges, feed, cells)
-                        skipped = self._skipped_since(told)
-                        result = self._of_batch(call, losses, skipped, began, started)
+                        result = self._of_batch(call, losses, began, started)
                         for weights in self._versioned:
                             weights.install(NEWEST)
                         set_autocast(autocast, enabled=True)
@@ -303,22 +298,14 @@ class Engine:
         if kind.trains and parts.trace is not None and first is not None and taken is not None:
             parts.trace.keep(call, program.schedule, first, taken, cells)
         programs.post_ahead(call)
-        norm = parts.clipping.norm if parts.clipping and kind.updates else None
-        skipped = self._skipped_since(told) if kind.updates else ()
+        clipping, nonfinite = parts.gradients.clipping, parts.gradients.nonfinite
+        norm = clipping.norm if clipping and kind.updates else None
+        skipped = nonfinite.skipped if kind.updates else ()
         read = partial(self._read, call, ended)
         elapsed = self._since(began, started)
         yield StepResult(
             found, norm, outputs, skipped, busy, elapsed, read, self._session.stragglers
         )
-
-    def _skipped_since(self, told: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """The OPTIM_STEPs that were left out, without those that earlier results have listed."""
-        skipped = self.parts.nonfinite.skipped
-        if not skipped:
-            return ()
-        found = tuple(sorted({*skipped} - told))
-        told.update(found)
-        return found
 
     def _moment(self) -> tuple[Mark | None, float]:
         """The current time: a mark on the device if one is needed, and the host's clock."""
@@ -335,7 +322,6 @@ class Engine:
         self,
         call: Call,
         losses: Callable[[], CallLosses] | None,
-        skipped: tuple[tuple[int, int], ...],
         began: Mark | None,
         started: float,
     ) -> StepResult:
@@ -348,7 +334,7 @@ class Engine:
         elif parts.trace is None:  # with a trace, times are those of the whole call
             busy = self._clock.take().busy
         read = partial(self._read, call, ended)
-        return StepResult(losses, None, None, skipped, busy, self._since(began, started), read)
+        return StepResult(losses, None, None, (), busy, self._since(began, started), read)
 
     def _open(
         self, programs: Programs, kind: Call, call: Call, given: CallArguments, feed: Feed
@@ -370,11 +356,11 @@ class Engine:
         for stage in self._stages:
             stage.seeds[:] = stage.draws.of(call.step)
         if kind.trains:
-            if self._scales:
-                parts.scaling.begin(shares, kind)
+            if self._scales and kind.updates:
+                parts.gradients.scaling.begin()
             if self._applies:
-                parts.nonfinite.begin(kind.updates)
-                if (scale := parts.nonfinite.scale) is not None:
+                parts.gradients.nonfinite.begin(kind.updates)
+                if (scale := parts.gradients.nonfinite.scale) is not None:
                     cells.set_loss_shares([share * scale.now for share in shares])
             for begin in self._begins:
                 begin()
@@ -413,13 +399,6 @@ class Engine:
         ran = cells.losses() if feed.counts else ()
         return self._losses[batch].report(exchanges[batch], feed.counts, ran)
 
-    def _sum_ties(self) -> None:
-        """Sum the gradients of tied copies, for a caller who steps."""
-        for replicas in self.parts.replicas.values():
-            replicas.restore()
-        for tie in self.parts.ties:
-            tie.sum()
-
     def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:
         """Read a value of a call, once the call has `ended`; `what` names it if that fails."""
         words = self._session.presence.words
@@ -440,14 +419,12 @@ class Engine:
         executor is broken."""
         for programs in (self.training, self.evaluation):
             programs.reset()
-        self.parts.barriers.reset()
+        self.parts.gradients.reset()
         for replicas in self.parts.replicas.values():
             replicas.reset()
         for stage in self._stages:
             if stage.sharded is not None:
                 stage.sharded.reset()
-        self.parts.shared.reset()
-        self.parts.scaling.reset()
         self.parts.progress.drop()
         failure = self._session.failure(error, where)
         if self._session.broken is not None:
@@ -461,7 +438,7 @@ class Engine:
         """
         for stage in self._stages:
             stage.weights.forget_gradients()
-        if self._accumulates and not self.parts.accumulated.active:
+        if self._accumulates and not self.parts.gradients.accumulated.active:
             self._accumulates = False
             failure.add_note(
                 "the gradients that earlier calls with update=False had accumulated are lost: "
@@ -545,12 +522,11 @@ class Engine:
                 self._leave.detach()
                 self.parts.progress.settle()  # on failure it names the place
                 wait_for(self.parts.under_way)
-                self.parts.shared.settle()
                 self._session.control.courier.finish()
                 self.parts.handshake.last(CLOSE.of_number(self._session.presence.calls))
                 for _ in range(2):  # the messages of the last step, and of the one before
                     self._session.control.settle()
-                self.parts.replica_check.compare()
+                self.parts.gradients.settle()
                 for programs in (self.training, self.evaluation):
                     programs.reset()  # receives that were posted ahead would hold connections
                 self._session.leave()

@@ -448,7 +448,7 @@ def lists_of(plan: Plan) -> Lists:
     """What the ranks of a plan run, and wait for."""
     clips = plan.arguments.clip_grad_norm is not None or plan.arguments.nonfinite == "skip"
     ties = tuple(tuple(stage for stage, _ in tie) for tie in plan.arguments.ties)
-    return Lists(plan.schedule, ties, clips and plan.steps_last)
+    return Lists(plan.schedule, ties, clips)
 
 
 @attrs.frozen

@@ -30,9 +30,9 @@ from schedir.runtime.transports.transport import Work
 
 @attrs.frozen(eq=False)
 class FirstCall:
-    """What the actions at described boundaries need: the messengers of the ranks here, the
-    boundaries that are `described` in every call and those that the user has `declared` instead, by
-    the stage before."""
+    """What the actions at described boundaries need: the messengers of the ranks here, and the
+    boundaries that are `described` in every call, or that the user has `declared` instead, by the
+    stage before."""
 
     messengers: Mapping[int, Messenger]
     described: Collection[int]

@@ -117,15 +117,14 @@ def optim_step(stage: Stage, nonfinite: NonFinite, step: int, now: Now) -> Bound
     """OPTIM_STEP number `step` of a stage in a call: applies the accumulated gradients to the
     newest weights, unless it is left out, and clears them. This makes the next version, unless a
     replica here has."""
-    place, makes, weights, optimizer = (stage.index, step), step + 1, stage.weights, stage.optimizer
+    makes, weights, optimizer = step + 1, stage.weights, stage.optimizer
 
     def call() -> None:
         if not now.call.updates or weights.latest >= makes:
             return
         began = perf_counter()
-        is_left_out = nonfinite.leaves_out(place)
         if optimizer is not None:  # a stage without parameters has none
-            if not is_left_out:
+            if not nonfinite.leaves_out:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         weights.begin(makes)
