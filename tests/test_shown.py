@@ -112,7 +112,7 @@ def test_equality_hashes_and_pickles_are_as_ever(line: Timeline) -> None:
 
 def test_a_result_waits_for_its_loss_only_where_that_is_read() -> None:
     waited: list[str] = []
-    step = result(CallLosses(2.5, 64, lambda: (2.5,)), waited)
+    step = result(CallLosses(2.5, 64, (2.5,)), waited)
     assert repr(step) == "<StepResult its loss is not read yet>"
     assert not waited
     assert str(step) == ("loss 2.5 over 64 samples, 0.5 s, of them 0.25 s in compute")

@@ -162,6 +162,8 @@ class Accelerator:
 class _Moment:
     """A mark on the CPU, which has always finished its earlier work."""
 
+    __slots__ = ("_seconds",)
+
     def __init__(self) -> None:
         self._seconds = perf_counter()
 
@@ -194,6 +196,9 @@ class Host(Accelerator):
     def mark(self, timed: bool = False) -> Mark:
         """This moment."""
         return _Moment()
+
+    def use_again(self, marks: Iterable[Mark], after: object) -> None:
+        """Do nothing: a moment takes no time to make."""
 
     def used(self, tensor: Tensor) -> None:
         """Do nothing: memory is freed when nothing refers to it."""

@@ -25,8 +25,8 @@ from torch.nn.parameter import is_lazy
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, expect_schedule, is_number
-from schedir.runtime.chunk_specs import ChunkSpec, checked
 from schedir.runtime.memory import shared_memory
+from schedir.runtime.microbatches import ChunkSpec, checked
 
 LossFunction: TypeAlias = Callable[..., Tensor]
 OptimizerFactory: TypeAlias = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import attrs
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from schedir.passes import forward_only
 from schedir.runtime.accelerator import Streams
-from schedir.runtime.boundaries.described import Messenger, Posted, Sent, Within
+from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import Now
 from schedir.runtime.gradients.gradients import Gradients, compared
 from schedir.runtime.plan import Plan
@@ -20,16 +20,17 @@ from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.first_call import FirstCall
 from schedir.runtime.program.handshake import Handshake
-from schedir.runtime.program.observers import BusyClock, busy_clock
 from schedir.runtime.program.program import Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.program.together import on_two_streams
+from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Session
 from schedir.runtime.sharded import Sharded
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights, lives_of
 from schedir.runtime.trace import Trace
+from schedir.runtime.transports.in_process import InProcessTransport
 from schedir.runtime.transports.transport import Transport, Work
 
 
@@ -39,11 +40,13 @@ class Parts:
 
     `described` are the boundaries that some process has marked, and `processors` the
     multiprocessors of the smallest GPU. `replicas` are those of the stages that several ranks here
-    hold. `under_way` are the sends that may not have arrived by the end of a call.
+    hold. `under_way` are the sends that may not have arrived by the end of a call. `busy[0]` counts
+    the seconds that the host computes; a `clock` has those of a device.
     """
 
     plan: Plan
     control: Control
+    messages: InProcessTransport
     gradients: Gradients
     described: Collection[int]
     processors: int
@@ -54,7 +57,8 @@ class Parts:
     replicas: Mapping[int, Replicas]
     streams: Streams
     progress: Progress
-    clock: BusyClock
+    busy: list[float]
+    clock: Recorder | None
     trace: Trace | None
     now: Now
     under_way: list[Work] = attrs.field(factory=list)
@@ -70,6 +74,7 @@ class Parts:
         plan = self.plan
         schedule = plan.schedule if trains else forward_only(plan.schedule)
         trace = self.trace if trains else None
+        clock = self.clock if trace is None else trace.recorder
         compiler = Compiler(
             plan.accelerator,
             self.stages,
@@ -78,7 +83,7 @@ class Parts:
             self.gradients.scaling,
             self.gradients.nonfinite,
             self._first(trains),
-            [self.clock if trace is None else trace.recorder, self.progress],
+            [*([] if clock is None else [clock]), self.progress],
             self.control.beside() if self.queues and not plan.grid.alone else None,
             trains,
             self.now,
@@ -104,13 +109,13 @@ class Parts:
 
     def _messengers(self, trains: bool) -> dict[int, Messenger]:
         """The messenger of each rank here, for payloads with their description."""
-        plan, rank = self.plan, self.plan.grid.rank
-        if plan.grid.alone:
-            sent: dict[Hashable, Sent] = {}
-            return {r: Within(r, sent, plan.accelerator, self.now) for r in plan.local_ranks}
-        transport = self.transports[rank]
-        tagged = transport.tagged if transport.early else self.control.described
-        return {rank: Posted(tagged(trains), tagged(2 + trains), plan.device, self.now)}
+        found = {}
+        for rank, transport in self.transports.items():
+            tagged = transport.tagged if transport.early else self.control.described
+            if self.plan.grid.alone:  # from host to host too
+                tagged = self.messages.of(rank).tagged
+            found[rank] = Messenger(tagged(trains), tagged(2 + trains), self.plan.device, self.now)
+        return found
 
 
 def assemble(plan: Plan, session: Session) -> Parts:
@@ -131,12 +136,13 @@ def assemble(plan: Plan, session: Session) -> Parts:
     handshake = Handshake(plan, session.control, session.stops)
     transports = session.transports()
     gradients = Gradients(plan, session.groups, claims, optimizers, progress.reach)
-    clock = busy_clock(plan.accelerator)
+    busy = [0.0]
     streams = Streams(plan.accelerator)
-    stages = _stages(plan, gradients, optimizers, clock.busy, streams)
+    stages = _stages(plan, gradients, optimizers, busy, streams)
     return Parts(
         plan,
         session.control,
+        session.messages,
         gradients,
         frozenset[int]().union(*(claim.described for claim in claims)),
         min(claim.processors for claim in claims),
@@ -147,8 +153,9 @@ def assemble(plan: Plan, session: Session) -> Parts:
         _replicas(plan, stages),
         streams,
         progress,
-        clock,
-        Trace(plan, session.control, stages) if plan.traced else None,
+        busy,
+        Recorder(plan.accelerator, traces=False) if plan.accelerator.queues else None,
+        Trace(plan, session, stages) if plan.traced else None,
         Now(session.presence.words),
     )
 

@@ -19,8 +19,7 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.assembly import assemble
-from schedir.runtime.batch.batches import batches_of
-from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder, Losses
+from schedir.runtime.batches import batches_of
 from schedir.runtime.call import (
     CLOSE,
     COLLECT,
@@ -30,9 +29,9 @@ from schedir.runtime.call import (
     TIMELINES,
     Call,
     Keep,
-    Request,
     autocast_kinds,
 )
+from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control, Courier, Exchange
 from schedir.runtime.processes.failure import (
@@ -44,9 +43,7 @@ from schedir.runtime.processes.failure import (
 )
 from schedir.runtime.processes.positions import CALL, CODE, OUTSIDE, at_place
 from schedir.runtime.program.compiler import set_autocast
-from schedir.runtime.program.handshake import Announcement
-from schedir.runtime.program.observers import BusyClock
-from schedir.runtime.program.program import Opened, Programs
+from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.result import CallLosses, StepResult
 from schedir.runtime.session import Session
@@ -96,10 +93,8 @@ class Engine:
         accelerator, gradients = plan.accelerator, parts.gradients
         self._queues = accelerator.queues
         self._marks = self._queues or plan.traced
-        self._busy, self._scales = parts.clock.busy, gradients.scaling.active
-        self._clock: BusyClock | None = parts.clock if self._queues else None
-        if parts.trace is not None:
-            self._clock = parts.trace.recorder
+        self._busy, self._scales = parts.busy, gradients.scaling.active
+        self._clock = parts.clock if parts.trace is None else parts.trace.recorder
         self._stages = [*parts.stages.values()]
         self._versioned = [stage.weights for stage in self._stages if stage.weights.stashes]
         self._checks = [*gradients.checks]
@@ -179,31 +174,31 @@ class Engine:
         with self._plan.accelerator.chosen():
             return self._feeder.cut(given, STEP)
 
-    def call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
+    def call(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
         """Make a call; every rank makes the same one.
 
         Raises ExecutionError, which names the action that failed, or how the ranks differ.
         """
         if self._queues:
             with self._plan.accelerator.chosen():
-                return self._in_mode(request, given, keeps)
-        return self._in_mode(request, given, keeps)
+                return self._in_mode(kind, given, keeps)
+        return self._in_mode(kind, given, keeps)
 
-    def _in_mode(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
+    def _in_mode(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
         """Make a call, with gradients on if it trains, otherwise off."""
-        if not request.trains:
+        if not kind.trains:
             with evaluating(self._stages):
-                return self._call(request, given, keeps)
+                return self._call(kind, given, keeps)
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
                 "step can't train under torch.inference_mode(); call it outside of that, or call "
                 "evaluate or infer"
             )
         if torch.is_grad_enabled():
-            result = self._call(request, given, keeps)
+            result = self._call(kind, given, keeps)
         else:
             with torch.enable_grad():
-                result = self._call(request, given, keeps)
+                result = self._call(kind, given, keeps)
         self.steps += 1
         return result
 
@@ -225,14 +220,14 @@ class Engine:
             yield result
         self.steps += 1
 
-    def _call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
-        for result in self._carry_out(request, given, keeps):
+    def _call(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
+        for result in self._carry_out(kind, given, keeps):
             last = result
         return last
 
     def _carry_out(
         self,
-        request: Request,
+        kind: Call,
         given: CallArguments,
         keeps: Keep | None,
         feed: Feed | None = None,
@@ -248,26 +243,27 @@ class Engine:
         precision = None
         if self._device_type in autocast:
             precision = torch.get_autocast_dtype(self._device_type)
-        call = Call(request, session.presence.calls, self.steps, keeps, autocast, precision)
+        call = kind.of_number(session.presence.calls, self.steps, precision)
+        call.keeps, call.autocast = keeps, autocast
         programs, clock = self.training, self._clock
-        if not request.trains:
-            programs, clock = self.evaluation, parts.clock if self._queues else None
+        if not kind.trains:
+            programs, clock = self.evaluation, parts.clock
         self._busy[0] = 0.0
         saved = SavedRng(self._generators)
         try:
             # A call that is refused here has changed nothing.
             if feed is None:
-                feed = self._feeder.cut(given, request)
-            if request.trains:
+                feed = self._feeder.cut(given, kind)
+            if kind.trains:
                 self.check_frozen()
             try:
-                session.begin_call(request.trains, self.steps)
-                opened, exchanges = self._open(programs, call, given, feed)
-                cells = opened.program.cells
+                session.begin_call(kind.trains, self.steps)
+                program, exchanges = self._open(programs, kind, call, given, feed)
+                cells = program.cells
                 if autocast:
                     set_autocast(autocast, enabled=False)
                 try:
-                    for batch in programs.run(opened, call):
+                    for batch in programs.run(program, call):
                         losses = self._report(batch, exchanges, feed, cells)
                         result = self._of_batch(call, losses, began, started)
                         for weights in self._versioned:
@@ -281,11 +277,11 @@ class Engine:
                 finally:
                     if autocast:
                         set_autocast(autocast, enabled=True)
-                found, outputs = self._finish(programs, opened, call, exchanges, feed)
+                found, outputs = self._finish(programs, program, call, exchanges, feed)
                 ended = parts.progress.end() if self._follows else _at_once
             except BaseException as error:
                 failure = self._failed(error, str(call))
-                if request.trains:
+                if kind.trains:
                     self._forget_gradients(failure)
                 if failure is error:
                     raise
@@ -294,16 +290,17 @@ class Engine:
             for restore in self._restores:
                 restore()
             saved.restore()
-            busy = self._busy[0] if clock is None else clock.take()
+            taken = None if clock is None else clock.take()
+            busy = self._busy[0] if taken is None else taken.busy
         session.end_call(busy)
-        if request.trains:
-            self._accumulates = not request.updates
-        if request.trains and parts.trace is not None and first is not None:
-            parts.trace.keep(call, opened.program.schedule, first, cells)
-        programs.post_ahead(opened)
+        if kind.trains:
+            self._accumulates = not kind.updates
+        if kind.trains and parts.trace is not None and first is not None and taken is not None:
+            parts.trace.keep(call, program.schedule, first, taken, cells)
+        programs.post_ahead(call)
         clipping, nonfinite = parts.gradients.clipping, parts.gradients.nonfinite
-        norm = clipping.norm if clipping and request.updates else None
-        skipped = nonfinite.skipped if request.updates else ()
+        norm = clipping.norm if clipping and kind.updates else None
+        skipped = nonfinite.skipped if kind.updates else ()
         read = partial(self._read, call, ended)
         elapsed = self._since(began, started)
         yield StepResult(
@@ -335,46 +332,46 @@ class Engine:
         if self._clock is None:
             busy, self._busy[0] = self._busy[0], 0.0
         elif parts.trace is None:  # with a trace, times are those of the whole call
-            busy = self._clock.take()
+            busy = self._clock.take().busy
         read = partial(self._read, call, ended)
         return StepResult(losses, None, None, (), busy, self._since(began, started), read)
 
     def _open(
-        self, programs: Programs, call: Call, given: CallArguments, feed: Feed
-    ) -> tuple[Opened, Sequence[Exchange]]:
+        self, programs: Programs, kind: Call, call: Call, given: CallArguments, feed: Feed
+    ) -> tuple[Program, Sequence[Exchange]]:
         """Announce a call, and prepare its list; returns the program to run, and the exchanges for
         the losses of its batches."""
-        request, parts = call.request, self.parts
+        parts = self.parts
         if self._follows:
             parts.progress.begin()
         for look in self._look_at_earlier:
             look(wait=False)
-        exchanges = [losses.expect() for losses in self._losses] if request.has_loss else []
-        opened = programs.open(call, given.inputs, given.target, feed)
-        self._session.presence.stop = bool(opened.announcement.stop)
-        cells = opened.program.cells
+        exchanges = [losses.expect() for losses in self._losses] if kind.has_loss else []
+        program = programs.open(call, given.inputs, given.target, feed)
+        self._session.presence.stop = call.stop
+        cells = program.cells
         cells.fill(feed)
-        shares = self._feeder.shares(feed.counts, request)
+        shares = self._feeder.shares(feed.counts, kind)
         cells.set_loss_shares(shares)
         for stage in self._stages:
             stage.seeds[:] = stage.draws.of(call.step)
-        if request.trains:
-            if self._scales and request.updates:
+        if kind.trains:
+            if self._scales and kind.updates:
                 parts.gradients.scaling.begin()
             if self._applies:
-                parts.gradients.nonfinite.begin(request.updates)
+                parts.gradients.nonfinite.begin(kind.updates)
                 if (scale := parts.gradients.nonfinite.scale) is not None:
                     cells.set_loss_shares([share * scale.now for share in shares])
             for begin in self._begins:
                 begin()
             for stage in self._stages:
                 stage.weights.begin(0)
-        return opened, exchanges
+        return program, exchanges
 
     def _finish(
         self,
         programs: Programs,
-        opened: Opened,
+        program: Program,
         call: Call,
         exchanges: Sequence[Exchange],
         feed: Feed,
@@ -383,16 +380,16 @@ class Engine:
         the outputs if they are wanted."""
         self._session.stand(END)
         self._session.control.settle()
-        if call.request.trains:
+        if call.trains:
             for end in self._ends:
                 end()
-        cells = opened.program.cells
+        cells = program.cells
         losses = self._report(-1, exchanges, feed, cells) if exchanges else None
         # In a short batch the last microbatches are copies.
-        outputs = cells.results(opened.rows) if call.keeps is not None else None
+        outputs = cells.results(call.rows) if call.keeps is not None else None
         cells.clear(feed)
-        if opened.learns:
-            programs.learn(opened)
+        if program.learns:
+            programs.learn(program, call)
         return losses, outputs
 
     def _report(
@@ -407,7 +404,7 @@ class Engine:
         words = self._session.presence.words
         place, number = words[CODE], words[CALL]
         if is_between := place == OUTSIDE:  # or another thread is in the midst of a call
-            words[CALL], words[CODE] = call.number << 1 | call.request.trains, _AT_RESULTS
+            words[CALL], words[CODE] = call.number << 1 | call.trains, _AT_RESULTS
         try:
             self.parts.progress.reach(ended)
             return fetch()
@@ -464,12 +461,12 @@ class Engine:
         finally:
             self._session.presence.words[CODE] = OUTSIDE
 
-    def gather(self, value: Any, request: Request = GATHER, what: str = "") -> list[Any]:
+    def gather(self, value: Any, kind: Call = GATHER, what: str = "") -> list[Any]:
         """The values of all processes, by number, on each of them; all make the same request, for
         `what`."""
-        what = what or request.name
+        what = what or kind.name
         with self._message(what) as control:
-            self._announce(request)
+            self._announce(kind)
             said, values = zip(*control.gather((what, value), self._gathers), strict=True)
             for number, other in enumerate(said):
                 if other != what:
@@ -492,11 +489,11 @@ class Engine:
     def _gathers(self) -> None:
         self._session.stand(GATHER_PLACE)
 
-    def _announce(self, request: Request) -> None:
+    def _announce(self, kind: Call) -> None:
         """Raise DifferError if another rank makes another call now."""
         presence = self._session.presence
         self._session.stand(HANDSHAKE)
-        self.parts.handshake.exchange(Announcement(request, presence.calls, self.steps))
+        self.parts.handshake.exchange(kind.of_number(presence.calls, self.steps))
         presence.words[CODE] = OUTSIDE
 
     def timelines(self) -> list[Timeline]:
@@ -526,7 +523,7 @@ class Engine:
                 self.parts.progress.settle()  # on failure it names the place
                 wait_for(self.parts.under_way)
                 self._session.control.courier.finish()
-                self.parts.handshake.last(Call(CLOSE, self._session.presence.calls))
+                self.parts.handshake.last(CLOSE.of_number(self._session.presence.calls))
                 for _ in range(2):  # the messages of the last step, and of the one before
                     self._session.control.settle()
                 self.parts.gradients.settle()

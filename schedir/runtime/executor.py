@@ -25,11 +25,10 @@ from schedir.runtime.arguments import (
     TieOf,
     enabled_scaler,
 )
-from schedir.runtime.batch.feeding import CallArguments, check_loss
-from schedir.runtime.batch.microbatches import Batch, rows
 from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
-from schedir.runtime.chunk_specs import ChunkSpec
 from schedir.runtime.engine import Engine
+from schedir.runtime.feeding import CallArguments, check_loss
+from schedir.runtime.microbatches import Batch, ChunkSpec, rows
 from schedir.runtime.plan import plan_of
 from schedir.runtime.processes.groups import declining
 from schedir.runtime.program.compiler import expect_carried_out
@@ -111,8 +110,7 @@ class Executor:
     - `timeout`: how long a rank waits for another, in seconds or as a timedelta. By default it is
       the timeout of the default process group.
     - `channel`: the channel model under which the list is proved and posted. By default it is the
-      transport's: "async" for gloo, "rank" for NCCL. A stricter one is always right. On NCCL "pair"
-      and "edge" are at your own risk, and schedir warns of them.
+      transport's: "async" for gloo, "rank" for NCCL. You may name a stricter one.
     - `in_process`: run all ranks in this process, in turn, without torchrun. It is for tests and to
       look inside, not for speed.
     - `trace`: record when each entry of the list runs in each call of `step`, on every rank of the

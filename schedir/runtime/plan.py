@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import dropwhile
-from typing import cast
+from typing import TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from schedir.checker import clean_channels, prove
 from schedir.errors import ExecutionError, ScheduleError
 from schedir.graph.compile import graph_of
-from schedir.ir import Kind, Schedule, ties_of
+from schedir.ir import CHANNELS, Kind, Schedule, channel_model, ties_of
 from schedir.passes import advance_receives, insert_reductions, recompute
 from schedir.runtime.accelerator import Accelerator, accelerator_of
 from schedir.runtime.arguments import (
@@ -38,7 +38,11 @@ from schedir.runtime.arguments import (
 from schedir.runtime.processes.failure import describe
 from schedir.runtime.processes.grid import Grid, grid
 from schedir.runtime.sharded import check_sharded
-from schedir.runtime.transports.choice import Choice, channel_for, check_streams, transport_for
+from schedir.runtime.transports.gloo import GlooTransport
+from schedir.runtime.transports.in_process import Endpoint
+from schedir.runtime.transports.nccl import NcclTransport
+
+Choice: TypeAlias = type[Endpoint] | type[GlooTransport] | type[NcclTransport]
 
 
 @attrs.frozen(eq=False)
@@ -46,9 +50,9 @@ class Plan:
     """The proved list, and all that this process needs to run its ranks, `local_ranks`.
 
     `schedule` is the given list, made complete and with its recomputations, and proved under the
-    channel model `channel`, the transport's unless the user wants another. `posted` gives the list
-    that runs. `trained` are the stages' modules; the last one holds the loss too, if that is a
-    module. `tied` are the ties with their copies on this process.
+    channel model `channel`, the transport's unless the user wants a stricter one. `posted` gives
+    the list that runs. `trained` are the stages' modules; the last one holds the loss too, if that
+    is a module. `tied` are the ties with their copies on this process.
     """
 
     arguments: Arguments
@@ -210,9 +214,8 @@ def plan_of(given: Arguments) -> Plan:
     check_sharded(given.stages, given.ties, schedule, place)
     accelerator = accelerator_of(device_of(trained))
     transport = transport_for(place.alone, accelerator.device)
-    channel = channel_for(transport, given.channel, warns=place.rank == place.pipeline == 0)
-    complete = proved(schedule, channel, ties, transport.laxest)
-    check_streams(complete, transport, channel)
+    channel = channel_for(transport, given.channel)
+    complete = proved(schedule, channel, ties)
     return Plan(
         given,
         complete,
@@ -225,6 +228,34 @@ def plan_of(given: Arguments) -> Plan:
         transport,
         channel,
     )
+
+
+def transport_for(alone: bool, device: torch.device) -> Choice:
+    """The transport of a process that runs all ranks `alone`, or of one among several, with its
+    stages on `device`."""
+    if alone:
+        return Endpoint
+    return GlooTransport if device.type == "cpu" else NcclTransport
+
+
+def channel_for(transport: Choice, wanted: str | None) -> str:
+    """The channel model to prove lists under: the transport's, or the one that the user wants.
+
+    Raises ExecutionError for a model that is less strict than the transport's.
+    """
+    if wanted is None:
+        return transport.channel
+    try:
+        wanted = channel_model(wanted)
+    except ValueError as error:
+        raise ExecutionError(f"channel: {error}") from None
+    if CHANNELS.index(wanted) > CHANNELS.index(transport.channel):
+        raise ExecutionError(
+            f"channel={wanted!r}: on NCCL a posted receive is a kernel that holds up everything "
+            f"posted after it, so the least strict model there is {transport.channel!r}; leave "
+            "channel out, and take a list that is clean under it"
+        )
+    return wanted
 
 
 def _held_by(ranks: Collection[int], schedule: Schedule) -> tuple[int, ...]:
@@ -354,13 +385,8 @@ def _check_optimizer(
     return cast(torch.optim.Optimizer, made)
 
 
-def proved(
-    schedule: Schedule, channel: str, ties: Iterable[Iterable[int]], laxest: str | None = None
-) -> Schedule:
-    """The complete schedule, proved under a channel model; no process group is touched.
-
-    `laxest` is the least strict model that the user may ask for instead.
-    """
+def proved(schedule: Schedule, channel: str, ties: Iterable[Iterable[int]]) -> Schedule:
+    """The complete schedule, proved under a channel model; no process group is touched."""
     try:
         report = prove(schedule, channel, ties=ties)
     except ValueError as error:
@@ -370,16 +396,7 @@ def proved(
     if os.environ.get("RANK", "0") != "0":
         # Only rank 0 shows the diagnostics.
         raise ScheduleError("the schedule is wrong; rank 0 says why", report.diagnostics)
-    try:
-        return report.proved()
-    except ScheduleError as error:
-        if laxest not in report.clean_channels:
-            raise
-        raise ScheduleError(
-            f"{error}. That is under {channel}; the list is clean under {laxest}, and "
-            f'Executor(channel="{laxest}") runs it under that model, at your own risk',
-            error.diagnostics,
-        ) from None
+    return report.proved()
 
 
 def posted(

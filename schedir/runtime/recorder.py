@@ -1,7 +1,6 @@
 """Records the times of every entry of a step, and makes a timeline of the times of all ranks.
 
-The recorder is an observer that replaces the clock of compute. Each instruction has a row of
-stamps:
+The recorder is an observer. Each instruction has a row of marks, which are read after the step:
 
     0F0            BEGAN ─ run ─ ENDED
     1F0            WAITED ─ receives ─ FOUND = BEGAN ─ run ─ ENDED
@@ -9,7 +8,7 @@ stamps:
     0OFFLOAD0      BEGAN ─ run ─ ENDED                             on the CPU; else as a post
     0REDUCE_GRAD   BEGAN ─ run … WAITED ─ sum ─ FOUND              before its OPTIM_STEP
 
-A stamp costs a look at the clock and a place in a list. The timeline is made from the stamps:
+A mark is an event of a GPU, and on the CPU a look at the clock. The timeline is made from them:
 
     rank 0   0F0 ┊ 0SEND_ACT0                        posted at a
     rank 1   1RECV_ACT0 ┊ waits ────────┐ 1F0        posted at b, waited for from c to d
@@ -22,8 +21,8 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import attrs
 import numpy as np
@@ -36,7 +35,6 @@ from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Nanoseconds
 from schedir.runtime.program.instruction import Bound, Instruction
-from schedir.runtime.program.observers import BusyClock
 from schedir.runtime.transports.transport import wait_for
 from schedir.simulator import Measured, Sizes, Timeline
 
@@ -55,38 +53,45 @@ class Anchor:
 
 @attrs.frozen(eq=False)
 class Taken:
-    """The stamps of a step that began at a mark: an array on the CPU, marks on a GPU."""
+    """The marks of a call, row after row, None for no mark; the rows of compute start at
+    `computes`."""
 
-    began: Mark
-    stamps: Any
+    marks: Sequence[Mark | None]
+    computes: Iterable[int]
+
+    def busy(self) -> float:
+        """The seconds in compute; the host waits for the device."""
+        spans = ((self.marks[row + BEGAN], self.marks[row + ENDED]) for row in self.computes)
+        total = 0.0
+        for began, ended in spans:
+            if began and ended:
+                ended.synchronize()
+                total += began.elapsed_time(ended)
+        return 1e-3 * total
 
 
-class Recorder(BusyClock):
-    """The times of all instructions that it observes, until they are taken.
+class Recorder:
+    """The marks of the instructions that it observes, until they are taken: of all with `traces`,
+    otherwise those of compute.
 
-    A row belongs to an action at an index of a rank's list, in any program. It keeps the times of
-    at most `most` actions over all ranks.
+    A row belongs to an action at an index of a rank's list, in any program.
     """
 
-    most: ClassVar[int] = 1 << 18  # of 32 bytes each
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__()
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, traces: bool) -> None:
+        self._accelerator, self._traces = accelerator, traces
         self._rows: dict[tuple[int, int, Action], int] = {}
         self._computes: list[int] = []
         self._sums: dict[Reduction, int] = {}
         # Never replaced by another list: the wrapped instructions hold it.
-        self._stamps: list[Any] = []
-        self.latest: Any = None
-
-    def _clock(self) -> Callable[[], Any]:
-        """The function that makes a stamp; 0 means no stamp."""
-        return clocks.now
+        self._marks: list[Mark | None] = []
 
     def __call__(self, instruction: Instruction) -> Instruction:
         """Observe an instruction."""
+        if not (self._traces or instruction.computes):
+            return instruction
         run, wait, row = instruction.run, instruction.wait, self._row(instruction)
+        if not self._traces:
+            return attrs.evolve(instruction, run=self._around_run(run, row))
         if instruction.sums and not instruction.listed:
             return attrs.evolve(instruction, run=self._after_sums(instruction.sums, run))
         if wait is not None:
@@ -97,53 +102,52 @@ class Recorder(BusyClock):
         copies = instruction.action.kind in COPIES and not self._accelerator.queues
         if not (instruction.computes or copies):
             return attrs.evolve(instruction, run=self._before_run(run, row, instruction.sums))
-        run = self._around_run(run, row)
-        return attrs.evolve(instruction, wait=wait, run=run)
+        return attrs.evolve(instruction, wait=wait, run=self._around_run(run, row))
 
     def _row(self, instruction: Instruction) -> int:
         """The start of an instruction's row."""
         key = instruction.rank, instruction.index, instruction.action
         if key not in self._rows:
-            self._rows[key] = len(self._stamps)
-            self._stamps += [0] * COLUMNS
+            self._rows[key] = len(self._marks)
+            self._marks += [None] * COLUMNS
             if instruction.action.kind in COMPUTE:
                 self._computes.append(self._rows[key])
         return self._rows[key]
 
     def _around_run(self, run: Bound, row: int) -> Bound:
-        stamps, now = self._stamps, self._clock()
+        marks, mark = self._marks, self._accelerator.mark
         begin, end = row + BEGAN, row + ENDED
 
         def timed() -> None:
-            if not stamps[begin]:
-                stamps[begin] = now()
+            if marks[begin] is None:
+                marks[begin] = mark(timed=True)
             run()
-            stamps[end] = now()
+            marks[end] = mark(timed=True)
 
         return timed
 
     def _around_wait(self, instruction: Instruction, wait: Bound, row: int) -> Bound:
-        """Stamp a wait. Its end is also the begin of the instruction, which saves a look at the
-        clock, on a GPU an event; except for a pair's second part, which waits before the first."""
-        stamps, now = self._stamps, self._clock()
+        """Mark a wait. Its end is also the begin of the instruction, which saves a mark; except for
+        a pair's second part, which waits before the first."""
+        marks, mark = self._marks, self._accelerator.mark
         receives = instruction.receives
         waited, found = row + WAITED, row + FOUND
         begin = row + BEGAN if instruction.listed else found
 
         def timed() -> None:
-            stamps[waited] = now()
+            marks[waited] = mark(timed=True)
             wait_for(receives)
-            stamps[found] = stamps[begin] = now()
+            marks[found] = marks[begin] = mark(timed=True)
             wait()  # for the sends that have arrived by then, to free their memory
 
         return timed
 
     def _before_run(self, run: Bound, row: int, posted: Sequence[Reduction]) -> Bound:
-        """Stamp the begin of what is posted; note the order of sums, and their rows."""
-        stamps, now, sums = self._stamps, self._clock(), self._sums
+        """Mark the begin of what is posted; note the order of sums, and their rows."""
+        marks, mark, sums = self._marks, self._accelerator.mark, self._sums
 
         def timed() -> None:
-            stamps[row + BEGAN] = now()
+            marks[row + BEGAN] = mark(timed=True)
             for reduction in posted:
                 sums.pop(reduction, None)
                 sums[reduction] = row
@@ -154,29 +158,24 @@ class Recorder(BusyClock):
     def _after_sums(self, reductions: Sequence[Reduction], run: Bound) -> Bound:
         """Wait for one sum after the other, to see the end of each: work on the sums, and barriers,
         take time too."""
-        stamps, now, posted = self._stamps, self._clock(), self._sums
+        marks, mark, posted = self._marks, self._accelerator.mark, self._sums
 
         def timed() -> None:
             for reduction in [reduction for reduction in posted if reduction in reductions]:
                 row = posted.pop(reduction)
-                stamps[row + WAITED] = now()
+                marks[row + WAITED] = mark(timed=True)
                 reduction.wait()
-                stamps[row + FOUND] = now()
+                marks[row + FOUND] = mark(timed=True)
             run()
 
         return timed
 
-    def take(self) -> Callable[[], float]:
-        """Take the stamps as `latest`; returns a function that gets the seconds in compute."""
-        taken = self.latest = np.array(self._stamps, np.int64)
-        self._stamps[:] = [0] * len(taken)
-
-        def seconds() -> float:
-            rows = np.array(self._computes, np.int64)
-            rows = rows[rows < len(taken)]  # later programs have more
-            return 1e-9 * float((taken[rows + ENDED] - taken[rows + BEGAN]).sum())
-
-        return seconds
+    def take(self) -> Taken:
+        """Take the marks of the call that is over."""
+        taken = Taken([*self._marks], [*self._computes])
+        self._marks[:] = [None] * len(self._marks)
+        self._accelerator.use_again(filter(None, taken.marks), after=taken)
+        return taken
 
     def of_list(self, schedule: Schedule, rank: int) -> Ints:
         """The starts of the rows of a rank's actions, in the order of its list; -1 for an action
@@ -189,55 +188,9 @@ class Recorder(BusyClock):
         return np.fromiter(rows, np.int64, len(schedule.flat[rank]))
 
     def anchor(self) -> Anchor:
-        """An anchor at the current time."""
-        return Anchor(clocks.now(), 0.0, self._accelerator.mark())
-
-    def read(
-        self, steps: Sequence[Taken], first: Anchor, last: Anchor
-    ) -> tuple[list[Nanoseconds], float]:
-        """The stamps of steps between two anchors as times on the host's clock, 0 for none; and by
-        how many nanoseconds they may be wrong."""
-        return [step.stamps for step in steps], 0.0
-
-
-class _Marks(list[Any]):
-    """The stamps of a step on a device; 0 for none."""
-
-
-class QueuedRecorder(Recorder):
-    """The recorder for a GPU: it leaves marks, which are read after the step.
-
-    A GPU has its own clock. Its times are placed between two anchors, with an even drift in
-    between. The times of a step count from its beginning, because a GPU's times have few digits.
-    """
-
-    most: ClassVar[int] = 1 << 15  # a GPU's events take more memory
-
-    def _clock(self) -> Callable[[], Any]:
-        mark = self._accelerator.mark
-        return lambda: mark(timed=True)
-
-    def take(self) -> Callable[[], float]:
-        """Take the stamps as `latest`; returns a function that waits for the device and gets the
-        seconds in compute."""
-        taken = self.latest = _Marks(self._stamps)
-        self._stamps[:] = [0] * len(taken)
-        self._accelerator.use_again(filter(None, taken), after=taken)
-        computes = self._computes[:]
-
-        def seconds() -> float:
-            spans = ((taken[row + BEGAN], taken[row + ENDED]) for row in computes)
-            made = [(began, ended) for began, ended in spans if ended]
-            for _, ended in made:
-                ended.synchronize()
-            return 1e-3 * sum((began.elapsed_time(ended) for began, ended in made), 0.0)
-
-        return seconds
-
-    def anchor(self) -> Anchor:
         """An anchor at the current time, after the device has finished its queued work."""
         self._accelerator.synchronize()
-        return min((self._attempt() for _ in range(8)), key=lambda anchor: anchor.error)
+        return min((self._attempt() for _ in range(8)), key=attrgetter("error"))
 
     def _attempt(self) -> Anchor:
         before = clocks.now()
@@ -247,18 +200,22 @@ class QueuedRecorder(Recorder):
         return Anchor((before + after) // 2, (after - before) / 2, mark)
 
     def read(
-        self, steps: Sequence[Taken], first: Anchor, last: Anchor
+        self, calls: Iterable[tuple[Mark, Taken]], first: Anchor, last: Anchor
     ) -> tuple[list[Nanoseconds], float]:
-        """The stamps of steps between two anchors as times on the host's clock, 0 for none; and by
-        how many nanoseconds they may be wrong."""
+        """The marks of calls between two anchors, each with the mark that it began at, as times on
+        the host's clock, 0 for none; and by how many nanoseconds they may be wrong.
+
+        A device has its own clock, whose drift is taken to be even. The times of a call count from
+        its beginning, because a GPU's times have few digits.
+        """
         found, began, before, lost = [], 0.0, first.mark, 0.0
-        for step in steps:
-            gap = before.elapsed_time(step.began)
-            began, before, lost = began + gap, step.began, lost + _lost(gap)
-            times = [began + before.elapsed_time(mark) if mark else -1 for mark in step.stamps]
+        for begun, taken in calls:
+            gap = before.elapsed_time(begun)
+            began, before, lost = began + gap, begun, lost + self._lost(gap)
+            times = [began + before.elapsed_time(mark) if mark else -1 for mark in taken.marks]
             found.append(np.array(times, np.float64))
         gap = before.elapsed_time(last.mark)
-        whole, lost = began + gap, lost + _lost(gap)
+        whole, lost = began + gap, lost + self._lost(gap)
         pace = (last.at - first.at) / whole if whole else 0.0
         placed = [
             np.where(times < 0, 0, first.at + np.rint(pace * times).astype(np.int64))
@@ -266,16 +223,12 @@ class QueuedRecorder(Recorder):
         ]
         return placed, max(first.error, last.error) + lost
 
-
-def _lost(milliseconds: float) -> float:
-    """The rounding error of a device's time, in nanoseconds. The device returns a float of 32 bits:
-    an hour is rounded by an eighth of a millisecond."""
-    return 1e6 * float(np.spacing(np.float32(milliseconds))) / 2
-
-
-def recorder(accelerator: Accelerator) -> Recorder:
-    """The recorder for a device."""
-    return (QueuedRecorder if accelerator.queues else Recorder)(accelerator)
+    def _lost(self, milliseconds: float) -> float:
+        """The rounding error of a device's time, in nanoseconds. A GPU returns a float of 32 bits:
+        an hour is rounded by an eighth of a millisecond."""
+        if not self._accelerator.queues:
+            return 0.0
+        return 1e6 * float(np.spacing(np.float32(milliseconds))) / 2
 
 
 _AT_ONCE = 50_000

@@ -23,12 +23,12 @@ class Read(Protocol):
 
 @attrs.frozen
 class CallLosses:
-    """The losses of a call: their mean over its samples, the number of samples, and a function that
-    lists the losses by microbatch, which takes longer."""
+    """The losses of a call: their mean over its samples, the number of samples, and the losses by
+    microbatch."""
 
     mean: float
     samples: float
-    by_microbatch: Callable[[], tuple[float, ...]]
+    by_microbatch: tuple[float, ...]
 
 
 @attrs.define(eq=False, repr=False, slots=False)
@@ -90,11 +90,11 @@ class StepResult(Displayed):
         """The mean loss over the samples of the step. Reading it waits for it to arrive."""
         return self._found.mean
 
-    @cached_property
+    @property
     def losses(self) -> tuple[float, ...]:
         """The mean loss of each microbatch; NaN for one without samples. With several pipelines the
         first one's microbatches come first."""
-        return self._found.by_microbatch()
+        return self._found.by_microbatch
 
     @property
     def samples(self) -> float:

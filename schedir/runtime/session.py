@@ -24,6 +24,7 @@ from schedir.diagnosis import Root
 from schedir.diagnosis.verdict import GATHER, HANDSHAKE
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, dumps, loads
+from schedir.runtime.accelerator import Host
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.connecting import connect
 from schedir.runtime.processes.control import Control
@@ -57,10 +58,9 @@ from schedir.runtime.processes.positions import (
 )
 from schedir.runtime.processes.watch import Lists, Member, Watch
 from schedir.runtime.sharded import local
-from schedir.runtime.transports.communicators import communicators_of
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
-from schedir.runtime.transports.nccl import NcclTransport
+from schedir.runtime.transports.nccl import NcclTransport, communicators_of
 from schedir.runtime.transports.transport import Transport
 
 logger = logging.getLogger("schedir")
@@ -115,6 +115,7 @@ class Session:
         clone = getattr(self.groups.store, "clone", lambda: self.groups.store)
         self.board: Board = Board(clone()) if outer is None else outer.board
         self._hub = InProcessTransport(plan.accelerator)
+        self.messages = InProcessTransport(Host(torch.device("cpu")))
         self.control = Control(grid)
         with self.together("making the executor"):
             if not grid.alone:
@@ -127,6 +128,11 @@ class Session:
     @property
     def _watch(self) -> Watch | None:
         return self.presence.watch
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the processes are on several hosts."""
+        return self._watch is not None and self._watch.spans_hosts
 
     def _watched(self) -> Watch:
         """Tell the others where this process can be found, and begin to watch them."""
@@ -270,6 +276,7 @@ class Session:
         of all other processes. A session of one process only drops the transfers.
         """
         self._hub.clear()
+        self.messages.clear()
         if self.grid.alone:
             return error
         if self._plan.groups_of_stages:

@@ -26,11 +26,12 @@ from schedir.runtime.accelerator import Mark
 from schedir.runtime.call import Call
 from schedir.runtime.memory import plain_parts
 from schedir.runtime.plan import Plan
+from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Alignment, Nanoseconds, Reading
-from schedir.runtime.processes.control import Control
 from schedir.runtime.program.instruction import Bound, Instruction
 from schedir.runtime.program.observers import Observer
-from schedir.runtime.recorder import COLUMNS, Anchor, Taken, recorder, timeline
+from schedir.runtime.recorder import COLUMNS, Anchor, Recorder, Taken, timeline
+from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cell, Cells
 from schedir.runtime.stage.saved import as_it_was
 from schedir.runtime.stage.stage import Stage
@@ -45,14 +46,14 @@ _MEASURED = "boundary", "input", "activation", "deferred", "gradient", "early_gr
 
 @attrs.frozen(eq=False)
 class _Step:
-    """A recorded step: its number, the list that has run, its sizes and its stamps; `updates` if
-    its OPTIM_STEPs have run."""
+    """A recorded step: its number, the list that has run, its sizes, and its marks with that of its
+    beginning; `updates` if its OPTIM_STEPs have run."""
 
     number: int
     schedule: Schedule
     gauge: Gauge
     updates: bool
-    taken: Taken
+    marks: tuple[Mark, Taken]
 
 
 @attrs.frozen(eq=False)
@@ -71,13 +72,15 @@ class _Report:
 class Trace:
     """The steps of this process's ranks, until rank 0 asks for their timelines.
 
-    Its `recorder` observes all instructions of the lists that train. All ranks of a pipeline make
-    one together.
+    Its `recorder` observes all instructions of the lists that train. It keeps the latest steps, of
+    at most `most` actions over all ranks. All ranks of a pipeline make one together.
     """
 
-    def __init__(self, plan: Plan, control: Control, stages: Mapping[int, Stage]) -> None:
-        self._plan, self._control, self._stages = plan, control, stages
-        self.recorder = recorder(plan.accelerator)
+    def __init__(self, plan: Plan, session: Session, stages: Mapping[int, Stage]) -> None:
+        self._plan, self._control, self._stages = plan, session.control, stages
+        self._spans_hosts = session.spans_hosts
+        self.recorder = Recorder(plan.accelerator, traces=True)
+        self.most = 1 << (15 if plan.accelerator.queues else 18)  # an event takes more memory
         self._gauges: dict[int, Gauge] = {}
         self._gauge = Gauge()
         self._measures = False
@@ -94,14 +97,14 @@ class Trace:
             del self._gauges[next(iter(self._gauges))]
         return () if first or self._gauge.finished else (self._gauge,)
 
-    def keep(self, call: Call, schedule: Schedule, began: Mark, cells: Cells) -> None:
+    def keep(self, call: Call, schedule: Schedule, began: Mark, taken: Taken, cells: Cells) -> None:
         """Keep a step that began at a mark."""
         if self._measures and not self._gauge.finished:
             self._gauge.finish(self._stages, cells)
-        taken = Taken(began, self.recorder.latest)
-        self._steps.append(_Step(call.step, schedule, self._gauge, call.request.updates, taken))
+        updates = call.updates
+        self._steps.append(_Step(call.step, schedule, self._gauge, updates, (began, taken)))
         self._actions += len(schedule.columns)
-        while self._actions > self.recorder.most and len(self._steps) > _FEWEST_STEPS:
+        while self._actions > self.most and len(self._steps) > _FEWEST_STEPS:
             self._actions -= len(self._steps.popleft().schedule.columns)
 
     def timelines(self) -> list[Timeline]:
@@ -132,7 +135,7 @@ class Trace:
         (first, begin), (last, end) = self._clocks, self._read_clocks()
         self._clocks = last, end
         alignment = Alignment(first, last)
-        taken, error = self.recorder.read([step.taken for step in steps], begin, end)
+        taken, error = self.recorder.read([step.marks for step in steps], begin, end)
         lists = {schedule: self._rows(schedule) for schedule in {s.schedule for s in steps}}
         kept = {gauge: self._kept(gauge) for gauge in {step.gauge for step in steps}}
         stamps = [
@@ -142,7 +145,10 @@ class Trace:
         return _Report(alignment.error + error, stamps, [kept[step.gauge] for step in steps])
 
     def _read_clocks(self) -> tuple[Reading, Anchor]:
-        return self._control.read_clocks(), self.recorder.anchor()
+        """Read the clocks; the processes of one host have the same."""
+        reads = self._control.read_clocks
+        reading = reads() if self._spans_hosts else Reading(clocks.now())
+        return reading, self.recorder.anchor()
 
     def _rows(self, schedule: Schedule) -> Ints:
         """The starts of the rows of the places of the ranks here."""

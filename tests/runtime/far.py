@@ -20,8 +20,8 @@ from schedir.runtime.accelerator import Host, Mark, Reach
 from schedir.runtime.boundaries import described
 from schedir.runtime.engine import Engine
 from schedir.runtime.gradients import copies
+from schedir.runtime.plan import Choice, transport_for
 from schedir.runtime.processes.groups import Group
-from schedir.runtime.transports.choice import Choice, transport_for
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.transport import Work
 

@@ -17,8 +17,7 @@ from torch.distributed.pipelining.microbatch import (
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.batch.microbatches import cut
-from schedir.runtime.chunk_specs import ChunkSpecs, checked
+from schedir.runtime.microbatches import ChunkSpecs, checked, cut
 from tests.runtime.kit import (
     MSE,
     Calls,
@@ -244,7 +243,7 @@ def test_microbatches_are_those_of_torch(
     values, specs = both(0), ChunkSpecs(0, *map(checked, both(1), ("args", "kwargs")))
     (args, kwargs), (args_spec, kwargs_spec) = values, both(2)
     expected: Any = split_args_kwargs_into_chunks(args, kwargs, number, args_spec, kwargs_spec)
-    ways: Any = (specs.of_inputs, lambda whole: specs.beside(whole, rows))
+    ways: Any = (specs.of_inputs, lambda batch, what: specs.beside(batch, what, rows))
     for value, theirs, way, own in zip(values, expected, ways, parts, strict=True):
         pieces = cut(value, number, "inputs", way, may_be_short=True)
         ours = pieces.microbatches[: len(theirs)]

@@ -17,10 +17,9 @@ import schedir
 from schedir.runtime import Executor, plan, session
 from schedir.runtime.accelerator import Accelerator, Host, current_accelerator
 from schedir.runtime.arguments import check_modules
-from schedir.runtime.batch.microbatches import placed
+from schedir.runtime.microbatches import placed
 from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.program.observers import QueuedClock
-from schedir.runtime.recorder import QueuedRecorder
+from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Claim, compare
 from tests.runtime.kit import MSE, linear_stages, message_of, numbered, random_batch, sgd
 from tests.runtime.queueing import Queueing
@@ -71,7 +70,7 @@ def test_samples_are_counted_before_they_are_moved(monkeypatch: pytest.MonkeyPat
         order.append(("count", target.device))
         return len(target)
 
-    monkeypatch.setattr("schedir.runtime.batch.feeding.placed", note)
+    monkeypatch.setattr("schedir.runtime.feeding.placed", note)
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages = numbered(linear_stages())
     with Executor(schedule, stages, MSE, sgd, count=count, in_process=True) as executor:
@@ -181,13 +180,13 @@ def counted_device() -> Accelerator:
     return found
 
 
-@pytest.mark.parametrize("clock", [QueuedClock, QueuedRecorder])
+@pytest.mark.parametrize("traces", [False, True])
 def test_events_that_keep_time_are_used_again(
-    clock: type[QueuedClock] | type[QueuedRecorder], monkeypatch: pytest.MonkeyPatch
+    traces: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many are made as are in use at once; two steps' times never share one."""
     monkeypatch.setattr(CountedEvent, "made", 0)
-    watch, actions = clock(counted_device()), 5
+    watch, actions = Recorder(counted_device(), traces), 5
     runs = [
         watch(Instruction(0, n, n, schedir.forward(0, n), lambda: None, computes=True)).run
         for n in range(actions)
@@ -196,14 +195,12 @@ def test_events_that_keep_time_are_used_again(
     def step() -> Callable[[], float]:
         for run in runs:
             run()
-        return watch.take()
+        return watch.take().busy
 
     first, second = step(), step()
     assert CountedEvent.made == 4 * actions
     assert (first(), second()) == (1e-3 * actions, 1e-3 * actions)
     del first, second
-    if isinstance(watch, QueuedRecorder):
-        watch.latest = None
     for _ in range(3):
         assert step()() == pytest.approx(1e-3 * actions)
     assert CountedEvent.made == 4 * actions

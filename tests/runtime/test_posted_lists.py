@@ -9,10 +9,9 @@ import torch
 import schedir
 from schedir.passes import forward_only
 from schedir.runtime import Executor
-from schedir.runtime.plan import posted, proved
+from schedir.runtime.plan import posted, proved, transport_for
 from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.transports.choice import transport_for
 from tests.built_in import NAMES
 from tests.runtime.kit import CROSSING, MSE, linear_stages, numbered, random_batch, sgd
 from tests.runtime.on_ranks import on_ranks

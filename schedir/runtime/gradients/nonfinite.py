@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.runtime.accelerator import Accelerator, Late, Reach, Unread
-from schedir.runtime.batch.microbatches import Count
 from schedir.runtime.gradients.scaling import LossScale, Step
+from schedir.runtime.microbatches import Count
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.groups import Group, Groups
 from schedir.runtime.sharded import local

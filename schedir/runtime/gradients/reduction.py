@@ -167,33 +167,26 @@ class Accumulated:
 class Barrier:
     """An action that runs once `parties` ranks of this process have arrived.
 
-    It makes new gradients for the parameters `remade`, on its own stream.
+    It makes new gradients for the parameters `remade`, on its own stream. All arrive before one of
+    them leaves.
     """
 
-    _parties: int
+    parties: int
     _action: Callable[[], None]
     _accelerator: Accelerator
     _remade: Sequence[nn.Parameter] = ()
     _arrived: list[Mark] = attrs.field(factory=list)
     _done: Mark | None = None
-    _passed: int = 0
 
-    def arrive(self) -> int:
-        """A rank is there; the result is the turn that it waits for, for `is_past`."""
-        turn = self._passed
+    def arrive(self) -> None:
+        """A rank is there."""
         self._arrived.append(self._accelerator.mark())
-        if len(self._arrived) == self._parties:
+        if len(self._arrived) == self.parties:
             for mark in self._arrived:
                 mark.wait()
             self._arrived.clear()
             self._action()
             self._done = self._accelerator.mark()
-            self._passed += 1
-        return turn
-
-    def is_past(self, turn: int) -> bool:
-        """Whether all have arrived in that turn."""
-        return self._passed > turn
 
     def leave(self) -> None:
         """A rank goes on: its stream waits for the action, and uses what that has made."""

@@ -120,6 +120,11 @@ class Watch:
 
     # What the main thread tells, and asks.
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether a process is on another host, as every process finds then."""
+        return bool(self._far)
+
     def blame(self, roots: Sequence[Root], reason: str) -> Verdict:
         """These are to blame, or nobody is known to be, unless the verdict has been given already;
         returns it."""

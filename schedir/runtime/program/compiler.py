@@ -9,6 +9,7 @@ send holds can be freed:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -24,6 +25,7 @@ from schedir.graph.compile import graph_of
 from schedir.ir import (
     COMPLETES_GRADIENTS,
     COMPUTE,
+    CONSUMES,
     COPIES,
     GATHERS,
     READS_WEIGHTS,
@@ -38,7 +40,7 @@ from schedir.runtime.boundaries.boundary import crossed
 from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import Now
 from schedir.runtime.gradients.nonfinite import NonFinite
-from schedir.runtime.gradients.reduction import Barriers
+from schedir.runtime.gradients.reduction import Barrier, Barriers
 from schedir.runtime.gradients.scaling import Scaling
 from schedir.runtime.program.compute import (
     backward,
@@ -83,7 +85,7 @@ from schedir.runtime.program.transfers import (
     waiting,
 )
 from schedir.runtime.program.update import (
-    PassBarriers,
+    BeforeSteps,
     optim_step,
     reduce_grad,
     reduce_shards,
@@ -170,6 +172,10 @@ class _List:
         self._versions: Mapping[int, StageVersions] = weight_versions(schedule.columns, rank)
         self._arrived = arrivals(schedule, rank)
         self._beside = compiler.beside or transport
+        self._batches = {
+            a: e.actions for e in self._entries if isinstance(e, Together) for a in e.actions
+        }
+        self._came: Counter[Barrier] = Counter()
         self._poster: BatchPoster = transport
         self._gathered = first_uses(self._actions)
         self._early = early_additions(self._actions)
@@ -211,7 +217,7 @@ class _List:
         if action.kind is Kind.OPTIM_STEP:
             if self._compiler.barriers is not None:
                 if not turn or self._actions[turn - 1].kind is not Kind.OPTIM_STEP:
-                    yield self._barriers(place, turn)
+                    yield from self._before_steps(place, turn)
                 step = self._step(action.stage, turn)
                 run = optim_step(stage, self._compiler.nonfinite, step, self._now)
                 yield self._in_turn(Instruction(*place, run, computes=True, stage=stage), False)
@@ -220,9 +226,10 @@ class _List:
         elif action.kind is Kind.REDUCE_GRAD:
             replicas = self._compiler.replicas.get(action.stage)
             if replicas is not None:
-                run = sum_replicas(replicas, self._rank, self._now)
-                # The sum before this one has to be taken.
-                yield Instruction(*place, run, blocked=partial(_not_over, replicas, self._rank))
+                run = sum_replicas(replicas, self._now)
+                meeting = [replicas.barrier]
+                yield Instruction(*place, run, after=self._over(meeting), does=meeting)
+                self._came.update(meeting)
             elif stage.reduction is not None:
                 run = reduce_grad(stage.reduction, self._now)
                 yield Instruction(*place, run, sums=(stage.reduction,))
@@ -237,7 +244,7 @@ class _List:
             if peer is None:
                 raise ExecutionError(f"{action} has no peer", rank=self._rank, index=index)
             run = self._transfer(action, poster, peer)
-            yield Instruction(*place, run, cell=self._cell(action), peer=peer)
+            yield Instruction(*place, run, does=[action], cell=self._cell(action), peer=peer)
 
     def _compute(
         self, place: tuple[int, int, int, Action], turn: int, action: Action, stage: Stage
@@ -246,15 +253,15 @@ class _List:
         versions = self._versions[cell.stage]
         version = versions.reads[cell.microbatch]
         last_read = versions.last_read[version] == turn
-        before, after = (n in self._described for n in (cell.stage - 1, cell.stage))
+        before, beyond = (n in self._described for n in (cell.stage - 1, cell.stage))
         hand = learn_gradients if before else hand_back
         nobody: list[Work] = []
         receives = nobody
         replayed = self._lists(Kind.RECOMPUTE, cell)
         if kind is Kind.FORWARD:
-            if before or after:
+            if before or beyond:
                 first = self._compiler.first
-                run = first_forward(stage, cell, self._now, trains, replayed, first, after)
+                run = first_forward(stage, cell, self._now, trains, replayed, first, beyond)
             else:
                 run = forward(stage, cell, self._now, trains, replayed)
             if cell.stage and cell.previous is None:
@@ -279,13 +286,17 @@ class _List:
             run = _under_autocast(run, self._now)
         if stage.weights.stashes:
             run = _at_version(run, stage.weights, version, last_read)
-        wait, arrived = None, [self._sends(send) for send in self._arrived.get(turn, ())]
+        wait: Bound | None = None
+        after: Sequence[tuple[object, int]] = ()
         if receives is not nobody:
-            wait = waiting(receives, arrived)
+            wait = waiting(receives, [self._sends(send) for send in self._arrived.get(turn, ())])
+            receive = Action(CONSUMES[kind], action.stage, action.microbatch)
+            batch = self._batches.get(receive, [receive])  # all of it is waited for
+            after = [(transfer.counterpart, 1) for transfer in batch]
         if stage.sharded is not None and turn in self._gathered:
             wait = until_gathered(stage.sharded, stage.weights, wait)
         return Instruction(
-            *place, run, wait, receives, arrived, computes=True, cell=cell, stage=stage
+            *place, run, wait, receives, after, computes=True, cell=cell, stage=stage
         )
 
     def _earlier(self, turn: int, action: Action) -> Sequence[Cell] | None:
@@ -329,9 +340,11 @@ class _List:
             return receive_activations(cell, poster, peer, self._make)
         return receive_gradients(cell, poster, self._beside, peer, self._make)
 
-    def _barriers(self, place: tuple[int, int, int, Action], turn: int) -> Instruction:
-        """The work before the consecutive OPTIM_STEPs from a turn on; see `PassBarriers`."""
-        compiler, replicas = self._compiler, self._compiler.replicas
+    def _before_steps(
+        self, place: tuple[int, int, int, Action], turn: int
+    ) -> Iterator[Instruction]:
+        """The work before the consecutive OPTIM_STEPs from a turn on."""
+        compiler = self._compiler
         assert compiler.barriers is not None  # asked where the executor steps
         steps = [
             (action.stage, self._step(action.stage, at))
@@ -340,20 +353,30 @@ class _List:
             )
         ]
         stages = [stage for stage, _ in steps]
-        reductions = [r for stage in stages if (r := self._stages[stage].reduction) is not None]
-        passing = PassBarriers(
+        before = BeforeSteps(
             self._now,
-            self._rank,
-            reductions,
-            [replicas[stage] for stage in stages if stage in replicas],
+            [r for stage in stages if (r := self._stages[stage].reduction) is not None],
+            [compiler.replicas[stage] for stage in stages if stage in compiler.replicas],
             [p for s in stages for p in self._stages[s].weights.newest if isinstance(p, DTensor)],
             [self._scale(*step) for step in steps if compiler.scaling.scales(*step)],
             compiler.barriers.before(stages),
             partial(compiler.nonfinite.look, steps) if compiler.nonfinite.looks_alone else None,
         )
-        return Instruction(
-            *place, passing.run, blocked=passing.is_blocked, listed=False, sums=reductions
+        summed = self._over([replicas.barrier for replicas in before.replicas])
+        yield Instruction(
+            *place,
+            before.arrive,
+            after=summed,
+            does=before.barriers,
+            listed=False,
+            sums=before.reductions,
         )
+        self._came.update(before.barriers)
+        yield Instruction(*place, before.leave, after=self._over(before.barriers), listed=False)
+
+    def _over(self, barriers: Iterable[Barrier]) -> list[tuple[object, int]]:
+        """That all ranks here have come to these barriers as often as this one."""
+        return [(barrier, barrier.parties * self._came[barrier]) for barrier in barriers]
 
     def _scale(self, stage: int, step: int) -> Callable[[], None]:
         weights = self._stages[stage].weights
@@ -437,10 +460,6 @@ def early_additions(actions: Sequence[Action]) -> dict[int, list[int]]:
                 del found[begun.pop(0)]  # overtaken
             del begun[:1]
     return found
-
-
-def _not_over(replicas: Replicas, rank: int) -> bool:
-    return not replicas.is_over(rank)
 
 
 def _at_version(run: Bound, weights: StageWeights, version: int, last_read: bool) -> Bound:

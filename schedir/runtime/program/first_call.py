@@ -17,9 +17,8 @@ from torch import Tensor
 from schedir.errors import ExecutionError
 from schedir.runtime.arguments import Declared
 from schedir.runtime.boundaries.boundary import boundary_of, declared
-from schedir.runtime.boundaries.calling import convention_of
 from schedir.runtime.boundaries.described import Message, Messenger
-from schedir.runtime.boundaries.learned import Watched, held_by, tensors_of
+from schedir.runtime.boundaries.learned import Watched, held_by, run_on, spreads, tensors_of
 from schedir.runtime.call import Now
 from schedir.runtime.memory import sharing
 from schedir.runtime.program.compute import forward_with, hand_back
@@ -59,8 +58,8 @@ def first_forward(
         inputs, beside = Watched(tensors_of(given)), Watched(tensors_of(extra))
         keeps = replayed or stage.weights.stashes
         own = Watched(stage.module.parameters() if keeps else ())
-        learned.convention = convention_of(stage.module, given, extra)
-        made = learned.convention(stage.module, given, extra)
+        learned.spread = spreads(stage.module, given, extra)
+        made = run_on(stage.module, given, extra, learned.spread)
         changes = inputs.changed()
         learned.changes_inputs = tuple(changes) if stage.index else (any(changes),)
         learned.changes_extra = any(beside.changed())
@@ -164,10 +163,6 @@ class _Coming:
         """Wait until it has come, and put it where it is used."""
         self.put(self.messenger.take(self.key, self.peer))
         return True
-
-    def is_completed(self) -> bool:
-        """Whether waiting for it would block nobody."""
-        return self.messenger.has(self.key, self.peer)
 
 
 def take_activations(cell: Cell, messenger: Messenger, peer: int) -> Bound:

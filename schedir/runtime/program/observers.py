@@ -1,9 +1,9 @@
-"""Observers of a running list: the clock of a device's compute, and torch's profiler.
+"""Observers of a running list, and the one for torch's profiler.
 
 An observer is a function Instruction → Instruction that wraps an instruction's wait and run:
 
     observer        around the wait                     around the run
-    QueuedClock     nothing                             leaves two marks, of compute
+    Recorder        leaves two marks                    leaves two marks
     profiler        a range "wait for 0F1"              a range "0F1"
 
 So an instruction without an observer costs nothing, and the loop that runs a list does not know of
@@ -15,7 +15,6 @@ observer can record when each entry of each rank starts and ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import TypeAlias
 
 import attrs
@@ -23,65 +22,9 @@ from torch._C._autograd import _enable_record_function
 from torch.autograd.profiler import record_function
 
 from schedir.ir import COMMUNICATION
-from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.program.instruction import Bound, Instruction
 
 Observer: TypeAlias = Callable[[Instruction], Instruction]
-
-
-class BusyClock:
-    """The time that this process spends in compute: bound calls add theirs to `busy[0]`."""
-
-    def __init__(self) -> None:
-        self.busy = [0.0]
-
-    def __call__(self, instruction: Instruction) -> Instruction:
-        """Observe an instruction."""
-        return instruction
-
-    def take(self) -> Callable[[], float]:
-        """How to get the seconds since this was asked for last."""
-        seconds, self.busy[0] = self.busy[0], 0.0
-        return lambda: seconds
-
-
-class QueuedClock(BusyClock):
-    """On a device that queues its work, by marks before and after it, which are read later."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__()
-        self._accelerator = accelerator
-        self._spans: list[tuple[Mark, Mark]] = []
-
-    def __call__(self, instruction: Instruction) -> Instruction:
-        """Observe an instruction."""
-        if not instruction.computes:
-            return instruction
-        run, mark = instruction.run, self._accelerator.mark
-
-        def marked() -> None:
-            started = mark(timed=True)
-            run()
-            self._spans.append((started, mark(timed=True)))
-
-        return attrs.evolve(instruction, run=marked)
-
-    def take(self) -> Callable[[], float]:
-        """How to get the seconds; the host waits for the device then."""
-        spans, self._spans = self._spans, []
-
-        def seconds() -> float:
-            for _, ended in spans:
-                ended.synchronize()
-            return sum(started.elapsed_time(ended) for started, ended in spans) / 1e3
-
-        self._accelerator.use_again(chain.from_iterable(spans), after=seconds)
-        return seconds
-
-
-def busy_clock(accelerator: Accelerator) -> BusyClock:
-    """The clock for a device."""
-    return QueuedClock(accelerator) if accelerator.queues else BusyClock()
 
 
 def profiler_ranges(instruction: Instruction) -> Instruction:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 
+import attrs
 from torch import nn
 
 from schedir.runtime.call import Now
@@ -23,18 +24,18 @@ def reduce_grad(reduction: Reduction, now: Now) -> Bound:
 
     def call() -> None:
         # Without an update the sum can wait: gradients add up here until there is one.
-        if now.call.request.updates or reduction.each_call:
+        if now.call.updates or reduction.each_call:
             reduction.post()
 
     return call
 
 
-def sum_replicas(replicas: Replicas, rank: int, now: Now) -> Bound:
+def sum_replicas(replicas: Replicas, now: Now) -> Bound:
     """REDUCE_GRAD of a stage that several ranks of this process hold."""
 
     def call() -> None:
-        if now.call.request.updates:
-            replicas.arrive(rank)
+        if now.call.updates:
+            replicas.arrive()
 
     return call
 
@@ -66,67 +67,50 @@ def reduce_shards(sharded: Sharded, now: Now) -> Bound:
     """REDUCE_GRAD of sharded weights: sums the full gradients into those of the shards."""
 
     def call() -> None:
-        if now.call.request.updates or sharded.each_call:
+        if now.call.updates or sharded.each_call:
             sharded.reduce()
 
     return call
 
 
-class PassBarriers:
+@attrs.frozen(eq=False)
+class BeforeSteps:
     """The work before a rank's consecutive OPTIM_STEPs, in this order: 1. finish sums of gradients
     over processes, 2. finish sums over `replicas` in this process, 3. sum what is split
     otherwise than its parameter, of the `split` ones, 4. scale sums that need it,
-    5. pass the barriers: ties, then clipping, 6. check what is about to be applied (`look`)."""
+    5. pass the barriers: ties, then clipping, 6. check what is about to be applied (`look`).
 
-    def __init__(
-        self,
-        now: Now,
-        rank: int,
-        reductions: Sequence[Reduction],
-        replicas: Sequence[Replicas],
-        split: Sequence[nn.Parameter],
-        scales: Sequence[Callable[[], None]],
-        barriers: Sequence[Barrier],
-        look: Callable[[], None] | None,
-    ) -> None:
-        self._now, self._rank, self._reductions, self._scales = now, rank, reductions, scales
-        self._replicas, self._barriers, self._look = replicas, barriers, look
-        self._split = split
-        self._turns: list[int] | None = None
+    The ranks of this process come to the barriers one after the other, and then all `leave` them.
+    """
 
-    def is_blocked(self) -> bool:
-        """Whether some rank of this process has not arrived yet."""
-        if not self._now.call.request.updates:
-            return False
-        for replicas in self._replicas:
-            if not replicas.is_over(self._rank):
-                return True
-        turns = self._arrive()
-        return not all(
-            barrier.is_past(turn) for barrier, turn in zip(self._barriers, turns, strict=True)
-        )
+    now: Now
+    reductions: Sequence[Reduction]
+    replicas: Sequence[Replicas]
+    split: Sequence[nn.Parameter]
+    scales: Sequence[Callable[[], None]]
+    barriers: Sequence[Barrier]
+    look: Callable[[], None] | None
 
-    def run(self) -> None:
-        """Run it."""
-        if self._now.call.request.updates:
-            self._arrive()
-            for barrier in self._barriers:
-                barrier.leave()
-            if self._look is not None:
-                self._look()
-        self._turns = None
-
-    def _arrive(self) -> list[int]:
-        if self._turns is None:
-            for reduction in self._reductions:
+    def arrive(self) -> None:
+        """Do what this rank does, and come to the barriers."""
+        if self.now.call.updates:
+            for reduction in self.reductions:
                 reduction.finish()
-            for replicas in self._replicas:
-                replicas.leave(self._rank)
-            settle(self._split)
-            for scale in self._scales:
+            for replicas in self.replicas:
+                replicas.leave()
+            settle(self.split)
+            for scale in self.scales:
                 scale()
-            self._turns = [barrier.arrive() for barrier in self._barriers]
-        return self._turns
+            for barrier in self.barriers:
+                barrier.arrive()
+
+    def leave(self) -> None:
+        """Go on, once all have come."""
+        if self.now.call.updates:
+            for barrier in self.barriers:
+                barrier.leave()
+            if self.look is not None:
+                self.look()
 
 
 def optim_step(stage: Stage, nonfinite: NonFinite, step: int, now: Now) -> Bound:
@@ -136,7 +120,7 @@ def optim_step(stage: Stage, nonfinite: NonFinite, step: int, now: Now) -> Bound
     makes, weights, optimizer = step + 1, stage.weights, stage.optimizer
 
     def call() -> None:
-        if not now.call.request.updates or weights.latest >= makes:
+        if not now.call.updates or weights.latest >= makes:
             return
         began = perf_counter()
         if optimizer is not None:  # a stage without parameters has none

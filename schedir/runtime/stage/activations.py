@@ -9,9 +9,9 @@ import attrs
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from schedir.runtime.batch.feeding import Feed
-from schedir.runtime.batch.microbatches import Count
 from schedir.runtime.boundaries.learned import Learned, Lessons
+from schedir.runtime.feeding import Feed
+from schedir.runtime.microbatches import Count
 from schedir.runtime.stage.buffers import Kept
 from schedir.runtime.stage.saved import Saved
 from schedir.runtime.stage.split_backward import WeightPart

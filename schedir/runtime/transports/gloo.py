@@ -25,7 +25,6 @@ class GlooTransport:
     """
 
     channel: ClassVar[str] = "async"
-    laxest: ClassVar[str] = "async"
     early: ClassVar[bool] = True
     queues: ClassVar[bool] = False
 

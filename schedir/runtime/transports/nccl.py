@@ -4,22 +4,34 @@ NCCL has no tags, and matches the transfers of two ranks in order. Both directio
 communicator would deadlock above some undefined size, unless they are posted as one. A transfer
 waits on the GPU for the compute that was queued before it, and compute waits for the transfer by an
 event. The host never waits.
+
+Transfers that are posted as one need one communicator, and a channel needs the same one at both of
+its ends. So channels that are in one batch anywhere share a communicator over all of their ranks.
+Each other channel has its own, and so a stream that nothing else holds up.
+
+    together (0→1, 1→0)            ranks 0, 1      0→1  1→0
+    together (1→2)                 ranks 1, 2      1→2
+                                   ranks 1, 2      2→1
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from schedir.graph.compile import graph_of
+from schedir.ir import Schedule
 from schedir.runtime.processes.groups import Asked, Groups, NcclGroup, Post
-from schedir.runtime.transports.communicators import Channel, ranks_of
 from schedir.runtime.transports.transport import Work
+
+Channel: TypeAlias = tuple[int, int]
+"""The ranks that it leads from and to."""
 
 _TAKEN = frozenset(
     {
@@ -47,7 +59,6 @@ class NcclTransport:
     """
 
     channel: ClassVar[str] = "rank"  # CUDA promises no two streams progress of their own
-    laxest: ClassVar[str] = "edge"
     early: ClassVar[bool] = False  # the host would have to wait for what it then learns
     queues: ClassVar[bool] = True
 
@@ -127,3 +138,46 @@ def _warm_up(
 def _carried(tensor: Tensor) -> Tensor:
     """The tensor as NCCL takes it: the same memory, as bytes if NCCL does not know the type."""
     return tensor if tensor.dtype in _TAKEN else tensor.reshape(-1).view(torch.uint8)
+
+
+def batched(schedule: Schedule) -> set[frozenset[Channel]]:
+    """The channels of each batch of a schedule, on whatever rank it is listed."""
+    columns, transfers = schedule.columns, graph_of(schedule).transfers
+    if not columns.together:
+        return set()
+    channels = [*zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)]
+    by_entry: dict[int, set[Channel]] = {}
+    for places in (transfers.send, transfers.receive):
+        for entry, channel in zip(columns.entry[places].tolist(), channels, strict=True):
+            by_entry.setdefault(entry, set()).add(channel)
+    return {frozenset(found) for found in by_entry.values()}
+
+
+def communicators_of(schedule: Schedule) -> list[tuple[Channel, ...]]:
+    """The channels of each communicator that a schedule needs."""
+    transfers = graph_of(schedule).transfers
+    channels = zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
+    return communicators(channels, batched(schedule))
+
+
+def communicators(
+    channels: Iterable[Channel], together: Iterable[Collection[Channel]]
+) -> list[tuple[Channel, ...]]:
+    """The channels of each communicator; `together` are the sets that are posted as one.
+
+    The order is the same on all processes. Both directions between two ranks are next to each
+    other.
+    """
+    shared = {channel: {channel} for channel in channels}
+    for joined in together:
+        every = set[Channel]().union(*(shared[channel] for channel in joined))
+        shared.update(dict.fromkeys(every, every))
+    found: dict[int, list[Channel]] = {}
+    for channel in sorted(shared, key=lambda channel: (sorted(channel), channel)):
+        found.setdefault(id(shared[channel]), []).append(channel)
+    return [tuple(one) for one in found.values()]
+
+
+def ranks_of(channels: Iterable[Channel]) -> tuple[int, ...]:
+    """The ranks at the ends of channels, in order."""
+    return tuple(sorted({rank for channel in channels for rank in channel}))

@@ -29,10 +29,6 @@ class Work(Protocol):
         the timeout of `Groups`, with "timed out" or "timeout" in the message.
         """
 
-    def is_completed(self) -> bool:
-        """Whether waiting for it would not block. It is asked when ranks take turns in one process,
-        and when the transport `queues`."""
-
 
 class Poster(Protocol):
     """Takes sends and receives. Both raise WaitError if the other side is gone."""
@@ -57,13 +53,11 @@ class Transport(BatchPoster, Protocol):
     """The point-to-point transfers of one rank.
 
     `channel` is the channel model under which lists are proved for it: how much of their order it
-    keeps. `laxest` is the least strict model that the user may choose, at the user's risk. `early`:
-    receives may be posted before the call is known, because transfers with another tag never meet
-    them. `queues`: waiting for a work makes the device wait, and not the host.
+    keeps. `early`: receives may be posted before the call is known, because transfers with another
+    tag never meet them. `queues`: waiting for a work makes the device wait, and not the host.
     """
 
     channel: ClassVar[str]
-    laxest: ClassVar[str]
     early: ClassVar[bool]
     queues: ClassVar[bool]
 

@@ -1,4 +1,7 @@
-"""Cuts a batch into microbatches, and weights each by its share of its OPTIM_STEP's samples."""
+"""Cuts a batch into microbatches, and weights each by its share of its OPTIM_STEP's samples.
+
+A chunk spec says along which dim a tensor is cut. Those of torch.distributed.pipelining work too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import Accelerator
-from schedir.runtime.chunk_specs import Dim, Whole
 
 Microbatch: TypeAlias = Any
 """One microbatch's tensors, in any structure, with constants among them."""
@@ -27,9 +29,18 @@ Microbatch: TypeAlias = Any
 Batch: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any] | Iterable[Microbatch]
 """A whole batch, or a list or iterator of ready microbatches."""
 
-
 Count: TypeAlias = float | Tensor
 """A number of samples; a scalar tensor on the device if the host does not know it."""
+
+ChunkSpec: TypeAlias = Any
+"""A dim, or REPLICATE; None for the default; or a tuple, list or dict of these, with the structure
+of the argument, or of its outer part."""
+
+REPLICATE = "replicate"
+"""Every microbatch gets the whole tensor."""
+
+Dim: TypeAlias = int | None
+"""The dim that a tensor is cut along; None if every microbatch gets all of it, as constants."""
 
 
 @attrs.frozen(eq=False)
@@ -46,6 +57,10 @@ class Pieces:
     ready: bool = False
 
 
+DimsOf: TypeAlias = Callable[[Batch, str], Sequence[Dim]]
+"""Gives the dims of the leaves of a batch; the name of the argument is for errors."""
+
+
 def is_whole(batch: object) -> bool:
     """Whether it is a batch to be cut, and not ready microbatches."""
     return isinstance(batch, (Tensor, tuple, Mapping))
@@ -55,7 +70,7 @@ def cut(
     batch: Batch,
     microbatches: int,
     what: str,
-    dims_of: Callable[[Whole], Sequence[Dim]],
+    dims_of: DimsOf,
     *,
     may_be_short: bool = False,
 ) -> Pieces:
@@ -90,19 +105,11 @@ def cut(
 
 
 def _cut_whole(
-    batch: Batch,
-    microbatches: int,
-    what: str,
-    dims_of: Callable[[Whole], Sequence[Dim]],
-    may_be_short: bool,
+    batch: Batch, microbatches: int, what: str, dims_of: DimsOf, may_be_short: bool
 ) -> Pieces:
-    leaves: list[Any] = [batch]
-    spec = None
-    if not isinstance(batch, Tensor):
-        batch = _normalised(batch, what)
-        leaves, spec = pytree.tree_flatten(batch)
-    dims = dims_of(Whole(what, batch, leaves, spec))
-    along = [*zip(leaves, dims, strict=True)]
+    batch = _normalised(batch, what)
+    leaves, structure = pytree.tree_flatten(batch)
+    along = [*zip(leaves, dims_of(batch, what), strict=True)]
     rows = {_rows_of_whole(leaf, d, what) for leaf, d in along if d is not None}
     if len(rows) > 1:
         listed = ", ".join(f"{list(t.shape)} in dim {d}" for t, d in along if d is not None)
@@ -122,11 +129,117 @@ def _cut_whole(
     columns = [
         (leaf,) * parts if d is None else torch.tensor_split(leaf, parts, d) for leaf, d in along
     ]
-    if spec is None:
-        found = list(columns[0])
-    else:
-        found = [pytree.tree_unflatten(piece, spec) for piece in zip(*columns, strict=True)]
+    found = [*columns[0]]
+    if not isinstance(batch, Tensor):
+        found = [pytree.tree_unflatten(piece, structure) for piece in zip(*columns, strict=True)]
     return Pieces(found + found[-1:] * (microbatches - parts), number)
+
+
+@attrs.frozen(eq=False)
+class ChunkSpecs:
+    """How to cut whole batches: `args` are the specs of `inputs` by position, `kwargs` those of
+    keywords by name. Without a spec, inputs and target are cut along `batch_dim`."""
+
+    batch_dim: int
+    args: ChunkSpec = None
+    kwargs: Mapping[str, ChunkSpec] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are no specs, so that inputs and target are cut along `batch_dim`."""
+        return self.args is None and not self.kwargs
+
+    def of_inputs(self, batch: Batch, what: str) -> list[Dim]:
+        """The dims of the leaves of `inputs`."""
+        return [self._dim(leaf, spec) for _, leaf, spec in self._leaves(batch, what, self.args)]
+
+    def of_target(self, batch: Batch, what: str) -> list[Dim]:
+        """The dims of the leaves of `target`."""
+        return [self._dim(leaf, None) for leaf in pytree.tree_leaves(batch)]
+
+    def beside(self, batch: Batch, what: str, rows: int | None) -> list[Dim]:
+        """The dims of the leaves of `stage_inputs` or `loss_kwargs`; `rows` are the batch's, None
+        if this rank does not know them.
+
+        Raises ExecutionError for a tensor without a spec that may hold one entry for each row.
+        """
+        dims = []
+        for name, leaf, spec in self._leaves(batch, what, None):
+            if spec is None and isinstance(leaf, Tensor):
+                lengths = [leaf.shape[dim] for dim in {0, self.batch_dim} if dim < leaf.dim()]
+                if lengths and (rows is None or rows in lengths):
+                    raise _ambiguous(what, name, leaf, rows)
+                spec = REPLICATE
+            dims.append(self._dim(leaf, spec))
+        return dims
+
+    def _dim(self, leaf: object, spec: Dim | str) -> Dim:
+        if not isinstance(leaf, Tensor) or isinstance(spec, str):
+            return None
+        return self.batch_dim if spec is None else spec
+
+    def _leaves(
+        self, batch: Batch, what: str, args: ChunkSpec
+    ) -> Iterator[tuple[str | None, Any, Dim | str]]:
+        """Each leaf with the keyword that it is in and its spec, None without one."""
+        parts: list[tuple[str | None, Any, ChunkSpec]] = [(None, batch, args)]
+        if isinstance(batch, Mapping):
+            parts = [(str(name), part, self.kwargs.get(name)) for name, part in batch.items()]
+        elif isinstance(args, (tuple, list)):
+            given = batch if isinstance(batch, tuple) else (batch,)
+            if len(given) != len(args):
+                raise _unlike(what, args)
+            parts = [(None, part, spec) for part, spec in zip(given, args, strict=True)]
+        for name, part, spec in parts:
+            leaves, structure = pytree.tree_flatten(part)
+            spread = pytree._broadcast_to_and_flatten(spec, structure)
+            if spread is None:
+                raise _unlike(what, spec)
+            for leaf, one in zip(leaves, spread, strict=True):
+                yield name, leaf, one
+
+
+def _unlike(what: str, spec: ChunkSpec) -> ExecutionError:
+    return ExecutionError(
+        f"{what}: its chunk spec {spec!r} has another structure than the batch; pass one dim "
+        f'or "{REPLICATE}" for each tensor, or one for all'
+    )
+
+
+def _ambiguous(what: str, name: str | None, leaf: Tensor, rows: int | None) -> ExecutionError:
+    has = f"because the batch has {rows} rows"
+    if rows is None:
+        has = "and this rank has no whole batch to compare with"
+    given = "" if name is not None else 'pass it by keyword, {"name": …}, and '
+    spec = f'{{"{name or "name"}": 0}}'
+    return ExecutionError(
+        f"{what}: {f'{name!r}, ' if name is not None else ''}a tensor of shape "
+        f"{list(leaf.shape)}, may have one entry for each row of the batch, or "
+        f"not, {has}; {given}make the Executor "
+        f"with kwargs_chunk_spec={spec} to cut it into microbatches along dim 0, or with "
+        f'"{REPLICATE}" for 0 to give each microbatch all of it'
+    )
+
+
+def checked(spec: ChunkSpec, what: str) -> ChunkSpec:
+    """The spec, with dims and REPLICATE in place of torch's own objects.
+
+    Raises ExecutionError for anything else; `what` names the argument.
+    """
+    return pytree.tree_map(lambda leaf: _checked_leaf(leaf, what), spec)
+
+
+def _checked_leaf(leaf: object, what: str) -> Dim | str:
+    if leaf is None or leaf == REPLICATE or (isinstance(leaf, int) and not isinstance(leaf, bool)):
+        return leaf
+    # Imported here because it takes long; a user who passes its objects has imported it already.
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
+    if isinstance(leaf, TensorChunkSpec):
+        return _checked_leaf(leaf.split_dim, what)
+    if leaf is _Replicate or isinstance(leaf, _Replicate):
+        return REPLICATE
+    raise ExecutionError(f'{what}: a chunk spec is a dim, an int, or "{REPLICATE}", not {leaf!r}')
 
 
 def _rows_of_whole(leaf: Tensor, dim: int, what: str) -> int:

@@ -21,14 +21,19 @@ from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Late, Unread
-from schedir.runtime.batch.microbatches import (
+from schedir.runtime.call import Call
+from schedir.runtime.microbatches import (
     Batch,
+    ChunkSpecs,
     Count,
+    Dim,
+    DimsOf,
     Microbatch,
     Pieces,
     check_alike,
     check_count,
     check_total,
+    checked,
     cut,
     is_whole,
     loss_shares,
@@ -36,8 +41,6 @@ from schedir.runtime.batch.microbatches import (
     rows,
     samples,
 )
-from schedir.runtime.call import Request
-from schedir.runtime.chunk_specs import ChunkSpecs, Dim, Whole, checked
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
 from schedir.runtime.processes.groups import Groups
@@ -106,14 +109,14 @@ class Feeder:
         self._is_plain = not plan.accelerator.queues and self._counts_rows and self._specs.is_plain
         self._rows: int | None = None  # of the latest whole batch, and its microbatches' samples
         self._even: Sequence[Count] = ()
-        self._shares: tuple[Sequence[Count], Request, Sequence[Count]] | None = None
+        self._shares: tuple[Sequence[Count], Call, Sequence[Count]] | None = None
 
-    def cut(self, given: CallArguments, request: Request) -> Feed:
+    def cut(self, given: CallArguments, kind: Call) -> Feed:
         """Cut a call into microbatches. Raises ExecutionError for arguments that don't fit."""
         feed = None
-        if self._is_plain and request.trains and not given.stage_inputs and not given.loss_kwargs:
+        if self._is_plain and kind.trains and not given.stage_inputs and not given.loss_kwargs:
             feed = self._cut_tensors(given.inputs, given.target)
-        return self._cut(given, request) if feed is None else feed
+        return self._cut(given, kind) if feed is None else feed
 
     def _cut_tensors(self, inputs: Batch | None, target: Batch | None) -> Feed | None:
         """The result of `_cut`, but faster, for inputs and target of one tensor each; otherwise
@@ -138,69 +141,67 @@ class Feeder:
         counts = self._even if self._has_last else ()
         return Feed(pieces[0], {}, pieces[1], (), counts, rows)
 
-    def _cut(self, given: CallArguments, request: Request) -> Feed:
+    def _cut(self, given: CallArguments, kind: Call) -> Feed:
         # A stage that gets its labels itself, and returns the loss, needs no target.
         alone = given.target is None and given.stage_inputs.get(self._last) is not None
         needs = [(0, given.inputs, "inputs")]
-        if request.has_loss and not alone:
+        if kind.has_loss and not alone:
             needs.append((self._last, given.target, "target"))
         for stage, batch, what in needs:
             if stage in self._local and batch is None:
                 raise ExecutionError(
-                    f"stage {stage}, which runs here, needs {what}{self._who_needs(request)}"
+                    f"stage {stage}, which runs here, needs {what}{self._who_needs(kind)}"
                 )
         pieces: dict[str, Pieces] = {}
 
-        def read(
-            batch: Batch | None, what: str, dims_of: Callable[[Whole], Sequence[Dim]]
-        ) -> list[Microbatch]:
-            if batch is None:
-                return []
-            found = pieces[what] = cut(
-                batch, self._microbatches, what, dims_of, may_be_short=not request.trains
-            )
-            return found.microbatches
+        def read(batch: Batch | None, what: str, dims_of: DimsOf) -> None:
+            if batch is not None:
+                short = not kind.trains
+                pieces[what] = cut(batch, self._microbatches, what, dims_of, may_be_short=short)
 
-        specs, here = self._specs, self._last in self._local
-        inputs = read(given.inputs, "inputs", specs.of_inputs) if 0 in self._local else []
-        targets = read(given.target, "target", specs.of_target) if here else []
+        def beside(batch: Batch, what: str) -> list[Dim]:
+            return self._specs.beside(batch, what, _common_rows(pieces))
+
         known = dict(self._known(given.stage_inputs))
+        if self._has_first:
+            read(given.inputs, "inputs", self._specs.of_inputs)
+        if self._has_last:
+            read(given.target, "target", self._specs.of_target)
         if known and not pieces and is_whole(given.inputs):  # unused here, but it has the rows
-            read(given.inputs, "inputs", specs.of_inputs)
-
-        def beside(whole: Whole) -> list[Dim]:
-            return specs.beside(whole, _common_rows(pieces))
-
-        extras = {
-            stage: read(batch, name_of_extra(stage), beside) for stage, batch in known.items()
-        }
-        what = name_of_extra(self._last) if request.has_loss and alone and here else "target"
-        keywords = read(given.loss_kwargs, "loss_kwargs", beside) if what in pieces else []
-        for piece in keywords:
-            if not isinstance(piece, Mapping):
-                raise ExecutionError(
-                    "loss_kwargs: each microbatch needs a dict of keyword arguments, not "
-                    f"{type(piece).__name__}"
-                )
-            if piece.get("reduction") == "sum":
-                raise ExecutionError(SUMS)
+            read(given.inputs, "inputs", self._specs.of_inputs)
+        for stage, batch in known.items():
+            read(batch, name_of_extra(stage), beside)
+        what = "target"
+        if self._has_last and kind.has_loss and alone:
+            what = name_of_extra(self._last)
+        if what in pieces:
+            read(given.loss_kwargs, "loss_kwargs", beside)
+            _check_keywords(pieces.get("loss_kwargs"))
         given_rows = _common_rows(pieces)
         counts = self._counts(pieces[what], what) if what in pieces else []
         if given_rows is not None:  # copies that stand in for missing microbatches don't count
             counts[given_rows:] = [0.0] * len(counts[given_rows:])
-        # Counted before they are moved: for data on the CPU the host does not wait for the GPU.
-        inputs = placed(inputs, self._device, "inputs")
-        extras = {s: placed(given, self._device, name_of_extra(s)) for s, given in extras.items()}
-        targets = placed(targets, self._device, "target")
-        keywords = placed(keywords, self._device, "loss_kwargs")
-        return Feed(inputs, extras, targets, keywords, counts, given_rows)
 
-    def _who_needs(self, request: Request) -> str:
+        # Counted before they are moved: for data on the CPU the host does not wait for the GPU.
+        def moved(what: str) -> list[Microbatch]:
+            found = pieces.get(what)
+            return [] if found is None else placed(found.microbatches, self._device, what)
+
+        return Feed(
+            moved("inputs") if self._has_first else [],
+            {stage: moved(name_of_extra(stage)) for stage in known},
+            moved("target"),
+            moved("loss_kwargs"),
+            counts,
+            given_rows,
+        )
+
+    def _who_needs(self, kind: Call) -> str:
         """The ranks that need inputs and target; empty if this rank needs all."""
         first, last = self._placement[0], self._placement[-1]
         if {*first, *last} <= {*self._ranks}:
             return ""
-        target = f", target to {_ranks(last)} for the last one" if request.has_loss else ""
+        target = f", target to {_ranks(last)} for the last one" if kind.has_loss else ""
         return (
             f": inputs go to {_ranks(first)} for the first stage{target}; other ranks ignore what "
             "they are given"
@@ -221,7 +222,7 @@ class Feeder:
         even, more = divmod(counted.rows, parts)
         return [float(even + (m < more)) for m in range(self._microbatches)]
 
-    def shares(self, counts: Sequence[Count], request: Request) -> Sequence[Count]:
+    def shares(self, counts: Sequence[Count], kind: Call) -> Sequence[Count]:
         """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
 
         The pipelines wait for each other here, so their calls were compared before. Counts that are
@@ -229,14 +230,14 @@ class Feeder:
         """
         if not counts:  # the loss is on another rank
             return ()
-        if self._shares is not None and counts is self._shares[0] and request is self._shares[1]:
+        if self._shares is not None and counts is self._shares[0] and kind is self._shares[1]:
             return self._shares[2]
         # A call without updates accumulates all of its microbatches.
         accumulated, cut_by_others = [list(range(self._microbatches))], []
-        if request.updates:
+        if kind.updates:
             accumulated, cut_by_others = self._accumulated, self._cut_by_others
         totals: list[Count] = [sum(counts[m] for m in together) for together in accumulated]
-        if request.trains:
+        if kind.trains:
             totals = self._over_pipelines(totals)
         if self._accelerator.queues and any(isinstance(n, Tensor) for n in (*counts, *totals)):
             self._check_late(counts, totals, accumulated, cut_by_others)
@@ -245,7 +246,7 @@ class Feeder:
                 check_alike(counts, together)
         shares = loss_shares(counts, accumulated, totals)
         if counts is self._even and self._group is None:
-            self._shares = counts, request, shares
+            self._shares = counts, kind, shares
         return shares
 
     def _check_late(
@@ -302,6 +303,18 @@ class Feeder:
             every[self._pipeline, step] = total
         sums = self._group.sum(every, "all samples")().sum(0)
         return list(sums.unbind()) if self._counts_on_device else sums.tolist()
+
+
+def _check_keywords(given: Pieces | None) -> None:
+    """Raise ExecutionError for `loss_kwargs` that the loss can't be called with."""
+    for piece in [] if given is None else given.microbatches:
+        if not isinstance(piece, Mapping):
+            raise ExecutionError(
+                "loss_kwargs: each microbatch needs a dict of keyword arguments, not "
+                f"{type(piece).__name__}"
+            )
+        if piece.get("reduction") == "sum":
+            raise ExecutionError(SUMS)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -393,9 +406,8 @@ _IGNORED = -100
 class Losses:
     """Exchanges the losses of a batch, and the samples of its microbatches, between all processes.
 
-    A report has the sum of the losses over all samples here, the number of samples, then the
-    samples of each microbatch, then the losses. In a stream each batch has its own Losses, over its
-    `microbatches` of the call.
+    A report has the samples of each microbatch, then the losses; 0 for those that ran elsewhere. In
+    a stream each batch has its own Losses, over its `microbatches` of the call.
     """
 
     def __init__(self, plan: Plan, control: Control, microbatches: range) -> None:
@@ -404,12 +416,11 @@ class Losses:
         self.microbatches = microbatches
         lines, last = range(grid.pipelines), plan.last_stage
         holders = (grid.number(rank, at) for at in lines for rank in schedule.placement[last])
-        self._sizes = dict.fromkeys(holders, 2 + 2 * len(microbatches))
+        self._sizes = dict.fromkeys(holders, 2 * len(microbatches))
         self._has_part = grid.number(grid.rank) in self._sizes
         self._receivers = [
             *dict.fromkeys(grid.number(r, at) for at in lines for r in range(grid.ranks))
         ]
-        self._nothing = Exchange(control, LOSS_TAG, ())  # for a single process
         report_of = {number: at for at, number in enumerate(self._sizes)}
         runs = graph_of(schedule).runs
         self._found_in = [
@@ -420,8 +431,6 @@ class Losses:
 
     def expect(self) -> Exchange:
         """Post the receives of a call's losses, long before the losses are sent."""
-        if len(self._receivers) == 1:
-            return self._nothing
         return self._control.expect(self._sizes, LOSS_TAG, late=self._accelerator.queues)
 
     def report(
@@ -433,21 +442,18 @@ class Losses:
             own = slice(self.microbatches.start, self.microbatches.stop)
             counts, losses = counts[own], losses[own]
         if not self._accelerator.queues:
-            if not self._has_part:
-                return lambda: self._found(exchange.result())
-            if len(self._receivers) == 1:  # no other process waits for it
-                return lambda: self._found([self._listed(counts, losses)])
-            exchange.give(self._listed(counts, losses), self._receivers)
+            if self._has_part:
+                exchange.give(_listed(counts, losses), self._receivers)
             return lambda: self._found(exchange.result())
         late = self._late(counts, losses) if self._has_part else None
-        if late is not None and len(self._receivers) == 1:
-            return lambda: self._found([late()])
 
         def exchanged() -> list[Tensor]:
             if late is not None:
                 exchange.give(late(), self._receivers)
             return exchange.result()
 
+        if len(self._receivers) == 1:  # no other process waits for it
+            return lambda: self._found(exchanged())
         found = self._control.courier.send(exchanged)
         return lambda: self._found(found.result())
 
@@ -458,7 +464,7 @@ class Losses:
         one copy: the losses, then the counts that the host does not know."""
         ran = [m for m, loss in enumerate(losses) if loss is not None]
         if not ran:
-            return lambda: self._listed(counts, losses)
+            return lambda: _listed(counts, losses)
         values = torch.stack([cast(Tensor, losses[m]).reshape(()) for m in ran]).to(torch.float64)
         unknown = [n for m in ran if isinstance(n := counts[m], Tensor)]
         if unknown:
@@ -471,29 +477,22 @@ class Losses:
                 next(read) if m in found and isinstance(n, Tensor) else n
                 for m, n in enumerate(counts)
             ]
-            return self._listed(numbers, [*map(found.get, range(len(losses)))])
+            return _listed(numbers, [*map(found.get, range(len(losses)))])
 
         return Late(self._accelerator, values, listed)
 
-    def _listed(self, counts: Sequence[Count], losses: Sequence[float | Tensor | None]) -> Tensor:
-        """This process's report of the microbatches that ran here."""
-        total = samples = 0.0
-        numbers, found = [], []
-        for count, loss in zip(counts, losses, strict=True):
-            n, value = (0.0, 0.0) if loss is None else (float(count), float(loss))
-            if n:  # without samples there is no mean to count
-                total += n * value
-            samples += n
-            numbers.append(n)
-            found.append(value)
-        return torch.tensor([total, samples, *numbers, *found], dtype=torch.float64, device="cpu")
-
     def _found(self, reports: Sequence[Tensor]) -> CallLosses:
-        total, samples = (sum(report[i].item() for report in reports) for i in (0, 1))
-        mean = float(total / samples) if samples else math.nan
-        return CallLosses(mean, float(samples), partial(self._by_microbatch, reports))
+        tables = [report.view(2, -1).tolist() for report in reports]
+        # Without samples there is no mean to count.
+        total = sum(sum(n * loss for n, loss in zip(*rows, strict=True) if n) for rows in tables)
+        samples = sum(sum(counts) for counts, _ in tables)
+        placed = ((*(row[m] for row in tables[at]),) for at, m in self._found_in)
+        losses = tuple(loss if n else math.nan for n, loss in placed)
+        return CallLosses(total / samples if samples else math.nan, samples, losses)
 
-    def _by_microbatch(self, reports: Sequence[Tensor]) -> tuple[float, ...]:
-        tables = [report[2:].view(2, -1).tolist() for report in reports]
-        found = ((*(row[m] for row in tables[at]),) for at, m in self._found_in)
-        return tuple(loss if n else math.nan for n, loss in found)
+
+def _listed(counts: Sequence[Count], losses: Sequence[float | Tensor | None]) -> Tensor:
+    """This process's report of the microbatches that ran here."""
+    numbers = [0.0 if loss is None else float(n) for n, loss in zip(counts, losses, strict=True)]
+    found = [0.0 if loss is None else float(loss) for loss in losses]
+    return torch.tensor([*numbers, *found], dtype=torch.float64, device="cpu")

@@ -1,1 +1,0 @@
-"""From a batch to microbatches, and from their losses to the loss."""
