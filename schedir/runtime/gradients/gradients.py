@@ -12,7 +12,7 @@ what they hold, and make groups for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -80,6 +80,10 @@ def _stages(tie: TieOf) -> frozenset[int]:
     return frozenset(stage for stage, _ in tie)
 
 
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, sorted(numbers)))
+
+
 def _skipped(plan: Plan) -> set[nn.Parameter]:
     """The copies of tied parameters whose norms don't count: all but the first."""
     return {copy for tie, held in plan.tied for stage, copy in held.items() if stage != tie[0][0]}
@@ -89,7 +93,7 @@ class Gradients:
     """The gradients of the stages here; `claims` are those of all processes.
 
     `begin`, `end` and `restore` are what a call that trains does then, in order; `checks` come
-    before it.
+    before it. It `updates` if OPTIM_STEPs run here; else the caller steps.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Gradients:
         reach: Reach,
     ) -> None:
         self._plan, self._groups = plan, groups
+        self.updates = plan.updates
         self._row = plan.grid.processes[plan.grid.pipeline]
         self._summed = reduction_groups(plan.schedule, plan.sharded)
         made = self._made()
@@ -141,24 +146,24 @@ class Gradients:
         """The groups here for the sums of stages and of ties, by the stages; with each the one in
         which hosts tell each other what gradients there are: on the CPU the same."""
         plan, own = self._plan, self._row[self._plan.grid.rank]
-        holders = plan.schedule.placement
+        placement = plan.schedule.placement
         wanted: list[tuple[str, Collection[int], tuple[int, ...]]] = [
-            ("stages", stages, plan.grid.holders(holders[stages[0]])) for stages in self._summed
+            (f"stages/{_listed(stages)}", stages, plan.grid.holders(placement[stages[0]]))
+            for stages in self._summed
         ]
         # Ties of the same stages are summed one after the other, before the same steps.
-        for stages in dict.fromkeys(_stages(tie) for tie, _ in plan.tied):
-            processes = {self._row[rank] for stage in stages for rank in holders[stage]}
-            wanted.append(("ties", stages, tuple(sorted(processes))))
+        for tied in dict.fromkeys(_stages(tie) for tie, _ in plan.tied):
+            holders = tuple(sorted({self._row[rank] for s in tied for rank in placement[s]}))
+            wanted.append((f"ties/{_listed(tied)}/{_listed(holders)}", tied, holders))
         found: dict[object, tuple[Group, Group]] = {}
-        for number in in_turn([processes for *_, processes in wanted], own):
-            kind, concerned, members = wanted[number]
-            is_trained = kind == "ties" or any(_trained(plan.trained[s]) for s in concerned)
-            if len(members) > 1 and is_trained:
-                purpose = f"{kind}/{','.join(map(str, sorted(concerned)))}"
-                group = beside = self._groups.make(purpose, members, plan.device)
+        for number in in_turn([holders for *_, holders in wanted], own):
+            purpose, stages, holders = wanted[number]
+            is_tie = isinstance(stages, frozenset)
+            if len(holders) > 1 and (is_tie or any(_trained(plan.trained[s]) for s in stages)):
+                group = hosts = self._groups.make(purpose, holders, plan.device)
                 if plan.accelerator.queues:
-                    beside = self._groups.make(f"{purpose}/presence", members)
-                found[concerned] = group, beside
+                    hosts = self._groups.make(f"{purpose}/presence", holders)
+                found[stages] = group, hosts
         return found
 
     def _ties(self, made: Mapping[object, tuple[Group, Group]]) -> list[Tie]:

@@ -22,7 +22,10 @@ from schedir.runtime.stage.weights import StageWeights
 
 
 class Replicas:
-    """The replicas of one stage on `ranks` of this process, which take turns."""
+    """The replicas of one stage on `ranks` of this process, which take turns.
+
+    A rank comes to the `barrier` once its gradients are complete, and leaves it after their sum.
+    """
 
     def __init__(
         self, ranks: Sequence[int], weights: StageWeights, accelerator: Accelerator
@@ -65,14 +68,6 @@ class Replicas:
             parameter.grad = grad
         self._turn = rank
         self._weights.look_at_gradients()
-
-    def arrive(self) -> None:
-        """The gradients of a rank are complete; once those of all are, they are summed."""
-        self.barrier.arrive()
-
-    def leave(self) -> None:
-        """A rank goes on after the sum."""
-        self.barrier.leave()
 
     def scale(self, step: int, scale: Callable[[], None]) -> None:
         """Before an OPTIM_STEP of that number: scale the sum, once for all ranks."""
