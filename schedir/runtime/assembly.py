@@ -145,7 +145,6 @@ def assemble(plan: Plan, session: Session) -> Parts:
     nonfinite = NonFinite(plan, session.control, optimizers, progress.reach)
     shared = Shared(plan, session)
     session.warm_up()
-    handshake = Handshake(plan, session.control, session.stops)
     transports = session.transports()
     reductions = shared.reductions()
     ties = shared.ties()
@@ -161,7 +160,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
         plan,
         session.control,
         shared,
-        handshake,
+        session.handshake,
         transports,
         reductions,
         shared.accumulated(),
@@ -178,7 +177,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
         progress,
         clock,
         Trace(plan, session.control, stages) if plan.traced else None,
-        Now(session.presence.words),
+        Now(session.board.words),
     )
 
 

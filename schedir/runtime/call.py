@@ -74,7 +74,7 @@ class Call:
 @attrs.define(eq=False)
 class Now:
     """The current call of a program; bound calls that depend on it read it here. `at` says where
-    this process stands; see `schedir.runtime.processes.positions`."""
+    this process stands; see `schedir.runtime.processes.noticeboard`."""
 
     at: list[int] | memoryview[int]
     call: Call = attrs.field(factory=lambda: Call(STEP, 0))

@@ -136,7 +136,7 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
     begun: int = everyone(perf_counter_ns())[0]
     monkeypatch.setattr(clocks, "now", lambda: own(perf_counter_ns()))
     with executor(rank, ranks) as traced:
-        control = traced._engine._session.control
+        control = traced._engine.session.control
         first = control.read_clocks()
         instants = []
         for _ in range(20):
@@ -156,7 +156,7 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
 @on_ranks(2)
 def test_clocks_of_one_machine_are_found_equal(rank: int) -> None:
     with executor(rank, 2) as traced:
-        reading = traced._engine._session.control.read_clocks()
+        reading = traced._engine.session.control.read_clocks()
     assert abs(reading.offset) <= reading.error
 
 

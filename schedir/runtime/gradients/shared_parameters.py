@@ -32,9 +32,9 @@ from schedir.runtime.gradients.reduction import (
     reduction_groups,
 )
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.connecting import in_turn
 from schedir.runtime.processes.control import DRIFT_TAG, Control
 from schedir.runtime.processes.groups import Group
+from schedir.runtime.processes.nccl import in_turn
 from schedir.runtime.session import Claim, Session, agree, digest
 from schedir.runtime.sharded import local
 

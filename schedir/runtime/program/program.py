@@ -46,8 +46,8 @@ from schedir.runtime.boundaries.learned import EVERY, Learned, Lessons, mask_gra
 from schedir.runtime.call import Call
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
-from schedir.runtime.processes.failure import WaitError, describe
-from schedir.runtime.processes.positions import CODE, Words, at_place, code, number_of, numbered
+from schedir.runtime.processes.failure import WaitError, describe, of_the_user
+from schedir.runtime.processes.noticeboard import CODE, Words, at_place, code, number_of, numbered
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.handshake import UNKNOWN, Announcement, Handshake
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
@@ -68,7 +68,7 @@ class Program:
     It is compiled from `schedule`; `ahead` posts the receives at the beginning of its only list. In
     a call of several batches the lists stop at the end of each batch: `ends` has, for each list,
     the numbers of instructions up to the end of each batch but the last. `at[0]` says where this
-    process stands, for errors and for other processes; see `schedir.runtime.processes.positions`.
+    process stands, for errors and for other processes; see `schedir.runtime.processes.noticeboard`.
     """
 
     def __init__(
@@ -248,14 +248,13 @@ def _run_until_blocked(instructions: Sequence[Instruction], at: int, limit: int)
 def _placed(error: Exception, instruction: Instruction) -> ExecutionError:
     """What has failed an instruction, with its place."""
     # With the traceback of the cause, which leads to the user's line, and that one alone.
-    inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return ExecutionError(
         str(error) if isinstance(error, ExecutionError) else describe(error),
         rank=instruction.rank,
         index=instruction.listed_at,
         action=instruction.action,
         cause=error,
-    ).with_traceback(inner)
+    ).with_traceback(of_the_user(error.__traceback__))
 
 
 def _awaited(schedule: Schedule, action: Action) -> tuple[str, int | None]:
