@@ -126,7 +126,6 @@ def assemble(plan: Plan, session: Session) -> Parts:
     )
     claims = compared(plan, session)
     session.warm_up()
-    handshake = Handshake(plan, session.control, session.stops)
     transports = session.transports()
     gradients = Gradients(plan, session.groups, claims, optimizers, progress.reach)
     busy = [0.0]
@@ -139,7 +138,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
         gradients,
         frozenset[int]().union(*(claim.described for claim in claims)),
         min(claim.processors for claim in claims),
-        handshake,
+        session.handshake,
         transports,
         optimizers,
         stages,
@@ -148,7 +147,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
         busy,
         Recorder(plan.accelerator, traces=False) if plan.accelerator.queues else None,
         Trace(plan, session, stages) if plan.traced else None,
-        Now(session.presence.words),
+        Now(session.board.words),
     )
 
 
