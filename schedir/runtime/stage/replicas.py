@@ -66,14 +66,6 @@ class Replicas:
         self._turn = rank
         self._weights.look_at_gradients()
 
-    def arrive(self) -> None:
-        """The gradients of a rank are complete; once those of all are, they are summed."""
-        self.barrier.arrive()
-
-    def leave(self) -> None:
-        """A rank goes on after the sum."""
-        self.barrier.leave()
-
     def scale(self, step: int, scale: Callable[[], None]) -> None:
         """Before an OPTIM_STEP of that number: scale the sum, once for all ranks."""
         if self._latest is not None:
