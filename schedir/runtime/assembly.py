@@ -17,11 +17,11 @@ from schedir.runtime.gradients.gradients import Gradients, compared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
+from schedir.runtime.program.compute import on_two_streams
 from schedir.runtime.program.first_call import FirstCall
 from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.program import Programs
 from schedir.runtime.program.progress import Progress
-from schedir.runtime.program.together import on_two_streams
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Session
 from schedir.runtime.stage.stage import Stage

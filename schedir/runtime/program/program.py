@@ -51,8 +51,15 @@ from schedir.runtime.processes.failure import WaitError, describe, of_the_user
 from schedir.runtime.processes.noticeboard import CODE, Words, at_place, code, number_of, numbered
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.handshake import Handshake
-from schedir.runtime.program.instruction import Bound, Instruction, nothing
-from schedir.runtime.program.observers import Observer, observed, profiler_ranges, unseen
+from schedir.runtime.program.instruction import (
+    Bound,
+    Instruction,
+    Observer,
+    nothing,
+    observed,
+    profiler_ranges,
+    unseen,
+)
 from schedir.runtime.stage.activations import Cells
 from schedir.runtime.transports.transport import Transport, Work
 
