@@ -32,7 +32,7 @@ from schedir.runtime.session import Session
 from schedir.runtime.sharded import Sharded
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
-from schedir.runtime.stage.weights import StageWeights, lives_of
+from schedir.runtime.stage.weights import StageWeights, readers_of
 from schedir.runtime.trace import Trace
 from schedir.runtime.transports.transport import Transport, Work
 
@@ -194,7 +194,7 @@ def _stages(
     busy: list[float],
     streams: Streams,
 ) -> dict[int, Stage]:
-    read = lives_of(plan.schedule, plan.local_ranks) if plan.updates else {}
+    readers = readers_of(plan.schedule, plan.local_ranks) if plan.updates else {}
     apart = _on_several_streams(plan) if plan.accelerator.queues else set()
 
     def accumulators(stage: int) -> Callable[[Sequence[Tensor]], Sequence[object]] | None:
@@ -206,7 +206,7 @@ def _stages(
         stage: Stage(
             plan,
             stage,
-            StageWeights(plan.trained[stage], read.get(stage), accumulators(stage)),
+            StageWeights(plan.trained[stage], readers.get(stage, {}), accumulators(stage)),
             reductions.get(stage),
             optimizers.get(stage),
             nonfinite,
