@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import attrs
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from schedir.passes import forward_only
 from schedir.runtime.accelerator import Streams
-from schedir.runtime.boundaries.described import Messenger, Posted, Sent, Within
+from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import Now
-from schedir.runtime.gradients.clipping import Clipping
-from schedir.runtime.gradients.nonfinite import NonFinite
-from schedir.runtime.gradients.reduction import Accumulated, Barriers, Reduction, Tie
-from schedir.runtime.gradients.scaling import Scaling
-from schedir.runtime.gradients.shared_parameters import ReplicaCheck, Shared
+from schedir.runtime.gradients.gradients import Gradients, compared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
@@ -29,11 +24,10 @@ from schedir.runtime.program.progress import Progress
 from schedir.runtime.program.together import on_two_streams
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Session
-from schedir.runtime.sharded import Sharded
-from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights, readers_of
 from schedir.runtime.trace import Trace
+from schedir.runtime.transports.in_process import InProcessTransport
 from schedir.runtime.transports.transport import Transport, Work
 
 
@@ -41,27 +35,22 @@ from schedir.runtime.transports.transport import Transport, Work
 class Parts:
     """The parts that run the calls of one executor, on the stages of this process.
 
-    `replicas` are those of the stages that several ranks here hold. `under_way` are the sends that
-    may not have arrived by the end of a call. `busy[0]` counts the seconds that the host computes;
-    a `clock` has those of a device.
+    `described` are the boundaries that some process has marked, and `processors` the
+    multiprocessors of the smallest GPU. `under_way` are the sends that may not have arrived by the
+    end of a call. `busy[0]` counts the seconds that the host computes; a `clock` has those of a
+    device.
     """
 
     plan: Plan
     control: Control
-    shared: Shared
+    messages: InProcessTransport
+    gradients: Gradients
+    described: Collection[int]
+    processors: int
     handshake: Handshake
     transports: Mapping[int, Transport]
-    reductions: Mapping[int, Reduction]
-    accumulated: Accumulated
-    ties: Sequence[Tie]
-    nonfinite: NonFinite
-    clipping: Clipping | None
-    barriers: Barriers
-    scaling: Scaling
-    replica_check: ReplicaCheck
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
-    replicas: Mapping[int, Replicas]
     streams: Streams
     progress: Progress
     busy: list[float]
@@ -85,10 +74,7 @@ class Parts:
         compiler = Compiler(
             plan.accelerator,
             self.stages,
-            self.replicas,
-            self.barriers if plan.updates else None,
-            self.scaling,
-            self.nonfinite,
+            self.gradients,
             self._first(trains),
             [*([] if clock is None else [clock]), self.progress],
             self.control.beside() if self.queues and not plan.grid.alone else None,
@@ -110,26 +96,19 @@ class Parts:
 
     def _first(self, trains: bool) -> FirstCall:
         """What described boundaries need; the mark of a boundary counts before an example."""
-        described, given = self.shared.described, self.plan.arguments.boundaries or {}
+        described, given = self.described, self.plan.arguments.boundaries or {}
         declared = {stage: given[stage] for stage in given if stage not in described}
-        return FirstCall(self._messengers(trains), described, declared, self._stepped())
+        return FirstCall(self._messengers(trains), described, declared)
 
     def _messengers(self, trains: bool) -> dict[int, Messenger]:
         """The messenger of each rank here, for payloads with their description."""
-        plan, rank = self.plan, self.plan.grid.rank
-        if plan.grid.alone:
-            sent: dict[Hashable, Sent] = {}
-            return {r: Within(r, sent, plan.accelerator, self.now) for r in plan.local_ranks}
-        transport = self.transports[rank]
-        tagged = transport.tagged if transport.early else self.control.described
-        return {rank: Posted(tagged(trains), tagged(2 + trains), plan.device, self.now)}
-
-    def _stepped(self) -> list[Tensor] | None:
-        """The parameters that the optimisers step; None if the caller steps."""
-        if not self.plan.updates:
-            return None
-        groups = (group for made in self.optimizers.values() for group in made.param_groups)
-        return [parameter for group in groups for parameter in group["params"]]
+        found = {}
+        for rank, transport in self.transports.items():
+            tagged = transport.tagged if transport.early else self.control.described
+            if self.plan.grid.alone:  # from host to host too
+                tagged = self.messages.of(rank).tagged
+            found[rank] = Messenger(tagged(trains), tagged(2 + trains), self.plan.device, self.now)
+        return found
 
 
 def assemble(plan: Plan, session: Session) -> Parts:
@@ -145,38 +124,25 @@ def assemble(plan: Plan, session: Session) -> Parts:
         plan.accelerator,
         follows=plan.transport.queues,
     )
-    nonfinite = NonFinite(plan, session.control, optimizers, progress.reach)
-    shared = Shared(plan, session)
+    claims = compared(plan, session)
     session.warm_up()
     handshake = Handshake(plan, session.control, session.stops)
     transports = session.transports()
-    reductions = shared.reductions()
-    ties = shared.ties()
-    clipping = shared.clipping(nonfinite)
-    together = nonfinite.agreement if clipping is None else clipping.clip
-    barriers = shared.barriers(ties, together)
-    scaling = Scaling(plan, session.control, session.groups)
-    replica_check = shared.replica_check()
+    gradients = Gradients(plan, session.groups, claims, optimizers, progress.reach)
     busy = [0.0]
     streams = Streams(plan.accelerator)
-    stages = _stages(plan, reductions, optimizers, nonfinite, busy, streams)
+    stages = _stages(plan, gradients, optimizers, busy, streams)
     return Parts(
         plan,
         session.control,
-        shared,
+        session.messages,
+        gradients,
+        frozenset[int]().union(*(claim.described for claim in claims)),
+        min(claim.processors for claim in claims),
         handshake,
         transports,
-        reductions,
-        shared.accumulated(),
-        ties,
-        nonfinite,
-        clipping,
-        barriers,
-        scaling,
-        replica_check,
         optimizers,
         stages,
-        _replicas(plan, stages),
         streams,
         progress,
         busy,
@@ -188,9 +154,8 @@ def assemble(plan: Plan, session: Session) -> Parts:
 
 def _stages(
     plan: Plan,
-    reductions: Mapping[int, Reduction],
+    gradients: Gradients,
     optimizers: Mapping[int, torch.optim.Optimizer],
-    nonfinite: NonFinite,
     busy: list[float],
     streams: Streams,
 ) -> dict[int, Stage]:
@@ -207,31 +172,15 @@ def _stages(
             plan,
             stage,
             StageWeights(plan.trained[stage], readers.get(stage, {}), accumulators(stage)),
-            reductions.get(stage),
+            gradients,
             optimizers.get(stage),
-            nonfinite,
             busy,
-            _sharded(plan, stage),
         )
         for stage in plan.local_stages
     }
-
-
-def _sharded(plan: Plan, stage: int) -> Sharded | None:
-    module = plan.arguments.stages[stage]
-    return Sharded(stage, module, not plan.updates) if isinstance(module, FSDPModule) else None
 
 
 def _on_several_streams(plan: Plan) -> set[int]:
     """The stages here that several streams compute: those of several ranks, or of pairs."""
     held = {stage for stage in plan.local_stages if len(plan.local_holders(stage)) > 1}
     return held.union(*(on_two_streams(plan.schedule.actions[rank]) for rank in plan.local_ranks))
-
-
-def _replicas(plan: Plan, stages: Mapping[int, Stage]) -> dict[int, Replicas]:
-    held = {number: plan.local_holders(number) for number in stages}
-    return {
-        number: Replicas(ranks, stages[number].weights, plan.accelerator)
-        for number, ranks in held.items()
-        if len(ranks) > 1
-    }

@@ -29,7 +29,6 @@ from schedir.runtime.call import (
     TIMELINES,
     Call,
     Keep,
-    Request,
     autocast_kinds,
 )
 from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses
@@ -44,8 +43,7 @@ from schedir.runtime.processes.failure import (
 )
 from schedir.runtime.processes.positions import CALL, CODE, OUTSIDE, at_place
 from schedir.runtime.program.compiler import set_autocast
-from schedir.runtime.program.handshake import Announcement
-from schedir.runtime.program.program import Opened, Programs
+from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.result import CallLosses, StepResult
 from schedir.runtime.session import Session
@@ -81,8 +79,8 @@ class Engine:
             self._session: Session = Session(plan, None if outer is None else outer._session)
             with self._session.together("making the executor"):
                 self.parts = parts = assemble(plan, self._session)
-                self._feeder = Feeder(plan, self._session.control, self._session.groups)
-                self._session.connect(parts.shared.processors)
+                self._feeder = Feeder(plan, self._session.groups)
+                self._session.connect(parts.processors)
             microbatches = plan.schedule.microbatches
             self._losses = [
                 Losses(plan, self._session.control, own)
@@ -92,36 +90,31 @@ class Engine:
             self.evaluation = parts.programs(trains=False, batch=None)
         self._accumulates = False
         # Decided once, so that a step does not look at features that the plan does not use.
-        accelerator, trained = plan.accelerator, parts.nonfinite
+        accelerator, gradients = plan.accelerator, parts.gradients
         self._queues = accelerator.queues
         self._marks = self._queues or plan.traced
-        self._busy, self._scales = parts.busy, parts.scaling.active
+        self._busy, self._scales = parts.busy, gradients.scaling.active
         self._clock = parts.clock if parts.trace is None else parts.trace.recorder
         self._stages = [*parts.stages.values()]
         self._versioned = [stage.weights for stage in self._stages if stage.weights.stashes]
-        self._checks = [parts.shared.check_frozen] if parts.shared.active else []
+        self._checks = [*gradients.checks]
         self._checks += [s.check_frozen for s in self._stages if plan.updates and not s.optimizer]
         self._follows = parts.progress.follows
-        self._begins = [
-            *([parts.accumulated.set_aside] if parts.accumulated.active else []),
-            *(reduction.begin for reduction in parts.reductions.values()),
-            *(replicas.begin for replicas in parts.replicas.values()),
-        ]
+        replicas = [stage.replicas for stage in self._stages if stage.replicas is not None]
+        self._begins = [*gradients.begin, *(each.begin for each in replicas)]
         self._ends = [
-            *(reduction.finish for reduction in parts.reductions.values()),
-            *([self._sum_ties] if parts.ties and not plan.updates else []),
-            *([parts.replica_check.step] if parts.replica_check.active else []),
+            *(each.restore for each in replicas),
             *(stage.sharded.end for stage in self._stages if stage.sharded is not None),
-            *([trained.end] if self._queues or trained.scale is not None else []),
+            *gradients.end,
         ]
         self._restores = [
             *(weights.restore for weights in self._versioned),
-            *(replicas.restore for replicas in parts.replicas.values()),
-            *([parts.accumulated.restore] if parts.accumulated.active else []),
+            *(each.restore for each in replicas),
+            *gradients.restore,
         ]
-        self._applies = trained.active and (plan.updates or self._queues)
+        self._applies = gradients.nonfinite.active and (plan.updates or self._queues)
         # Checks of what earlier calls have left on the device.
-        earlier = [self._feeder.look, parts.scaling.look, trained.look_at_earlier]
+        earlier = [self._feeder.look, gradients.nonfinite.look_at_earlier]
         self._look_at_earlier = earlier if self._queues else []
         # Even without a close, the process must not end before its last sends have arrived.
         self._leave = weakref.finalize(
@@ -179,31 +172,31 @@ class Engine:
         with self._plan.accelerator.chosen():
             return self._feeder.cut(given, STEP)
 
-    def call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
+    def call(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
         """Make a call; every rank makes the same one.
 
         Raises ExecutionError, which names the action that failed, or how the ranks differ.
         """
         if self._queues:
             with self._plan.accelerator.chosen():
-                return self._in_mode(request, given, keeps)
-        return self._in_mode(request, given, keeps)
+                return self._in_mode(kind, given, keeps)
+        return self._in_mode(kind, given, keeps)
 
-    def _in_mode(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
+    def _in_mode(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
         """Make a call, with gradients on if it trains, otherwise off."""
-        if not request.trains:
+        if not kind.trains:
             with evaluating(self._stages):
-                return self._call(request, given, keeps)
+                return self._call(kind, given, keeps)
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
                 "step can't train under torch.inference_mode(); call it outside of that, or call "
                 "evaluate or infer"
             )
         if torch.is_grad_enabled():
-            result = self._call(request, given, keeps)
+            result = self._call(kind, given, keeps)
         else:
             with torch.enable_grad():
-                result = self._call(request, given, keeps)
+                result = self._call(kind, given, keeps)
         self.steps += 1
         return result
 
@@ -225,14 +218,14 @@ class Engine:
             yield result
         self.steps += 1
 
-    def _call(self, request: Request, given: CallArguments, keeps: Keep | None) -> StepResult:
-        for result in self._carry_out(request, given, keeps):
+    def _call(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
+        for result in self._carry_out(kind, given, keeps):
             last = result
         return last
 
     def _carry_out(
         self,
-        request: Request,
+        kind: Call,
         given: CallArguments,
         keeps: Keep | None,
         feed: Feed | None = None,
@@ -248,30 +241,29 @@ class Engine:
         precision = None
         if self._device_type in autocast:
             precision = torch.get_autocast_dtype(self._device_type)
-        call = Call(request, session.presence.calls, self.steps, keeps, autocast, precision)
+        call = kind.of_number(session.presence.calls, self.steps, precision)
+        call.keeps, call.autocast = keeps, autocast
         programs, clock = self.training, self._clock
-        if not request.trains:
+        if not kind.trains:
             programs, clock = self.evaluation, parts.clock
         self._busy[0] = 0.0
-        told: set[tuple[int, int]] = set()
         saved = SavedRng(self._generators)
         try:
             # A call that is refused here has changed nothing.
             if feed is None:
-                feed = self._feeder.cut(given, request)
-            if request.trains:
+                feed = self._feeder.cut(given, kind)
+            if kind.trains:
                 self.check_frozen()
             try:
-                session.begin_call(request.trains, self.steps)
-                opened, exchanges = self._open(programs, call, given, feed)
-                cells = opened.program.cells
+                session.begin_call(kind.trains, self.steps)
+                program, exchanges = self._open(programs, kind, call, given, feed)
+                cells = program.cells
                 if autocast:
                     set_autocast(autocast, enabled=False)
                 try:
-                    for batch in programs.run(opened, call):
+                    for batch in programs.run(program, call):
                         losses = self._report(batch, exchanges, feed, cells)
-                        skipped = self._skipped_since(told)
-                        result = self._of_batch(call, losses, skipped, began, started)
+                        result = self._of_batch(call, losses, began, started)
                         for weights in self._versioned:
                             weights.install(NEWEST)
                         set_autocast(autocast, enabled=True)
@@ -283,11 +275,11 @@ class Engine:
                 finally:
                     if autocast:
                         set_autocast(autocast, enabled=True)
-                found, outputs = self._finish(programs, opened, call, exchanges, feed)
+                found, outputs = self._finish(programs, program, call, exchanges, feed)
                 ended = parts.progress.end() if self._follows else _at_once
             except BaseException as error:
                 failure = self._failed(error, str(call))
-                if request.trains:
+                if kind.trains:
                     self._forget_gradients(failure)
                 if failure is error:
                     raise
@@ -299,27 +291,19 @@ class Engine:
             taken = None if clock is None else clock.take()
             busy = self._busy[0] if taken is None else taken.busy
         session.end_call(busy)
-        if request.trains:
-            self._accumulates = not request.updates
-        if request.trains and parts.trace is not None and first is not None and taken is not None:
-            parts.trace.keep(call, opened.program.schedule, first, taken, cells)
-        programs.post_ahead(opened)
-        norm = parts.clipping.norm if parts.clipping and request.updates else None
-        skipped = self._skipped_since(told) if request.updates else ()
+        if kind.trains:
+            self._accumulates = not kind.updates
+        if kind.trains and parts.trace is not None and first is not None and taken is not None:
+            parts.trace.keep(call, program.schedule, first, taken, cells)
+        programs.post_ahead(call)
+        clipping, nonfinite = parts.gradients.clipping, parts.gradients.nonfinite
+        norm = clipping.norm if clipping and kind.updates else None
+        skipped = nonfinite.skipped if kind.updates else ()
         read = partial(self._read, call, ended)
         elapsed = self._since(began, started)
         yield StepResult(
             found, norm, outputs, skipped, busy, elapsed, read, self._session.stragglers
         )
-
-    def _skipped_since(self, told: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """The OPTIM_STEPs that were left out, without those that earlier results have listed."""
-        skipped = self.parts.nonfinite.skipped
-        if not skipped:
-            return ()
-        found = tuple(sorted({*skipped} - told))
-        told.update(found)
-        return found
 
     def _moment(self) -> tuple[Mark | None, float]:
         """The current time: a mark on the device if one is needed, and the host's clock."""
@@ -336,7 +320,6 @@ class Engine:
         self,
         call: Call,
         losses: Callable[[], CallLosses] | None,
-        skipped: tuple[tuple[int, int], ...],
         began: Mark | None,
         started: float,
     ) -> StepResult:
@@ -349,44 +332,44 @@ class Engine:
         elif parts.trace is None:  # with a trace, times are those of the whole call
             busy = self._clock.take().busy
         read = partial(self._read, call, ended)
-        return StepResult(losses, None, None, skipped, busy, self._since(began, started), read)
+        return StepResult(losses, None, None, (), busy, self._since(began, started), read)
 
     def _open(
-        self, programs: Programs, call: Call, given: CallArguments, feed: Feed
-    ) -> tuple[Opened, Sequence[Exchange]]:
+        self, programs: Programs, kind: Call, call: Call, given: CallArguments, feed: Feed
+    ) -> tuple[Program, Sequence[Exchange]]:
         """Announce a call, and prepare its list; returns the program to run, and the exchanges for
         the losses of its batches."""
-        request, parts = call.request, self.parts
+        parts = self.parts
         if self._follows:
             parts.progress.begin()
         for look in self._look_at_earlier:
             look(wait=False)
-        exchanges = [losses.expect() for losses in self._losses] if request.has_loss else []
-        opened = programs.open(call, given.inputs, given.target, feed)
-        self._session.presence.stop = bool(opened.announcement.stop)
-        cells = opened.program.cells
+        exchanges = [losses.expect() for losses in self._losses] if kind.has_loss else []
+        program = programs.open(call, given.inputs, given.target, feed)
+        self._session.presence.stop = call.stop
+        cells = program.cells
         cells.fill(feed)
-        shares = self._feeder.shares(feed.counts, request)
+        shares = self._feeder.shares(feed.counts, kind)
         cells.set_loss_shares(shares)
         for stage in self._stages:
             stage.seeds[:] = stage.draws.of(call.step)
-        if request.trains:
-            if self._scales:
-                parts.scaling.begin(shares, request)
+        if kind.trains:
+            if self._scales and kind.updates:
+                parts.gradients.scaling.begin()
             if self._applies:
-                parts.nonfinite.begin(request.updates)
-                if (scale := parts.nonfinite.scale) is not None:
+                parts.gradients.nonfinite.begin(kind.updates)
+                if (scale := parts.gradients.nonfinite.scale) is not None:
                     cells.set_loss_shares([share * scale.now for share in shares])
             for begin in self._begins:
                 begin()
             for stage in self._stages:
                 stage.weights.begin(0)
-        return opened, exchanges
+        return program, exchanges
 
     def _finish(
         self,
         programs: Programs,
-        opened: Opened,
+        program: Program,
         call: Call,
         exchanges: Sequence[Exchange],
         feed: Feed,
@@ -395,16 +378,16 @@ class Engine:
         the outputs if they are wanted."""
         self._session.stand(END)
         self._session.control.settle()
-        if call.request.trains:
+        if call.trains:
             for end in self._ends:
                 end()
-        cells = opened.program.cells
+        cells = program.cells
         losses = self._report(-1, exchanges, feed, cells) if exchanges else None
         # In a short batch the last microbatches are copies.
-        outputs = cells.results(opened.rows) if call.keeps is not None else None
+        outputs = cells.results(call.rows) if call.keeps is not None else None
         cells.clear(feed)
-        if opened.learns:
-            programs.learn(opened)
+        if program.learns:
+            programs.learn(program, call)
         return losses, outputs
 
     def _report(
@@ -414,19 +397,12 @@ class Engine:
         ran = cells.losses() if feed.counts else ()
         return self._losses[batch].report(exchanges[batch], feed.counts, ran)
 
-    def _sum_ties(self) -> None:
-        """Sum the gradients of tied copies, for a caller who steps."""
-        for replicas in self.parts.replicas.values():
-            replicas.restore()
-        for tie in self.parts.ties:
-            tie.sum()
-
     def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:
         """Read a value of a call, once the call has `ended`; `what` names it if that fails."""
         words = self._session.presence.words
         place, number = words[CODE], words[CALL]
         if is_between := place == OUTSIDE:  # or another thread is in the midst of a call
-            words[CALL], words[CODE] = call.number << 1 | call.request.trains, _AT_RESULTS
+            words[CALL], words[CODE] = call.number << 1 | call.trains, _AT_RESULTS
         try:
             self.parts.progress.reach(ended)
             return fetch()
@@ -441,14 +417,12 @@ class Engine:
         executor is broken."""
         for programs in (self.training, self.evaluation):
             programs.reset()
-        self.parts.barriers.reset()
-        for replicas in self.parts.replicas.values():
-            replicas.reset()
+        self.parts.gradients.reset()
         for stage in self._stages:
+            if stage.replicas is not None:
+                stage.replicas.reset()
             if stage.sharded is not None:
                 stage.sharded.reset()
-        self.parts.shared.reset()
-        self.parts.scaling.reset()
         self.parts.progress.drop()
         failure = self._session.failure(error, where)
         if self._session.broken is not None:
@@ -462,7 +436,7 @@ class Engine:
         """
         for stage in self._stages:
             stage.weights.forget_gradients()
-        if self._accumulates and not self.parts.accumulated.active:
+        if self._accumulates and not self.parts.gradients.accumulated.active:
             self._accumulates = False
             failure.add_note(
                 "the gradients that earlier calls with update=False had accumulated are lost: "
@@ -485,12 +459,12 @@ class Engine:
         finally:
             self._session.presence.words[CODE] = OUTSIDE
 
-    def gather(self, value: Any, request: Request = GATHER, what: str = "") -> list[Any]:
+    def gather(self, value: Any, kind: Call = GATHER, what: str = "") -> list[Any]:
         """The values of all processes, by number, on each of them; all make the same request, for
         `what`."""
-        what = what or request.name
+        what = what or kind.name
         with self._message(what) as control:
-            self._announce(request)
+            self._announce(kind)
             said, values = zip(*control.gather((what, value), self._gathers), strict=True)
             for number, other in enumerate(said):
                 if other != what:
@@ -513,11 +487,11 @@ class Engine:
     def _gathers(self) -> None:
         self._session.stand(GATHER_PLACE)
 
-    def _announce(self, request: Request) -> None:
+    def _announce(self, kind: Call) -> None:
         """Raise DifferError if another rank makes another call now."""
         presence = self._session.presence
         self._session.stand(HANDSHAKE)
-        self.parts.handshake.exchange(Announcement(request, presence.calls, self.steps))
+        self.parts.handshake.exchange(kind.of_number(presence.calls, self.steps))
         presence.words[CODE] = OUTSIDE
 
     def timelines(self) -> list[Timeline]:
@@ -546,12 +520,11 @@ class Engine:
                 self._leave.detach()
                 self.parts.progress.settle()  # on failure it names the place
                 wait_for(self.parts.under_way)
-                self.parts.shared.settle()
                 self._session.control.courier.finish()
-                self.parts.handshake.last(Call(CLOSE, self._session.presence.calls))
+                self.parts.handshake.last(CLOSE.of_number(self._session.presence.calls))
                 for _ in range(2):  # the messages of the last step, and of the one before
                     self._session.control.settle()
-                self.parts.replica_check.compare()
+                self.parts.gradients.settle()
                 for programs in (self.training, self.evaluation):
                     programs.reset()  # receives that were posted ahead would hold connections
                 self._session.leave()

@@ -166,19 +166,18 @@ class Executor:
     weighted by its share of the samples of the loss stage's update. A stage that updates after
     other microbatches than the loss stage does (a replicated stage of 1F1B-RR updates once a round)
     sums its gradients over its replicas, and divides them by the sum of those shares; it refuses
-    gradients from before a call, because they would be scaled with the rest.
+    gradients from before a call, because they would be scaled with the rest. If it updates after a
+    part of the loss stage's microbatches, these must hold equally many samples.
 
     **NaN and infinity.** schedir never applies an update that is NaN or infinite, unless you ask
     for "ignore", which checks nothing. With `nonfinite="raise"` the rank that finds one raises
     ExecutionError before it steps, with the microbatch of the loss, or with the stage and parameter
     of the gradient. Gradients are checked after all sums and before clipping. Losses are checked
     without updates too; on a GPU the next call, or `close`, raises the error. With
-    `nonfinite="skip"` such an OPTIM_STEP is left out: its gradients are cleared, and the weights
-    and the optimiser stay as they are. If the list has its OPTIM_STEPs last, either all or none of
-    them are left out, on all ranks; in another list each depends on its own gradients. The
-    gradients of a microbatch whose loss is not finite become NaN. `result.skipped` lists what was
-    left out. "skip" needs an optimizer and no `update=False`; with ties it needs a list with its
-    OPTIM_STEPs last.
+    `nonfinite="skip"` the call's OPTIM_STEPs are then left out, on all ranks: the gradients are
+    cleared, and the weights and the optimiser stay as they are. The gradients of a microbatch whose
+    loss is not finite become NaN. `result.skipped` lists what was left out. "skip" needs an
+    optimizer, no `update=False`, and a list with its OPTIM_STEPs last.
 
     **Loss scaling.** With a `scaler`, backwards start from the loss times its scale, and gradients
     are divided by the scale before they are checked and clipped. If any gradient is not finite, all

@@ -8,19 +8,20 @@ sends them to the other processes. So only a reader of the losses waits for them
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.ir import Kind, Schedule
+from schedir.ir import Schedule
 from schedir.runtime.accelerator import Late, Unread
-from schedir.runtime.call import Request
+from schedir.runtime.call import Call
 from schedir.runtime.microbatches import (
     Batch,
     ChunkSpecs,
@@ -29,6 +30,7 @@ from schedir.runtime.microbatches import (
     DimsOf,
     Microbatch,
     Pieces,
+    check_alike,
     check_count,
     check_total,
     checked,
@@ -40,8 +42,8 @@ from schedir.runtime.microbatches import (
     samples,
 )
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import COUNT_TAG, LOSS_TAG, Control, Exchange
-from schedir.runtime.processes.groups import Group, Groups, wait_for_sum
+from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
+from schedir.runtime.processes.groups import Groups
 from schedir.runtime.result import CallLosses
 
 
@@ -79,7 +81,7 @@ class Feed:
 class Feeder:
     """Cuts the arguments of calls into microbatches for the stages here."""
 
-    def __init__(self, plan: Plan, control: Control, groups: Groups) -> None:
+    def __init__(self, plan: Plan, groups: Groups) -> None:
         schedule = plan.schedule
         self._microbatches = schedule.microbatches
         self._last = plan.last_stage
@@ -92,23 +94,29 @@ class Feeder:
             checked(given.args_chunk_spec, "args_chunk_spec"),
             checked(dict(given.kwargs_chunk_spec or {}), "kwargs_chunk_spec"),
         )
-        self._grid, self._control = plan.grid, control
         self._accelerator, self._device = plan.accelerator, plan.device
-        self._group = self._group_of_counts(groups)
+        self._counts_on_device = plan.accelerator.queues and not self._counts_rows
+        self._pipelines, self._pipeline = plan.grid.pipelines, plan.grid.pipeline
+        self._group = None
+        if self._pipelines > 1 and self._last in self._local:
+            processes = plan.grid.holders([plan.grid.rank])
+            device = self._device if self._counts_on_device else None
+            self._group = groups.for_numbers(processes, device)
         self._unread = Unread()
         self._accumulated = _accumulated_by_step(schedule)
+        self._cut_by_others = _cut_by_others(schedule, self._accumulated) if plan.updates else []
         self._has_first, self._has_last = 0 in self._local, self._last in self._local
         self._is_plain = not plan.accelerator.queues and self._counts_rows and self._specs.is_plain
         self._rows: int | None = None  # of the latest whole batch, and its microbatches' samples
         self._even: Sequence[Count] = ()
-        self._shares: tuple[Sequence[Count], Request, Sequence[Count]] | None = None
+        self._shares: tuple[Sequence[Count], Call, Sequence[Count]] | None = None
 
-    def cut(self, given: CallArguments, request: Request) -> Feed:
+    def cut(self, given: CallArguments, kind: Call) -> Feed:
         """Cut a call into microbatches. Raises ExecutionError for arguments that don't fit."""
         feed = None
-        if self._is_plain and request.trains and not given.stage_inputs and not given.loss_kwargs:
+        if self._is_plain and kind.trains and not given.stage_inputs and not given.loss_kwargs:
             feed = self._cut_tensors(given.inputs, given.target)
-        return self._cut(given, request) if feed is None else feed
+        return self._cut(given, kind) if feed is None else feed
 
     def _cut_tensors(self, inputs: Batch | None, target: Batch | None) -> Feed | None:
         """The result of `_cut`, but faster, for inputs and target of one tensor each; otherwise
@@ -133,22 +141,22 @@ class Feeder:
         counts = self._even if self._has_last else ()
         return Feed(pieces[0], {}, pieces[1], (), counts, rows)
 
-    def _cut(self, given: CallArguments, request: Request) -> Feed:
+    def _cut(self, given: CallArguments, kind: Call) -> Feed:
         # A stage that gets its labels itself, and returns the loss, needs no target.
         alone = given.target is None and given.stage_inputs.get(self._last) is not None
         needs = [(0, given.inputs, "inputs")]
-        if request.has_loss and not alone:
+        if kind.has_loss and not alone:
             needs.append((self._last, given.target, "target"))
         for stage, batch, what in needs:
             if stage in self._local and batch is None:
                 raise ExecutionError(
-                    f"stage {stage}, which runs here, needs {what}{self._who_needs(request)}"
+                    f"stage {stage}, which runs here, needs {what}{self._who_needs(kind)}"
                 )
         pieces: dict[str, Pieces] = {}
 
         def read(batch: Batch | None, what: str, dims_of: DimsOf) -> None:
             if batch is not None:
-                short = not request.trains
+                short = not kind.trains
                 pieces[what] = cut(batch, self._microbatches, what, dims_of, may_be_short=short)
 
         def beside(batch: Batch, what: str) -> list[Dim]:
@@ -164,7 +172,7 @@ class Feeder:
         for stage, batch in known.items():
             read(batch, name_of_extra(stage), beside)
         what = "target"
-        if self._has_last and request.has_loss and alone:
+        if self._has_last and kind.has_loss and alone:
             what = name_of_extra(self._last)
         if what in pieces:
             read(given.loss_kwargs, "loss_kwargs", beside)
@@ -188,12 +196,12 @@ class Feeder:
             given_rows,
         )
 
-    def _who_needs(self, request: Request) -> str:
+    def _who_needs(self, kind: Call) -> str:
         """The ranks that need inputs and target; empty if this rank needs all."""
         first, last = self._placement[0], self._placement[-1]
         if {*first, *last} <= {*self._ranks}:
             return ""
-        target = f", target to {_ranks(last)} for the last one" if request.has_loss else ""
+        target = f", target to {_ranks(last)} for the last one" if kind.has_loss else ""
         return (
             f": inputs go to {_ranks(first)} for the first stage{target}; other ranks ignore what "
             "they are given"
@@ -214,7 +222,7 @@ class Feeder:
         even, more = divmod(counted.rows, parts)
         return [float(even + (m < more)) for m in range(self._microbatches)]
 
-    def shares(self, counts: Sequence[Count], request: Request) -> Sequence[Count]:
+    def shares(self, counts: Sequence[Count], kind: Call) -> Sequence[Count]:
         """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
 
         The pipelines wait for each other here, so their calls were compared before. Counts that are
@@ -222,24 +230,33 @@ class Feeder:
         """
         if not counts:  # the loss is on another rank
             return ()
-        if self._shares is not None and counts is self._shares[0] and request is self._shares[1]:
+        if self._shares is not None and counts is self._shares[0] and kind is self._shares[1]:
             return self._shares[2]
         # A call without updates accumulates all of its microbatches.
-        accumulated = self._accumulated if request.updates else [list(range(self._microbatches))]
+        accumulated, cut_by_others = [list(range(self._microbatches))], []
+        if kind.updates:
+            accumulated, cut_by_others = self._accumulated, self._cut_by_others
         totals: list[Count] = [sum(counts[m] for m in together) for together in accumulated]
-        if request.trains:
+        if kind.trains:
             totals = self._over_pipelines(totals)
         if self._accelerator.queues and any(isinstance(n, Tensor) for n in (*counts, *totals)):
-            self._check_late(counts, totals, accumulated)
+            self._check_late(counts, totals, accumulated, cut_by_others)
+        else:
+            for together in cut_by_others:
+                check_alike(counts, together)
         shares = loss_shares(counts, accumulated, totals)
-        if counts is self._even and self._grid.pipelines == 1:
-            self._shares = counts, request, shares
+        if counts is self._even and self._group is None:
+            self._shares = counts, kind, shares
         return shares
 
     def _check_late(
-        self, counts: Sequence[Count], totals: Sequence[Count], accumulated: Sequence[list[int]]
+        self,
+        counts: Sequence[Count],
+        totals: Sequence[Count],
+        accumulated: Sequence[list[int]],
+        cut_by_others: Sequence[list[int]],
     ) -> None:
-        """Check counts on the device later, as `samples` and `loss_shares` check the host's."""
+        """Check counts on the device later, as the host's are checked at once."""
 
         def check(copied: Tensor) -> None:
             read = copied.tolist()
@@ -247,6 +264,8 @@ class Feeder:
                 check_count(n)
             for n, together in zip(read[len(counts) :], accumulated, strict=True):
                 check_total(n, together)
+            for together in cut_by_others:
+                check_alike(read, together)
 
         found = torch.stack([self._on_device(n) for n in (*counts, *totals)])
         self._unread.add(Late(self._accelerator, found, check))
@@ -274,29 +293,16 @@ class Feeder:
             if batch is not None and (stage in self._local or 0 in self._local):
                 yield stage, batch
 
-    def _group_of_counts(self, groups: Groups) -> Group | None:
-        """The group in which pipelines sum counts on the device; None if the hosts sum them."""
-        if self._count is rows or self._last not in self._local or self._grid.pipelines == 1:
-            return None
-        if not self._accelerator.queues:
-            return None
-        processes = self._grid.holders([self._grid.rank])
-        return groups.for_numbers(processes, self._accelerator.device)
-
     def _over_pipelines(self, totals: list[Count]) -> list[Count]:
         """The sums of `totals` over all pipelines, on the ranks of the last stage."""
-        if self._grid.pipelines == 1:
+        if self._group is None:
             return totals
-        if self._group is not None:
-            on_device = torch.stack([self._on_device(total) for total in totals])
-            wait_for_sum([self._group.allreduce([on_device])], "all samples")
-            return list(on_device.unbind())
-        numbers = [self._grid.number(self._grid.rank, line) for line in range(self._grid.pipelines)]
-        own = torch.tensor(totals, dtype=torch.float64, device="cpu")
-        sizes = dict.fromkeys(numbers, len(totals))
-        received = self._control.expect(sizes, COUNT_TAG).give(own, numbers).result()
-        found: list[Count] = torch.stack(received).sum(0).tolist()
-        return found
+        device = self._device if self._counts_on_device else torch.device("cpu")
+        every = torch.zeros(self._pipelines, len(totals), dtype=torch.float64, device=device)
+        for step, total in enumerate(totals):
+            every[self._pipeline, step] = total
+        sums = self._group.sum(every, "all samples")().sum(0)
+        return list(sums.unbind()) if self._counts_on_device else sums.tolist()
 
 
 def _check_keywords(given: Pieces | None) -> None:
@@ -322,20 +328,18 @@ def name_of_extra(stage: int) -> str:
 
 def _accumulated_by_step(schedule: Schedule) -> list[list[int]]:
     """The microbatches that the last stage accumulates into each of its OPTIM_STEPs, over all ranks
-    that hold it."""
-    last = schedule.stages - 1
-    accumulated: dict[int, list[int]] = {}
-    for rank in schedule.placement[last]:
-        steps = 0
-        for action in schedule.flat[rank]:
-            if action.stage != last:
-                continue
-            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                assert action.microbatch is not None  # a backward has one
-                accumulated.setdefault(steps, []).append(action.microbatch)
-            elif action.kind is Kind.OPTIM_STEP:
-                steps += 1
-    return [accumulated[step] for step in sorted(accumulated)]
+    that hold it, in the order of the lists."""
+    flow = graph_of(schedule)
+    made = flow.weight_gradients[-1]
+    order, turns = np.argsort(made), flow.turn[made]
+    return [order[turns[order] == step].tolist() for step in range(turns.max() + 1)]
+
+
+def _cut_by_others(schedule: Schedule, accumulated: Iterable[list[int]]) -> list[list[int]]:
+    """Of these groups of the last stage those of which an OPTIM_STEP elsewhere applies a part."""
+    flow = graph_of(schedule)
+    turns = flow.turn[flow.weight_gradients]
+    return [group for group in accumulated if np.ptp(turns[:, group], axis=1).any()]
 
 
 def _common_rows(pieces: Mapping[str, Pieces]) -> int | None:

@@ -342,6 +342,19 @@ def check_total(total: float, together: Sequence[int]) -> None:
         raise ExecutionError(f"target: microbatches {list(together)} hold no samples at all")
 
 
+def check_alike(counts: Sequence[Count], together: Sequence[int]) -> None:
+    """Raise ExecutionError if microbatches of one update of the loss stage, of which another stage
+    applies a part, hold different numbers of samples."""
+    own = [counts[m] for m in together]
+    if len(set(own)) > 1:
+        raise ExecutionError(
+            f"target: microbatches {list(together)}, after which the loss stage updates, hold "
+            f"{', '.join(f'{n:g}' for n in own)} samples, but another stage updates after a part "
+            "of them, so they must hold equally many: pass so many rows that all microbatches get "
+            "as many, or list the OPTIM_STEPs of all stages after the same microbatches"
+        )
+
+
 def loss_shares(
     counts: Sequence[Count], accumulated: Sequence[Sequence[int]], totals: Sequence[Count]
 ) -> list[Count]:
@@ -352,7 +365,7 @@ def loss_shares(
     shares: list[Count] = [0.0] * len(counts)
     for together, total in zip(accumulated, totals, strict=True):
         if isinstance(total, Tensor):
-            total = total.clamp_min(LEAST)  # without samples every share is 0; refused later
+            total = total.clamp_min(_LEAST)  # without samples every share is 0; refused later
         else:
             check_total(total, together)
         for m in together:
@@ -360,7 +373,7 @@ def loss_shares(
     return shares
 
 
-LEAST = 1e-300
+_LEAST = 1e-300
 """Replaces a total of 0 samples on the device, so that it does not divide by 0."""
 
 

@@ -300,11 +300,9 @@ def _check_steps(given: Arguments, schedule: Schedule) -> None:
             raise ExecutionError(
                 f"{by} leaves OPTIM_STEPs out, so it needs an optimizer; pass optimizer="
             )
+        _check_steps_last(schedule, by)
         if given.scaler is not None:
-            _check_steps_last(schedule, "a scaler")
             _check_no_halves(given.stages)
-        elif given.ties:
-            _check_steps_last(schedule, 'nonfinite="skip" with ties=')
     for tie in getattr(given.stages, "ties", ()):  # of schedir.training's Stages
         if not any(set(tie) <= set(others) for others in given.ties):
             copies = ", ".join(f"{name} of stage {stage}" for stage, name in tie)

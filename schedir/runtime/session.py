@@ -24,6 +24,7 @@ from schedir.diagnosis import Root
 from schedir.diagnosis.verdict import GATHER, HANDSHAKE
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, dumps, loads
+from schedir.runtime.accelerator import Host
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.connecting import connect
 from schedir.runtime.processes.control import Control
@@ -114,6 +115,7 @@ class Session:
         clone = getattr(self.groups.store, "clone", lambda: self.groups.store)
         self.board: Board = Board(clone()) if outer is None else outer.board
         self._hub = InProcessTransport(plan.accelerator)
+        self.messages = InProcessTransport(Host(torch.device("cpu")))
         self.control = Control(grid)
         with self.together("making the executor"):
             if not grid.alone:
@@ -274,6 +276,7 @@ class Session:
         of all other processes. A session of one process only drops the transfers.
         """
         self._hub.clear()
+        self.messages.clear()
         if self.grid.alone:
             return error
         if self._plan.groups_of_stages:
@@ -445,7 +448,7 @@ def lists_of(plan: Plan) -> Lists:
     """What the ranks of a plan run, and wait for."""
     clips = plan.arguments.clip_grad_norm is not None or plan.arguments.nonfinite == "skip"
     ties = tuple(tuple(stage for stage, _ in tie) for tie in plan.arguments.ties)
-    return Lists(plan.schedule, ties, clips and plan.steps_last)
+    return Lists(plan.schedule, ties, clips)
 
 
 @attrs.frozen

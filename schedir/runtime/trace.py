@@ -99,7 +99,7 @@ class Trace:
         """Keep a step that began at a mark."""
         if self._measures and not self._gauge.finished:
             self._gauge.finish(self._stages, cells)
-        updates = call.request.updates
+        updates = call.updates
         self._steps.append(_Step(call.step, schedule, self._gauge, updates, (began, taken)))
         self._actions += len(schedule.columns)
         while self._actions > self.most and len(self._steps) > _FEWEST_STEPS:

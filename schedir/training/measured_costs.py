@@ -18,8 +18,7 @@ from schedir.ir import is_number
 from schedir.runtime import rng
 from schedir.runtime.accelerator import current_accelerator
 from schedir.runtime.arguments import LossFunction
-from schedir.runtime.boundaries.calling import convention_of
-from schedir.runtime.boundaries.learned import tensors_of
+from schedir.runtime.boundaries.learned import run_on, spreads, tensors_of
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.groups import init_process_group
 from schedir.training.collective import everywhere
@@ -75,7 +74,8 @@ def measured_costs(
         with rng(seed, 0, 0, 0):
             # Stages of one layer, of which only one exists at a time.
             for _, layer in model.make([(at, at + 1) for at in range(number)], range(number)):
-                run = partial(convention_of(layer, value, None), layer)
+                spread = spreads(layer, value, None)
+                run = partial(run_on, layer, extra=None, spread=spread)
                 cost, value = _timed(run, layer, value, repeats)
                 costs.append(cost)
                 del layer, run

@@ -19,7 +19,7 @@ from schedir.runtime import StepResult, arguments, plan
 from schedir.runtime.accelerator import Host, Mark, Reach
 from schedir.runtime.boundaries import described
 from schedir.runtime.engine import Engine
-from schedir.runtime.gradients import shared_parameters
+from schedir.runtime.gradients import copies
 from schedir.runtime.plan import Choice, transport_for
 from schedir.runtime.processes.groups import Group
 from schedir.runtime.transports.gloo import GlooTransport
@@ -136,7 +136,7 @@ def far_meta(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
     """The device meta, which is refused to users; between processes nothing stands for a tensor."""
     monkeypatch.setattr(arguments, "_check_tensors", lambda *_: None)
     monkeypatch.setattr(plan, "device_of", lambda stages: META)
-    monkeypatch.setattr(shared_parameters, "digest", lambda parameter: 0)  # read before any step
+    monkeypatch.setattr(copies, "digest", lambda parameter: 0)  # read before any step
     monkeypatch.setattr(plan, "transport_for", _without_gpu)
     monkeypatch.setattr(Group, "allreduce", _of_nothing(Group.allreduce))
     for name in ("send", "receive"):

@@ -33,9 +33,6 @@ class Awaited:
             self.done = True
         return True
 
-    def is_completed(self) -> bool:
-        return self.done or self.work.is_completed()
-
 
 @contextmanager
 def impatient(transport: type[Transport], likely: float, seed: int) -> Iterator[list[str]]:

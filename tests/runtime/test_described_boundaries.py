@@ -21,8 +21,8 @@ from schedir.errors import LoadError
 from schedir.passes import offload
 from schedir.runtime import Executor, plan
 from schedir.runtime.boundaries.boundary import Boundary, boundary_of
-from schedir.runtime.boundaries.described import Message, Posted
-from schedir.runtime.call import STEP, Call, Now
+from schedir.runtime.boundaries.described import Message, Messenger
+from schedir.runtime.call import STEP, Now
 from schedir.runtime.transports.transport import Work
 from tests.built_in import EVERY
 from tests.runtime.features import (
@@ -303,9 +303,6 @@ class Received:
         self.buffer.copy_(tensor)
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
 
 @attrs.define(eq=False)
 class Loop:
@@ -328,11 +325,11 @@ class Letters:
 
     def __init__(self) -> None:
         self.now, self.firsts, self.rests = Now([0]), Loop(), Loop()
-        self._posted = Posted(self.firsts, self.rests, torch.device("cpu"), self.now)
+        self._posted = Messenger(self.firsts, self.rests, torch.device("cpu"), self.now)
 
     def send(self, number: int, **tensors: Tensor) -> None:
         """Send one tensor a message in a call, by key."""
-        self.now.call = Call(STEP, number)
+        self.now.call = STEP.of_number(number)
         for key, tensor in tensors.items():
             self.give(key, boundary_of(tensor), tensor)
 
@@ -371,7 +368,7 @@ def test_a_constant_comes_as_what_it_is() -> None:
     """A description that only seems to be as the one before is sent."""
     letters = Letters()
     for constant in (1, True, 1.0, 1.0, 0.0, -0.0, None, "1"):
-        letters.now.call = Call(STEP, 0)
+        letters.now.call = STEP.of_number(0)
         letters.give("a", boundary_of((torch.zeros(2), constant)), torch.zeros(2))
         came = letters.take("a")[0].leaves[1]
         assert (type(came), repr(came)) == (type(constant), repr(constant))

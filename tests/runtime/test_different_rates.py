@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.gradients.scaling import steps_apart
+from schedir.runtime.gradients.scaling import share_sums
 from tests.runtime.far import FarDevice
 from tests.runtime.kit import (
     MSE,
@@ -55,7 +55,8 @@ def train(sizes: Sequence[int], microbatches: int, rank: int | None, **options: 
     twins = Twins(doubled(len(sizes)), stepping(sizes, microbatches), rank, momentum)
     recurrence = delayed(sizes, microbatches, lambda s, m: m // sizes[s])
     with twins.executor(**options) as executor:
-        for x, y in random_batches(2, 2 * microbatches + 3):  # some microbatches are larger
+        # Some microbatches are larger, where no stage applies a part of a group of the last one.
+        for x, y in random_batches(2, 2 * microbatches + 3 * (sizes[-1] == 1)):
             batch = x.double(), y.double()
             found = executor.step(batch[0], target=batch[1]).loss
             assert found == twins.step(batch, recurrence=recurrence)
@@ -76,8 +77,7 @@ def test_on_two_ranks(rank: int, sizes: tuple[int, ...]) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("device", ["here", "far"])
 def test_a_count_of_ones_own(rank: int, device: str, request: pytest.FixtureRequest) -> None:
-    """It weighs the microbatches on the rank of the loss, and tells the other one; what is counted
-    on a device stays there."""
+    """What is counted on a device stays there."""
     if device == "far":
         request.getfixturevalue("far")
     train((2, 3), 7, rank, count=lambda y: torch.tensor(float(len(y))))
@@ -86,14 +86,16 @@ def test_a_count_of_ones_own(rank: int, device: str, request: pytest.FixtureRequ
 @on_ranks(4)
 @sweep("sizes", [(2, 1), (2, 3)], quick=[(2, 3)])
 def test_two_pipelines(rank: int, sizes: tuple[int, ...]) -> None:
-    """Their microbatches of one number are one, larger, microbatch; they are of unequal size."""
+    """Their microbatches of one number are one, larger, microbatch; they are of unequal size, also
+    in a pipeline if no stage applies a part of a group of the last one."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     line, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     twins = Twins(doubled(2), stepping(sizes, 5), place, momentum)
     recurrence = delayed(sizes, 5, lambda s, m: m // sizes[s])
     with twins.executor(mesh=mesh) as executor:
         for seed in range(2):
-            batches = [[t.double() for t in random_batch(rows, seed)] for rows in (7, 12)]
+            uneven = 2 * (sizes[-1] == 1)
+            batches = [[t.double() for t in random_batch(n + uneven, seed)] for n in (5, 10)]
             halves = [microbatches_of((x, y), 5) for x, y in batches]
             both = zip(*halves, strict=True)
             pieces = [(torch.cat([a, c]), torch.cat([b, d])) for (a, b), (c, d) in both]
@@ -104,10 +106,10 @@ def test_two_pipelines(rank: int, sizes: tuple[int, ...]) -> None:
 
 
 def test_groups_that_agree_are_not_scaled() -> None:
-    assert steps_apart(schedir.build("pipedream", ranks=3, microbatches=5)) == {}
-    assert steps_apart(stepping((2, 2), 5)) == {}
-    assert steps_apart(stepping((2, 1), 5)) == {(0, 0): ([0, 1], 2), (0, 1): ([2, 3], 2)}
-    assert steps_apart(stepping((1, 2), 3)) == {(0, 0): ([0], 0), (0, 1): ([1], 0)}
+    assert share_sums(schedir.build("pipedream", ranks=3, microbatches=5)) == {}
+    assert share_sums(stepping((2, 2), 5)) == {}
+    assert share_sums(stepping((2, 1), 5)) == {(0, 0): 2, (0, 1): 2}
+    assert share_sums(stepping((1, 2), 3)) == {(0, 0): 0.5, (0, 1): 0.5}
 
 
 def test_gradients_from_before_are_not_scaled() -> None:
@@ -132,22 +134,23 @@ def test_there_is_no_norm_of_all_gradients() -> None:
         executor_of((2, 1), 4, clip_grad_norm=1.0)
 
 
-def test_a_step_without_samples_is_refused() -> None:
-    x, y = random_batch(4)
-    y[:2], y[2:] = -1, 1
-    executor = executor_of((1, 2), 2, count=lambda target: float((target >= 0).sum()))
-    with refused(r"microbatches \[0\] hold no samples at all"):
+UNEQUAL = r"microbatches \[0, 1\], after which the loss stage updates, hold 2, 1 samples"
+
+
+def test_parts_of_groups_of_unequal_microbatches_are_refused() -> None:
+    x, y = random_batch(3)
+    executor = executor_of((1, 2), 2)
+    with refused(UNEQUAL):
         executor.step(x, target=y)
+    executor.step(x[:2], target=y[:2])
 
 
-def test_a_step_without_samples_on_a_device_is_refused_later(far: FarDevice) -> None:
-    y = torch.ones(4, 4)
-    y[:2] = -1
-    options: dict[str, Any] = {"count": lambda target: (target >= 0).sum(), "nonfinite": "ignore"}
-    with executor_of((1, 2), 2, **options) as executor:
-        executor.step(y, target=y)
-        with refused(r"microbatches \[0\] hold no samples at all"):
-            executor.step(y, target=y)
+def test_those_counted_on_a_device_are_refused_later(far: FarDevice) -> None:
+    x, y = random_batch(3)
+    with executor_of((1, 2), 2, count=lambda target: torch.tensor(len(target))) as executor:
+        executor.step(x, target=y)
+        with refused(UNEQUAL):
+            executor.step(x, target=y)
 
 
 def test_tied_stages_step_at_one_rate() -> None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.gradients.reduction import GradientMask
+from schedir.runtime.gradients.reduction import Reduction
+from schedir.runtime.processes.groups import Group
 from tests.runtime import test_boundaries_on_ranks as boundaries
 from tests.runtime import test_first_calls as first_calls
 from tests.runtime import test_in_process as in_process
@@ -245,7 +246,7 @@ def test_what_hosts_tell_each_other_stays_on_the_host(rank: int) -> None:
     assert losses[0] == losses[1]
 
 
-def test_who_has_all_gradients_waits_for_no_other_host() -> None:
+def test_who_has_all_gradients_waits_for_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Tensor] = []
     waited: list[int] = []
     work = SimpleNamespace(wait=lambda: waited.append(len(told)))
@@ -255,10 +256,20 @@ def test_who_has_all_gradients_waits_for_no_other_host() -> None:
         told.append(tensors[0].add_(torch.tensor([0, 1, 0], dtype=torch.int32)))
         return work
 
-    mask = GradientMask(SimpleNamespace(allreduce=allreduce), "stage 0's")  # type: ignore[arg-type]
-    mask.tell([True, True, True])
-    assert mask.anywhere() == [True, True, True]
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    sums, hosts = Group(None), Group("some")
+    monkeypatch.setattr(sums, "allreduce", lambda tensors: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(hosts, "allreduce", allreduce)
+    reduction = Reduction(parameters, sums, hosts, "stage 0's")
+
+    def summed(*there: bool) -> list[bool]:
+        for parameter, is_there in zip(parameters, there, strict=True):
+            parameter.grad = torch.ones(1) if is_there else None
+        reduction.post()
+        reduction.finish()
+        return [parameter.grad is not None for parameter in parameters]
+
+    assert summed(True, True, True) == [True, True, True]
     assert not waited
-    mask.tell([True, False, False])
-    assert mask.anywhere() == [True, True, False]
+    assert summed(True, False, False) == [True, True, False]
     assert waited == [1, 2]  # the first when the second was told

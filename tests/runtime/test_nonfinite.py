@@ -204,7 +204,7 @@ def test_it_is_named_and_not_applied(name: str) -> None:
             executor.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if steps_last(built(name))])
 def test_a_step_that_is_skipped_changes_nothing(name: str) -> None:
     trial, twin = Trial(built(name)), Trial(built(name))
     stages = len(trial.stages)
@@ -216,13 +216,9 @@ def test_a_step_that_is_skipped_changes_nothing(name: str) -> None:
             with trial.spoiling(direction, stage, m, value):
                 result = executor.step(x, target=y)
             assert math.isfinite(result.loss) is (direction == "backward")
-            concerned = range(stage + 1 if direction == "backward" else stages)
-            if steps_last(trial.schedule):
-                assert result.skipped == tuple((s, 0) for s in range(stages))
-                assert not trial.applied
-                assert_equal_stages(numbered(trial.stages), twin.stages)
-            else:
-                assert result.skipped == tuple(sorted(trial.step_of(s, m) for s in concerned))
+            assert result.skipped == tuple((s, 0) for s in range(stages))
+            assert not trial.applied
+            assert_equal_stages(numbered(trial.stages), twin.stages)
             assert gradients(trial.stages) == [None] * 2 * stages
 
 
@@ -437,8 +433,8 @@ def test_what_the_optimizer_does_not_step_is_not_looked_at() -> None:
         ({"nonfinite": True}, "nonfinite must be one of 'raise', 'skip', 'ignore', not True"),
         ({"nonfinite": "skip", "optimizer": None}, "so it needs an optimizer"),
         (
-            {"name": "pipedream-2bw", "nonfinite": "skip", "ties": TIES},
-            'nonfinite="skip" with ties= needs all gradients before any rank steps',
+            {"name": "pipedream-2bw", "nonfinite": "skip"},
+            'nonfinite="skip" needs all gradients before any rank steps',
         ),
     ],
 )
@@ -509,7 +505,6 @@ REPLICATED = {"dualpipe": 2, "chimera": 2, "1f1b-rr": 3}
 def test_replicas_in_one_process_find_the_same(name: str) -> None:
     schedule = built(name, REPLICATED[name])
     assert any(len(held) > 1 for held in schedule.placement)
-    turns = graph_of(schedule).turn[graph_of(schedule).weight_gradients]
     x, y = random_batch()
     for m in range(MICROBATCHES):
         bad = y.clone()
@@ -521,11 +516,8 @@ def test_replicas_in_one_process_find_the_same(name: str) -> None:
         stages, before = linear_stages(schedule.stages), linear_stages(schedule.stages)
         given: dict[str, Any] = {"nonfinite": "skip", "in_process": True}
         with Executor(schedule, numbered(stages), MSE, adamw, **given) as executor:
-            due = tuple(enumerate(turns[:, m].tolist()))
-            assert executor.step(x, target=bad).skipped == due
-            if steps_last(schedule):
-                assert_equal_stages(numbered(stages), before)
-            assert is_finite(stages)
+            assert len(executor.step(x, target=bad).skipped) == schedule.stages
+            assert_equal_stages(numbered(stages), before)
             assert executor.step(x, target=y).skipped == ()
 
 
@@ -558,12 +550,12 @@ def test_ranks_with_different_rules_are_refused(rank: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("name", "clip"), [("1f1b", None), ("1f1b", 0.5), ("pipedream", None)])
-def test_pipelines_skip_alike(rank: int, name: str, clip: float | None) -> None:
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_pipelines_skip_alike(rank: int, clip: float | None) -> None:
     """Though the loss of one alone is not finite, and its gradient would be."""
     mesh = pipelines()
     place, line = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
-    schedule, stages = schedir.build(name, ranks=2, microbatches=2), linear_stages()
+    schedule, stages = schedir.build("1f1b", ranks=2, microbatches=2), linear_stages()
     given: dict[str, Any] = {"nonfinite": "skip", "clip_grad_norm": clip, "mesh": mesh}
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -573,8 +565,7 @@ def test_pipelines_skip_alike(rank: int, name: str, clip: float | None) -> None:
         x, y = random_batch(rows=4, seed=line)
         assert executor.step(x, target=y).skipped == ()
         y[2:, 0] = 7.0 if line else y[2:, 0]  # of the last microbatch
-        result = executor.step(x, target=y)
-        assert result.skipped == ((place, 1 if name == "pipedream" else 0),)
+        assert executor.step(x, target=y).skipped == ((place, 0),)
         executor.step(x, target=random_batch(rows=4)[1])
     held = everyone((place, [p.tolist() for p in stages[place].parameters()]))
     assert all(there == held[rank][1] for at, there in held if at == place)

@@ -56,7 +56,7 @@ def test_what_nobody_observes_stays_as_it_is(executor: Executor) -> None:
     step(executor)
     latest = executor._engine.training._latest
     assert latest is not None
-    (instructions, *_) = latest.lists
+    instructions = latest.instructions
     assert observed(instructions, []) is instructions
     clock = Recorder(Host(torch.device("cpu")), traces=False)
     timed = {x.action.kind for x in instructions if clock(x) is not x}

@@ -224,14 +224,6 @@ def test_between_batches_the_module_has_its_newest_weights_and_random_states_are
     assert drawn == [torch.randn(1).item() for _ in range(3)]
 
 
-def test_a_result_names_the_steps_that_its_own_batch_has_skipped() -> None:
-    batches, _ = batches_of(4)
-    batches[1][0][4].fill_(float("inf"))
-    with executor_of(linear_stages(), nonfinite="skip") as executor:
-        skipped = [result.skipped for result in executor.run(batches, segment=32)]
-    assert skipped == [(), ((0, 12), (1, 12)), (), ()]
-
-
 def test_what_is_not_finite_leaves_one_process_usable() -> None:
     batches, (x, y) = batches_of(2)
     batches[1][0].fill_(float("nan"))

@@ -122,8 +122,7 @@ def test_nothing_watches_where_nothing_is_recorded() -> None:
         step(plain)
         latest = plain._engine.training._latest
     assert latest is not None
-    instructions = [x for own in latest.lists for x in own]
-    calls = [call for x in instructions for call in (x.run, x.wait) if call]
+    calls = [call for x in latest.instructions for call in (x.run, x.wait) if call]
     assert all(call.__module__.startswith("schedir.runtime.program") for call in calls)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-import re
 from typing import Any
 
 import pytest
@@ -236,37 +234,6 @@ def test_a_loss_with_parameters_is_trained(name: str, recompute: bool) -> None:
     with torch.no_grad():
         found = sum(float(loss_fn(stages[1](stages[0](a)), b)) for a, b in pieces) / 4
     assert evaluated == pytest.approx(found)
-
-
-UNSTEPPED = r"float32\[4\], that no optimizer of this executor steps"
-LEFT_OUT = f"{UNSTEPPED}; the last stage's optimizer .*leaves it out: freeze it"
-
-
-def of_weights(parameters: Any) -> torch.optim.Optimizer:
-    return sgd([p for p in parameters if p.dim() == 2])
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "learns", "expected"),
-    [
-        (sgd, True, [UNSTEPPED] * 3),  # a scale, and a norm's weight and bias
-        (None, True, []),  # the caller steps what it likes
-        (of_weights, False, [LEFT_OUT]),
-    ],
-)
-def test_a_parameter_that_nobody_steps_is_said(
-    optimizer: Any, learns: bool, expected: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Behind a function the loss's parameters can't be seen before the loss is computed."""
-    learned = Learned() if learns else MSE
-    x = torch.randn(4, 4)
-    with (
-        caplog.at_level(logging.WARNING, "schedir"),
-        executor_of_one(optimizer, lambda output, target: learned(output, target)) as executor,
-    ):
-        executor.step(x, target=x)
-    assert len(caplog.messages) == len(expected)
-    assert all(map(re.search, expected, caplog.messages))
 
 
 @pytest.mark.parametrize("detaches", [False, True])

@@ -21,13 +21,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from struct import Struct
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
-from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.boundaries.boundary import TensorMeta, empty, payload
 from schedir.runtime.call import Now
 from schedir.runtime.processes.control import packed, unpacked
@@ -56,25 +55,6 @@ _FORMAT = Struct("=qq")  # the bytes of the description, and of the whole messag
 _LENGTHS = _FORMAT.size
 
 
-class Messenger(Protocol):
-    """Sends and takes the messages of one rank. Each message is taken once, by its key."""
-
-    def send(self, key: Key, message: Message, peer: int) -> list[Work]:
-        """Post a message of the current call; its tensors may be changed afterwards."""
-
-    def expect(self, key: Key, peer: int) -> None:
-        """This message of the current call is the next one from a peer."""
-
-    def has(self, key: Key, peer: int) -> bool:
-        """Whether taking it would wait for nobody."""
-
-    def take(self, key: Key, peer: int) -> Message:
-        """Take a message of a peer, once it has come."""
-
-    def drop(self) -> None:
-        """Forget the messages of a call that failed."""
-
-
 @attrs.define(eq=False)
 class _Room:
     """One end of the messages of a kind and stage.
@@ -94,12 +74,12 @@ class _Room:
             self.call, self.room, self.longest = call, self.longest, _LENGTHS
 
 
-class Posted:
-    """The messenger between processes: it sends lengths, the description and the bytes.
+class Messenger:
+    """Sends and takes the messages of one rank: lengths, the description and the bytes.
 
-    A description that is as the one before is left out. What does not fit into the room of the
-    receive that is posted for it follows by `rests`. Raises RuntimeError if a message can't come
-    any more.
+    Each message is taken once, by its key. A description that is as the one before is left out.
+    What does not fit into the room of the receive that is posted for it follows by `rests`. Raises
+    RuntimeError if a message can't come any more.
     """
 
     def __init__(self, poster: Poster, rests: Poster, device: torch.device, now: Now) -> None:
@@ -110,7 +90,7 @@ class Posted:
         self._early: dict[_Place, Message] = {}
 
     def send(self, key: Key, message: Message, peer: int) -> list[Work]:
-        """Post a message."""
+        """Post a message of the current call; its tensors may be changed afterwards."""
         room, described = self._rooms["to", peer, key[:2]], (message.beside, message.metas)
         room.begin(self._now.call.number)
         parts = [
@@ -136,16 +116,12 @@ class Posted:
         return works
 
     def expect(self, key: Key, peer: int) -> None:
-        """Post a receive for the first part of a message."""
+        """Post a receive for the first part of the next message from a peer, of this key."""
         call, room = self._now.call.number, self._rooms["from", peer, key[:2]]
         room.begin(call)
         first = torch.empty(room.room, dtype=torch.uint8, device="cpu")
         work = self._poster.receive(first, peer)
         self._posted[peer].append(((peer, call, key), work, first, room))
-
-    def has(self, key: Key, peer: int) -> bool:
-        """Whether it has come already; another process is always waited for."""
-        return True
 
     def take(self, key: Key, peer: int) -> Message:
         """Take a message of a peer, once it has come."""
@@ -178,55 +154,6 @@ class Posted:
         self._early.clear()
         self._posted.clear()
         self._rooms.clear()
-
-
-@attrs.frozen(eq=False)
-class Sent:
-    """A message of a rank of this process, with a mark on the stream that made it."""
-
-    message: Message
-    ready: Mark
-
-
-class Within:
-    """The messenger between the ranks of this process: a copy waits until it is taken."""
-
-    def __init__(
-        self, rank: int, sent: dict[Hashable, Sent], accelerator: Accelerator, now: Now
-    ) -> None:
-        self._rank, self._sent, self._accelerator, self._now = rank, sent, accelerator, now
-
-    def send(self, key: Key, message: Message, peer: int) -> list[Work]:
-        """Keep a copy of a message for its receiver."""
-        kept = attrs.evolve(message, tensors=_copies(message))
-        place = self._rank, peer, self._now.call.number, key
-        self._sent[place] = Sent(kept, self._accelerator.mark())
-        return []
-
-    def expect(self, key: Key, peer: int) -> None:
-        """Nothing is posted within a process."""
-
-    def has(self, key: Key, peer: int) -> bool:
-        """Whether it has been sent."""
-        return (peer, self._rank, self._now.call.number, key) in self._sent
-
-    def take(self, key: Key, peer: int) -> Message:
-        """Take a message of a peer, which has been sent."""
-        sent = self._sent.pop((peer, self._rank, self._now.call.number, key))
-        sent.ready.wait()
-        for tensor in sent.message.tensors:
-            self._accelerator.used(tensor)
-        # In memory that this rank's own stream has made, as a received buffer is.
-        return attrs.evolve(sent.message, tensors=_copies(sent.message))
-
-    def drop(self) -> None:
-        """Forget the messages of a call that failed."""
-        self._sent.clear()
-
-
-def _copies(message: Message) -> tuple[Tensor, ...]:
-    described = zip(message.tensors, message.metas, strict=True)
-    return tuple([empty(meta, tensor.device).copy_(tensor.detach()) for tensor, meta in described])
 
 
 def _bytes_of(content: Tensor) -> Tensor:

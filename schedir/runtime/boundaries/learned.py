@@ -7,8 +7,9 @@ recorded. Afterwards version counters show what was changed in place.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -18,7 +19,6 @@ from torch.utils import _pytree as pytree
 from schedir.graph.compile import graph_of
 from schedir.ir import Kind, Schedule
 from schedir.runtime.boundaries.boundary import CONSTANTS, NOTHING, Boundary, Grads, meta_of
-from schedir.runtime.boundaries.calling import CallingConvention
 from schedir.runtime.memory import NO_ALIASES, Aliases
 
 EVERY: Collection[int] = range(sys.maxsize)
@@ -31,7 +31,7 @@ class Learned:
 
     `before` describes the stage's input and `after` its output; `before` is empty for the first
     stage, `after` for the last. `aliases` and `aliases_after` say what their tensors share memory
-    with. `convention` says how the module takes its input.
+    with. With `spread` the entries of its input are separate arguments of the module.
 
     `grads_in` describes the gradient that comes back for each tensor of `after`, `grads_out` the
     gradient that is sent for each tensor of `before`; None for no gradient. If they are masked,
@@ -49,7 +49,7 @@ class Learned:
     after: Boundary = NOTHING
     aliases: Aliases = NO_ALIASES
     aliases_after: Aliases = NO_ALIASES
-    convention: CallingConvention = attrs.field(factory=CallingConvention)
+    spread: bool = False
     grads_in: Grads = ()
     grads_out: Grads = ()
     masked_in: bool = False
@@ -126,6 +126,52 @@ def _possible(grads: Grads, boundary: Boundary) -> Grads:
         meta if grad is None and meta.requires_grad else grad
         for grad, meta in zip(grads, boundary.metas, strict=True)
     )
+
+
+# A tuple's entries become positional arguments of a module, and a dict's keywords, if forward takes
+# them so. Otherwise the input is one argument, as in `nn.Sequential`. What a stage is given beside
+# its input follows: a tuple or a single tensor by position, a dict by keyword.
+
+
+def spreads(module: Callable[..., Any], given: Any, extra: Any) -> bool:
+    """Whether the entries of an input are separate arguments of a module, or a function, by its
+    forward's signature."""
+    if not isinstance(given, (tuple, list, Mapping)):
+        return False
+    if isinstance(given, Mapping) and not all(isinstance(key, str) for key in given):
+        return False
+    positional, keywords = _arguments(given, extra, spread=True)
+    try:
+        forward = module.forward if isinstance(module, nn.Module) else module
+        inspect.signature(forward).bind(*positional, **keywords)
+    except TypeError:
+        return False
+    except ValueError:  # a forward without a signature
+        pass
+    return True
+
+
+def run_on(module: Callable[..., Any], given: Any, extra: Any, spread: bool) -> Any:
+    """Run a module on its input, and on what it is given beside that."""
+    if extra is None and not spread:
+        return module(given)
+    positional, keywords = _arguments(given, extra, spread)
+    return module(*positional, **keywords)
+
+
+def _arguments(given: Any, extra: Any, spread: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    positional: tuple[Any, ...] = (given,)
+    keywords: dict[str, Any] = {}
+    if spread:
+        positional = () if isinstance(given, Mapping) else tuple(given)
+        keywords = dict(given) if isinstance(given, Mapping) else {}
+    if isinstance(extra, Mapping):
+        keywords = {**keywords, **extra}
+    elif isinstance(extra, (tuple, list)):
+        positional = (*positional, *extra)
+    elif extra is not None:
+        positional = (*positional, extra)
+    return positional, keywords
 
 
 INTERNAL = frozenset(vars(nn.Module()))

@@ -3,12 +3,12 @@
     F of the last stage   a loss that is not finite: "raise" raises; with "skip" the backward starts
                           from NaN, so that the gradients show it on every process
     before OPTIM_STEP     a gradient that is not finite, after all sums: "raise" raises before the
-                          rank's first step; with "skip" the step is left out
+                          rank's first step; with "skip" all steps of the call are left out
 
-Processes that sum gradients get equal sums, so they decide in the same way. If the OPTIM_STEPs are
-last, all stages skip together: the ranks learn it from the clipping norm, or from a message. The
-host waits for the device once before consecutive OPTIM_STEPs. With a GradScaler, gradients are
-divided by the scale before they are checked.
+Processes that sum gradients get equal sums, so they find the same. With "skip" the OPTIM_STEPs are
+last, and all ranks learn of it from the clipping norm, or from a message. The host waits for the
+device once before consecutive OPTIM_STEPs. With a GradScaler, gradients are divided by the scale
+before they are checked.
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ from torch import Tensor, nn
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.runtime.accelerator import Accelerator, Late, Reach, Unread
-from schedir.runtime.gradients.loss_scale import LossScale
+from schedir.runtime.gradients.scaling import LossScale, Step
 from schedir.runtime.microbatches import Count
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import VERDICT_TAG, Control
+from schedir.runtime.processes.groups import Group, Groups
 from schedir.runtime.sharded import local
-
-Step = tuple[int, int]
-"""A stage, and the number of one of its OPTIM_STEPs in a call."""
 
 _MEND = (
     ", so it is not applied; look at the batch, the learning rate and the loss, or make the "
@@ -43,46 +40,45 @@ _SMALL = 1 << 10  # elements; more of them are summed sooner than checked one by
 class NonFinite:
     """Checks the losses and gradients of the stages here, by the executor's rule `nonfinite`.
 
-    `optimizers` are those of the stages here. `skipped` are the OPTIM_STEPs that the current call
-    has left out. `agreement` is what ranks that don't clip do together before they step, if
-    anything. `active` says whether anything is checked. `scale` is the loss scale, if there is one.
-    With `reach` the host waits for a device.
+    `optimizers` are those of the stages here. `leaves_out` says whether the current call leaves its
+    OPTIM_STEPs out. `agreement` is what ranks that don't clip do together before they step, if
+    anything. `active` says whether anything is checked, `ends` whether `end` has
+    anything to do. `scale` is the loss scale, if there is one. With `reach` the host waits for a
+    device.
     """
 
     def __init__(
         self,
         plan: Plan,
-        control: Control,
+        groups: Groups,
         optimizers: Mapping[int, torch.optim.Optimizer],
         reach: Reach,
     ) -> None:
-        self._plan, self._control, self._accelerator = plan, control, plan.accelerator
+        self._plan, self._accelerator = plan, plan.accelerator
         self._reach = reach
         rule, clips = plan.arguments.nonfinite, plan.arguments.clip_grad_norm is not None
         self.active, self._raises = rule != "ignore", rule == "raise"
-        together = rule == "skip" and plan.steps_last
-        self.agreement = self._agree if together and not clips else None
-        self.looks_alone = self.active and not clips and not together
+        self.agreement = self._agree if rule == "skip" and not clips else None
+        self.looks_alone = self._raises and not clips
         scaler = plan.arguments.scaler
         self.scale = None if scaler is None else LossScale(scaler, plan.accelerator)
         self._gradients = {
             stage: _Gradients(_names(plan, stage), optimizer, plan.accelerator)
             for stage, optimizer in optimizers.items()
         }
-        holders = sorted({rank for held in plan.schedule.placement for rank in held})
-        # Shards differ between pipelines and slices, whole gradients only between slices.
-        grid = plan.grid
-        lines = range(grid.pipelines) if plan.sharded else [grid.pipeline]
-        numbers = (
-            grid.everyone.index(layout[line][rank])
-            for layout in grid.slices
-            for line in lines
-            for rank in holders
-        )
-        self._numbers = list(dict.fromkeys(numbers))
-        self.skipped: list[Step] = []
-        self._looked_at: dict[Step, bool] = {}  # whether it is left out
-        self._leaves_all_out = False
+        self._group = Group(None)
+        if self.agreement is not None and plan.local_stages:
+            # Shards differ between pipelines and slices, whole gradients only between slices.
+            grid = plan.grid
+            lines = range(grid.pipelines) if plan.sharded else [grid.pipeline]
+            holders = {rank for held in plan.schedule.placement for rank in held}
+            self._group = groups.for_numbers(
+                {layout[line][rank] for layout in grid.slices for line in lines for rank in holders}
+            )
+        # On a device, losses are looked at after the call; a scale changes then.
+        self.ends = self.scale is not None or plan.accelerator.queues
+        self.leaves_out = False
+        self._looked_at: set[Step] = set()
         self._losses: dict[int, Tensor] = {}  # on a device, by microbatch: not looked at yet
         self._unread = Unread()
         self._accumulates = self._adds_up = False  # whether this call leaves gradients, or has some
@@ -90,9 +86,8 @@ class NonFinite:
     def begin(self, updates: bool) -> None:
         """A call begins that trains, and carries out its OPTIM_STEPs if it `updates`."""
         self._adds_up, self._accumulates = self._accumulates, not updates
-        self.skipped = []
+        self.leaves_out = False
         self._looked_at.clear()
-        self._leaves_all_out = False
         self._losses.clear()
         if self.scale is not None:
             self.scale.begin()
@@ -100,7 +95,7 @@ class NonFinite:
     def end(self) -> None:
         """A call is over: losses that no OPTIM_STEP has waited for are looked at later."""
         if self.scale is not None and not self._accumulates:
-            self.scale.update(self._leaves_all_out)
+            self.scale.update(self.leaves_out)
         if self._losses:
             microbatches = list(self._losses)
             values = torch.stack(list(self._losses.values()))
@@ -157,11 +152,9 @@ class NonFinite:
         """
         # A replica in this process may have stepped already.
         due = [step for step in steps if step not in self._looked_at]
-        self._looked_at.update(dict.fromkeys(due, False))
-        found = self._not_finite(due)
-        if found and self._raises:
+        self._looked_at.update(due)
+        if found := self._not_finite(due):
             self._refuse(found)
-        self._looked_at.update(dict.fromkeys(found, True))
 
     def look_before_norms(self) -> None:
         """Look at the gradients here before all ranks take the norm.
@@ -174,7 +167,7 @@ class NonFinite:
             self._refuse(found)
 
     def accepts(self, norms: Tensor, stages: Sequence[int], total: Tensor) -> bool:
-        """Whether gradients of that total norm may be applied; else all steps are left out.
+        """Whether gradients of that total norm may be applied; else the steps are left out.
 
         `norms` is made of those of these stages. Raises ExecutionError where none should be.
         """
@@ -188,23 +181,19 @@ class NonFinite:
                 f"stage {', '.join(map(str, sorted(those)))}" if those else "all stages together"
             )
             raise ExecutionError(f"the norm of the gradients of {whose} is not finite{_MEND}")
-        self._leaves_all_out = True
+        self.leaves_out = True
         return False
 
-    def leaves_out(self, step: Step) -> bool:
-        """Whether an OPTIM_STEP, whose turn it is, is left out."""
-        left_out = self._leaves_all_out or self._looked_at.get(step, False)
-        if left_out:
-            self.skipped.append(step)
-        return left_out
+    @property
+    def skipped(self) -> tuple[Step, ...]:
+        """The OPTIM_STEPs of the stages here that the current call leaves out."""
+        return tuple((stage, 0) for stage in self._plan.local_stages) if self.leaves_out else ()
 
     def _agree(self) -> None:
         """Leave all steps out where any rank has a gradient that is not finite."""
         self._unscale()
-        exchange = self._control.expect(dict.fromkeys(self._numbers, 1), VERDICT_TAG)
-        own = [bool(self._not_finite())]
-        exchange.give(torch.tensor(own, dtype=torch.float64, device="cpu"), self._numbers)
-        self._leaves_all_out = any(verdict.item() for verdict in exchange.result())
+        own = torch.tensor([bool(self._not_finite())], dtype=torch.int32, device="cpu")
+        self.leaves_out = bool(self._group.sum(own, "all verdicts on gradients")())
 
     def _unscale(self) -> None:
         """Divide the gradients here by the scale of the loss, if there is one."""

@@ -35,76 +35,36 @@ _BUCKET = 25 << 20  # bytes, as DistributedDataParallel has it
 
 
 @attrs.define(eq=False)
-class GradientMask:
-    """Finds the gradients that at least one process of a `group`, of CPU tensors, has.
+class Reduction:
+    """Sums the gradients of some `parameters`, at least one, over a group of processes.
 
     A gradient that no process has stays None and does not become zeros: AdamW would decay its
-    parameter. A host knows its gradients once it has queued its backwards, so the hosts exchange
-    this beside the sums, and a host that has all gradients does not wait for the others. `whose`
-    names the gradients in messages.
-    """
-
-    _group: Group
-    _whose: str
-    _own: Sequence[bool] = ()
-    _under_way: tuple[dist.Work, Tensor] | None = None
-
-    def tell(self, own: Sequence[bool]) -> None:
-        """Say which ones this process has, as every other one does; nobody waits here."""
-        self.settle()  # what was said last has long arrived
-        self._own = own
-        flags = torch.tensor(own, dtype=torch.int32, device="cpu")
-        self._under_way = self._group.allreduce([flags]), flags
-
-    def anywhere(self) -> Sequence[bool]:
-        """Of each, whether anyone has it. Waits for other hosts where this one can't tell."""
-        if all(self._own):
-            return self._own
-        assert self._under_way is not None  # told before
-        _, flags = self._under_way
-        self.settle()
-        return [bool(number) for number in flags.tolist()]
-
-    def settle(self) -> None:
-        """Wait until all that was said has arrived."""
-        if self._under_way is not None:
-            work, _ = self._under_way
-            self._under_way = None
-            wait_for_sum([work], f"{self._whose} gradients")
-
-    def forget(self) -> None:
-        """A call has failed: nobody answers any more."""
-        self._under_way = None
-
-
-@attrs.define(eq=False)
-class Reduction:
-    """Sums the gradients of one stage's `parameters`, at least one.
-
-    `whose` names them in messages, and `mask` finds the gradients that any process has. With
-    `each_call` a call without an update sums too, because the caller may step after any call.
+    parameter. A host knows its gradients once it has queued its backwards, so `hosts`, a group of
+    CPU tensors, tell each other beside the sums, and one that has all gradients does not wait.
+    `whose` names the gradients in messages. With `each_call` a call without an update sums too,
+    because the caller may step after any call.
     """
 
     _parameters: Sequence[nn.Parameter]
     _group: Group
-    _mask: GradientMask
+    _hosts: Group
     _whose: str
-    each_call: bool
+    each_call: bool = False
     _under_way: list[tuple[Tensor, list[nn.Parameter]]] = attrs.field(factory=list)
     _works: list[dist.Work] = attrs.field(factory=list)
-
-    def begin(self) -> None:
-        """A call begins: forget what one that failed has left."""
-        self._under_way.clear()
-        self._works.clear()
+    _here: Sequence[bool] = ()  # the gradients that this process has
+    _anywhere: Callable[[], Tensor] | None = None  # how many processes have each
 
     def post(self) -> None:
         """Post the sums of what is there now."""
         self.finish()
+        self.hear_hosts()  # what was told last has long arrived
         for parameter in self._parameters:
             refuse_sparse(parameter, "summed over processes")
         settle(self._parameters)
-        self._mask.tell([p.grad is not None for p in self._parameters])
+        self._here = [p.grad is not None for p in self._parameters]
+        told = torch.tensor(self._here, dtype=torch.int32, device="cpu")
+        self._anywhere = self._hosts.sum(told, f"{self._whose} gradients")
         for bucket in _buckets(self._parameters):
             flat = torch.cat([_flat(p) for p in bucket])
             self._works.append(self._group.allreduce([flat]))
@@ -120,7 +80,8 @@ class Reduction:
         if not self._under_way:
             return
         self.wait()
-        there = dict(zip(self._parameters, self._mask.anywhere(), strict=True))
+        here = self._here if all(self._here) else map(bool, self.hear_hosts())
+        there = dict(zip(self._parameters, here, strict=True))
         for flat, bucket in self._under_way:
             pieces = flat.split([local(p).numel() for p in bucket])
             for parameter, piece in zip(bucket, pieces, strict=True):
@@ -128,37 +89,48 @@ class Reduction:
                     parameter.grad = _laid_out(piece, parameter)
         self._under_way.clear()
 
+    def hear_hosts(self) -> list[int]:
+        """Wait until the hosts have told each other how many have each gradient."""
+        summed, self._anywhere = self._anywhere, None
+        return [] if summed is None else summed().tolist()
+
+    def reset(self) -> None:
+        """Forget what is under way: a call has failed, and nobody answers any more."""
+        self._under_way.clear()
+        self._works.clear()
+        self._anywhere = None
+
 
 @attrs.frozen(eq=False)
 class Tie:
     """A parameter that stages share: each holds a copy, and all have the same gradient and step.
 
     `copies` are those on this process, by stage. The gradients of `counted` copies are summed; of a
-    stage's replicas only the first counts. If other processes have copies, `elsewhere` is the group
-    for sums over all, and the mask that says whether any of them has a gradient.
+    stage's replicas only the first counts. `elsewhere` sums the first copy's gradient with those of
+    other processes, if these have copies.
     """
 
     copies: Mapping[int, nn.Parameter]
     counted: Sequence[nn.Parameter]
-    elsewhere: tuple[Group, GradientMask] | None
+    elsewhere: Reduction | None
 
     def sum(self) -> None:
         """Give every copy the sum of all gradients; none where nobody has one."""
-        copies = [*self.copies.values()]
-        for copy in copies:
+        first, *others = self.copies.values()
+        for copy in (first, *others):
             refuse_sparse(copy, "summed with those of its tied copies")
         settle(self.counted)
         grads = [local(copy.grad) for copy in self.counted if copy.grad is not None]
-        total = sum(grads[1:], grads[0]) if grads else torch.zeros_like(local(copies[0]))
-        present = bool(grads)
+        first.grad = None
+        if grads:  # of which the sum may be one
+            first.grad = _laid_out(sum(grads[1:], grads[0]).clone().reshape(-1), first)
         if self.elsewhere is not None:
-            group, mask = self.elsewhere
-            mask.tell([present])
-            total = total.reshape(-1).clone()  # it may be a gradient itself
-            wait_for_sum([group.allreduce([total])], "a tied parameter's gradients")
-            (present,) = mask.anywhere()
-        for copy in copies:
-            copy.grad = _laid_out(total.clone().reshape(-1), copy) if present else None
+            self.elsewhere.post()
+            self.elsewhere.finish()
+        for copy in others:
+            copy.grad = None
+            if first.grad is not None:
+                copy.grad = _laid_out(local(first.grad).clone().reshape(-1), copy)
 
 
 class Accumulated:
@@ -195,33 +167,26 @@ class Accumulated:
 class Barrier:
     """An action that runs once `parties` ranks of this process have arrived.
 
-    It makes new gradients for the parameters `remade`, on its own stream.
+    It makes new gradients for the parameters `remade`, on its own stream. All arrive before one of
+    them leaves.
     """
 
-    _parties: int
+    parties: int
     _action: Callable[[], None]
     _accelerator: Accelerator
     _remade: Sequence[nn.Parameter] = ()
     _arrived: list[Mark] = attrs.field(factory=list)
     _done: Mark | None = None
-    _passed: int = 0
 
-    def arrive(self) -> int:
-        """A rank is there; the result is the turn that it waits for, for `is_past`."""
-        turn = self._passed
+    def arrive(self) -> None:
+        """A rank is there."""
         self._arrived.append(self._accelerator.mark())
-        if len(self._arrived) == self._parties:
+        if len(self._arrived) == self.parties:
             for mark in self._arrived:
                 mark.wait()
             self._arrived.clear()
             self._action()
             self._done = self._accelerator.mark()
-            self._passed += 1
-        return turn
-
-    def is_past(self, turn: int) -> bool:
-        """Whether all have arrived in that turn."""
-        return self._passed > turn
 
     def leave(self) -> None:
         """A rank goes on: its stream waits for the action, and uses what that has made."""

@@ -26,26 +26,16 @@ from schedir.runtime.processes.groups import Group, Groups, Message
 
 _OBJECT_TAG = 0
 LOSS_TAG = 1
-COUNT_TAG = 2
-NORM_TAG = 3
 _ROOM_TAG = 4
-DRIFT_TAG = 5
 PIPELINE_TAG = 6
 RANK_TAG = 7
 _BESIDE_TAG = 8
 _CLOCK_TAG = 9
-SHARES_TAG = 10
-VERDICT_TAG = 11
 _MEETING_TAG = 12
 _DESCRIBED_TAG = 13  # and those after it
 _WORDS = {
     LOSS_TAG: "the loss",
-    COUNT_TAG: "the samples",
-    NORM_TAG: "the norms",
     _ROOM_TAG: "the buffers",
-    DRIFT_TAG: "the weights' fingerprint",
-    SHARES_TAG: "the weights of steps",
-    VERDICT_TAG: "whether the gradients are finite",
 }
 
 T = TypeVar("T")

@@ -120,6 +120,20 @@ class Group:
         work: dist.Work = _unseen(self.backend.allreduce)(tensors)
         return work
 
+    def sum(self, vector: Tensor, what: str) -> Callable[[], Tensor]:
+        """Begin to sum a vector over all of the group; returns a function that waits for the sum,
+        to be called once. A value that only one process puts in, among zeros, stays exact.
+        """
+        if self.backend is None:  # a single process
+            return lambda: vector
+        work = self.allreduce([vector])
+
+        def summed() -> Tensor:
+            wait_for_sum([work], what)
+            return vector
+
+        return summed
+
     def tell(self, vector: Tensor, rank: int, tag: int, what: str) -> Message:
         """Send a vector; `what` names it in messages."""
         return self._message(self.send, vector, rank, tag, f"{what} to reach")
@@ -240,8 +254,8 @@ class Groups:
         self.patience = Patience(self.timeout, (board or Board(self.store)).has_failed)
         self.posted: list[dist.Work] = []  # over NCCL, for whoever follows it
         self.asked: list[NcclGroup] = []
-        self._for_numbers: dict[tuple[int, ...], Group] = {}
         self._groups: list[Group] = []
+        self._first: dict[tuple[tuple[int, ...], bool], Group] = {}  # by processes, and over NCCL
 
     @classmethod
     def _named(cls, everyone: tuple[int, ...]) -> str:
@@ -276,9 +290,14 @@ class Groups:
     ) -> Group:
         """Make a group for a new purpose, between hosts, or for sums on a device.
 
-        A group of a single process is never used. Raises WaitError if the other processes don't
-        make it in time.
+        A group of a single process only sums. Raises WaitError if the other processes don't make it
+        in time.
         """
+        made = self._new(purpose, processes, device)
+        self._first.setdefault((tuple(processes), goes_over_nccl(device)), made)
+        return made
+
+    def _new(self, purpose: str, processes: Sequence[int], device: torch.device | None) -> Group:
         if len(processes) == 1:
             return Group(None)
         if goes_over_nccl(device):
@@ -292,14 +311,14 @@ class Groups:
             self._groups.append(Group(dist.ProcessGroupGloo(*place, len(processes), self.timeout)))
         return self._groups[-1]
 
-    def for_numbers(self, processes: Sequence[int], device: torch.device) -> Group:
-        """The group in which some processes sum a call's numbers on a device: samples, scales, and
-        norms of gradients. All processes post them in that order, so one group serves all."""
-        key = tuple(sorted(processes))
-        if key not in self._for_numbers:
-            purpose = f"numbers/{','.join(map(str, key))}"
-            self._for_numbers[key] = self.make(purpose, key, device)
-        return self._for_numbers[key]
+    def for_numbers(self, processes: Iterable[int], device: torch.device | None = None) -> Group:
+        """The group in which some processes sum a call's numbers: samples at its beginning, norms
+        and verdicts after all other sums, so any group of the same processes does."""
+        own = tuple(sorted(processes))
+        found = self._first.get((own, goes_over_nccl(device)))
+        if found is None:
+            found = self.make(f"numbers/{','.join(map(str, own))}", own, device)
+        return found
 
     def ask(self, asked: Asked, warm_up: Callable[[NcclGroup], Iterable[dist.Work]]) -> NcclGroup:
         """Ask for a group of NCCL; `warm_up` posts its first work."""

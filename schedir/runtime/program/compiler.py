@@ -9,6 +9,7 @@ send holds can be freed:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -24,6 +25,7 @@ from schedir.graph.compile import graph_of
 from schedir.ir import (
     COMPLETES_GRADIENTS,
     COMPUTE,
+    CONSUMES,
     COPIES,
     GATHERS,
     READS_WEIGHTS,
@@ -37,9 +39,8 @@ from schedir.runtime.accelerator import Accelerator, Streams
 from schedir.runtime.boundaries.boundary import crossed
 from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import Now
-from schedir.runtime.gradients.nonfinite import NonFinite
-from schedir.runtime.gradients.reduction import Barriers
-from schedir.runtime.gradients.scaling import Scaling
+from schedir.runtime.gradients.gradients import Gradients
+from schedir.runtime.gradients.reduction import Barrier
 from schedir.runtime.program.compute import (
     backward,
     backward_input,
@@ -83,18 +84,16 @@ from schedir.runtime.program.transfers import (
     waiting,
 )
 from schedir.runtime.program.update import (
-    PassBarriers,
+    if_updating,
     optim_step,
     reduce_grad,
     reduce_shards,
     reshard,
-    sum_replicas,
     unshard,
     until_gathered,
 )
-from schedir.runtime.sharded import Sharded
+from schedir.runtime.sharded import Sharded, settle
 from schedir.runtime.stage.activations import Cell, Cells
-from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights
 from schedir.runtime.transports.buffers import FromBuffers, Pool
@@ -105,21 +104,16 @@ from schedir.runtime.transports.transport import BatchPoster, Poster, Transport,
 class Compiler:
     """The parts that actions are bound to.
 
-    `now` is the current call, which `trains` or not. `replicas` are those of the stages that
-    several ranks of this process hold. `barriers` come before OPTIM_STEPs; None if the caller
-    steps. `scaling` is for OPTIM_STEPs of other microbatches than the last stage's, and `nonfinite`
-    checks what they apply. `first` is for described boundaries. `observers` watch every run.
-    `beside` sends values from host to host; None if the transport of the payloads does that too.
-    `streams` are those of the ranks, and side streams. `pools` are the buffers that ranks send from
-    and receive into. `copiers` move offloaded tensors.
+    `now` is the current call, which `trains` or not. `gradients` has the work before OPTIM_STEPs.
+    `first` is for described boundaries. `observers` watch every run. `beside` sends values from
+    host to host; None if the transport of the payloads does that too. `streams` are those of the
+    ranks, and side streams. `pools` are the buffers that ranks send from and receive into.
+    `copiers` move offloaded tensors.
     """
 
     accelerator: Accelerator
     stages: Mapping[int, Stage]
-    replicas: Mapping[int, Replicas]
-    barriers: Barriers | None
-    scaling: Scaling
-    nonfinite: NonFinite
+    gradients: Gradients
     first: FirstCall
     observers: Sequence[Observer]
     beside: Poster | None
@@ -170,6 +164,10 @@ class _List:
         self._versions: Mapping[int, StageVersions] = weight_versions(schedule.columns, rank)
         self._arrived = arrivals(schedule, rank)
         self._beside = compiler.beside or transport
+        self._batches = {
+            a: e.actions for e in self._entries if isinstance(e, Together) for a in e.actions
+        }
+        self._came: Counter[Barrier] = Counter()
         self._poster: BatchPoster = transport
         self._gathered = first_uses(self._actions)
         self._early = early_additions(self._actions)
@@ -209,20 +207,20 @@ class _List:
         place = self._rank, index, self._listed_at[index], action
         stage = self._stages[action.stage]
         if action.kind is Kind.OPTIM_STEP:
-            if self._compiler.barriers is not None:
+            if self._compiler.gradients.updates:
                 if not turn or self._actions[turn - 1].kind is not Kind.OPTIM_STEP:
-                    yield self._barriers(place, turn)
+                    yield from self._before_steps(place, turn)
                 step = self._step(action.stage, turn)
-                run = optim_step(stage, self._compiler.nonfinite, step, self._now)
+                run = optim_step(stage, step, self._now)
                 yield self._in_turn(Instruction(*place, run, computes=True, stage=stage), False)
         elif stage.sharded is not None and action.kind in _OF_SHARDED:
             yield Instruction(*place, _OF_SHARDED[action.kind](stage.sharded, self._now))
         elif action.kind is Kind.REDUCE_GRAD:
-            replicas = self._compiler.replicas.get(action.stage)
-            if replicas is not None:
-                run = sum_replicas(replicas, self._rank, self._now)
-                # The sum before this one has to be taken.
-                yield Instruction(*place, run, blocked=partial(_not_over, replicas, self._rank))
+            if stage.replicas is not None:
+                meeting = [stage.replicas.barrier]
+                run = if_updating([meeting[0].arrive], self._now)
+                yield Instruction(*place, run, after=self._over(meeting), does=meeting)
+                self._came.update(meeting)
             elif stage.reduction is not None:
                 run = reduce_grad(stage.reduction, self._now)
                 yield Instruction(*place, run, sums=(stage.reduction,))
@@ -237,7 +235,7 @@ class _List:
             if peer is None:
                 raise ExecutionError(f"{action} has no peer", rank=self._rank, index=index)
             run = self._transfer(action, poster, peer)
-            yield Instruction(*place, run, cell=self._cell(action), peer=peer)
+            yield Instruction(*place, run, does=[action], cell=self._cell(action), peer=peer)
 
     def _compute(
         self, place: tuple[int, int, int, Action], turn: int, action: Action, stage: Stage
@@ -246,15 +244,15 @@ class _List:
         versions = self._versions[cell.stage]
         version = versions.reads[cell.microbatch]
         last_read = versions.last_read[version] == turn
-        before, after = (n in self._described for n in (cell.stage - 1, cell.stage))
+        before, beyond = (n in self._described for n in (cell.stage - 1, cell.stage))
         hand = learn_gradients if before else hand_back
         nobody: list[Work] = []
         receives = nobody
         replayed = self._lists(Kind.RECOMPUTE, cell)
         if kind is Kind.FORWARD:
-            if before or after:
+            if before or beyond:
                 first = self._compiler.first
-                run = first_forward(stage, cell, self._now, trains, replayed, first, after)
+                run = first_forward(stage, cell, self._now, trains, replayed, first, beyond)
             else:
                 run = forward(stage, cell, self._now, trains, replayed)
             if cell.stage and cell.previous is None:
@@ -279,13 +277,17 @@ class _List:
             run = _under_autocast(run, self._now)
         if stage.weights.stashes:
             run = _at_version(run, stage.weights, version, last_read)
-        wait, arrived = None, [self._sends(send) for send in self._arrived.get(turn, ())]
+        wait: Bound | None = None
+        after: Sequence[tuple[object, int]] = ()
         if receives is not nobody:
-            wait = waiting(receives, arrived)
+            wait = waiting(receives, [self._sends(send) for send in self._arrived.get(turn, ())])
+            receive = Action(CONSUMES[kind], action.stage, action.microbatch)
+            batch = self._batches.get(receive, [receive])  # all of it is waited for
+            after = [(transfer.counterpart, 1) for transfer in batch]
         if stage.sharded is not None and turn in self._gathered:
             wait = until_gathered(stage.sharded, stage.weights, wait)
         return Instruction(
-            *place, run, wait, receives, arrived, computes=True, cell=cell, stage=stage
+            *place, run, wait, receives, after, computes=True, cell=cell, stage=stage
         )
 
     def _earlier(self, turn: int, action: Action) -> Sequence[Cell] | None:
@@ -329,36 +331,57 @@ class _List:
             return receive_activations(cell, poster, peer, self._make)
         return receive_gradients(cell, poster, self._beside, peer, self._make)
 
-    def _barriers(self, place: tuple[int, int, int, Action], turn: int) -> Instruction:
-        """The work before the consecutive OPTIM_STEPs from a turn on; see `PassBarriers`."""
-        compiler, replicas = self._compiler, self._compiler.replicas
-        assert compiler.barriers is not None  # asked where the executor steps
+    def _before_steps(
+        self, place: tuple[int, int, int, Action], turn: int
+    ) -> Iterator[Instruction]:
+        """The work before the consecutive OPTIM_STEPs from a turn on: 1. finish sums of gradients
+        over processes, 2. finish sums over replicas in this process, 3. sum what is split otherwise
+        than its parameter, 4. scale sums that need it, 5. pass the barriers: ties, then clipping,
+        6. check what is about to be applied.
+
+        The ranks of this process come to the barriers one after the other, and then all leave them.
+        """
+        gradients = self._compiler.gradients
         steps = [
             (action.stage, self._step(action.stage, at))
             for at, action in enumerate(
                 takewhile(lambda action: action.kind is Kind.OPTIM_STEP, self._actions[turn:]), turn
             )
         ]
-        stages = [stage for stage, _ in steps]
-        reductions = [r for stage in stages if (r := self._stages[stage].reduction) is not None]
-        passing = PassBarriers(
-            self._now,
-            self._rank,
-            reductions,
-            [replicas[stage] for stage in stages if stage in replicas],
-            [p for s in stages for p in self._stages[s].weights.newest if isinstance(p, DTensor)],
-            [self._scale(*step) for step in steps if compiler.scaling.scales(*step)],
-            compiler.barriers.before(stages),
-            partial(compiler.nonfinite.look, steps) if compiler.nonfinite.looks_alone else None,
+        stages = [self._stages[stage] for stage, _ in steps]
+        reductions = [stage.reduction for stage in stages if stage.reduction is not None]
+        summed = [stage.replicas.barrier for stage in stages if stage.replicas is not None]
+        split = [p for stage in stages for p in stage.weights.newest if isinstance(p, DTensor)]
+        barriers = gradients.barriers.before(stage for stage, _ in steps)
+        arrive: list[Bound] = [
+            *(reduction.finish for reduction in reductions),
+            *(barrier.leave for barrier in summed),
+            *([partial(settle, split)] if split else []),
+            *(self._scale(*step) for step in steps if gradients.scaling.scales(*step)),
+            *(barrier.arrive for barrier in barriers),
+        ]
+        yield Instruction(
+            *place,
+            if_updating(arrive, self._now),
+            after=self._over(summed),
+            does=barriers,
+            listed=False,
+            sums=reductions,
         )
-        return Instruction(
-            *place, passing.run, blocked=passing.is_blocked, listed=False, sums=reductions
-        )
+        self._came.update(barriers)
+        leave: list[Bound] = [barrier.leave for barrier in barriers]
+        if gradients.nonfinite.looks_alone:
+            leave.append(partial(gradients.nonfinite.look, steps))
+        run = if_updating(leave, self._now)
+        yield Instruction(*place, run, after=self._over(barriers), listed=False)
+
+    def _over(self, barriers: Iterable[Barrier]) -> list[tuple[object, int]]:
+        """That all ranks here have come to these barriers as often as this one."""
+        return [(barrier, barrier.parties * self._came[barrier]) for barrier in barriers]
 
     def _scale(self, stage: int, step: int) -> Callable[[], None]:
-        weights = self._stages[stage].weights
-        scale = partial(self._compiler.scaling.scale, weights.newest, stage, step)
-        replicas = self._compiler.replicas.get(stage)
+        weights, replicas = self._stages[stage].weights, self._stages[stage].replicas
+        scale = partial(self._compiler.gradients.scaling.scale, weights.newest, stage, step)
         return scale if replicas is None else partial(replicas.scale, step, scale)
 
     def _step(self, stage: int, turn: int) -> int:
@@ -378,7 +401,7 @@ class _List:
     def _in_turn(self, made: Instruction, adds: bool) -> Instruction:
         """One that uses a stage which other ranks here use as well waits for these; whether it
         `adds` to the gradients of its rank."""
-        replicas = self._compiler.replicas.get(made.action.stage)
+        replicas = self._stages[made.action.stage].replicas
         if replicas is None:
             return made
         return attrs.evolve(made, run=replicas.in_turn(made.run, made.rank if adds else None))
@@ -437,10 +460,6 @@ def early_additions(actions: Sequence[Action]) -> dict[int, list[int]]:
                 del found[begun.pop(0)]  # overtaken
             del begun[:1]
     return found
-
-
-def _not_over(replicas: Replicas, rank: int) -> bool:
-    return not replicas.is_over(rank)
 
 
 def _at_version(run: Bound, weights: StageWeights, version: int, last_read: bool) -> Bound:

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
-from schedir.runtime.boundaries.learned import EVERY
+from schedir.runtime.boundaries.learned import EVERY, run_on
 from schedir.runtime.call import Now
 from schedir.runtime.program.instruction import Bound
 from schedir.runtime.stage.activations import Cell
@@ -44,7 +44,7 @@ _run_backward = torch.autograd.Variable._execution_engine.run_backward
 def run_module(stage: Stage, cell: Cell, with_graph: bool) -> Any:
     """Run a stage's module on the input of a cell."""
     given, extra = arguments(stage, cell, with_graph)
-    return cell.learned.convention(stage.module, given, extra)
+    return run_on(stage.module, given, extra, cell.learned.spread)
 
 
 def run_loss(stage: Stage, cell: Cell, output: Any) -> Tensor:
@@ -61,7 +61,7 @@ def forward(stage: Stage, cell: Cell, now: Now, trains: bool, replayed: bool) ->
     is_plain = (
         (trains and not replayed and not stage.queues and not learned.changes_extra)
         and (not any(learned.changes_inputs) and not learned.other_layout)
-        and not (learned.convention.spread or learned.copied)
+        and not (learned.spread or learned.copied)
         and (stage.index == 0 or learned.before.single)
     )
     if is_plain and stage.loss_fn is None and learned.after.single and not learned.after.declared:
@@ -156,10 +156,10 @@ def forward_with(
         if stage.loss_fn is None:
             _hand_on(cell, made, with_graph)
             return
-        request, keeps = now.call.request, now.call.keeps
+        call, keeps = now.call, now.call.keeps
         # The loss may work in place, and so may what is made of the output, after it.
-        kept = None if keeps is None else _for_caller(cell, made, request.has_loss)
-        if request.has_loss:
+        kept = None if keeps is None else _for_caller(cell, made, call.has_loss)
+        if call.has_loss:
             found = loss(stage, cell, made)
             cell.loss, cell.loss_share = stage.nonfinite.loss(
                 found, cell.microbatch, cell.loss_share, trains

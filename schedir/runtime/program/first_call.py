@@ -7,74 +7,36 @@ They run on real values, as often as the list says. Payloads travel with their d
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.runtime.arguments import Declared
 from schedir.runtime.boundaries.boundary import boundary_of, declared
-from schedir.runtime.boundaries.calling import convention_of
 from schedir.runtime.boundaries.described import Message, Messenger
-from schedir.runtime.boundaries.learned import Watched, held_by, tensors_of
+from schedir.runtime.boundaries.learned import Watched, held_by, run_on, spreads, tensors_of
 from schedir.runtime.call import Now
 from schedir.runtime.memory import sharing
 from schedir.runtime.program.compute import forward_with, hand_back
 from schedir.runtime.program.instruction import Bound
 from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.stage import Stage, arguments, copy_of
-from schedir.runtime.stage.weights import StageWeights
 from schedir.runtime.transports.transport import Work
-
-logger = logging.getLogger("schedir")
 
 
 @attrs.frozen(eq=False)
 class FirstCall:
-    """What the actions at described boundaries need: the messengers of the ranks here, the
-    boundaries that are `described` in every call and those that the user has `declared` instead, by
-    the stage before, and the parameters that the executor's optimizers step, None if the caller
-    steps."""
+    """What the actions at described boundaries need: the messengers of the ranks here, and the
+    boundaries that are `described` in every call, or that the user has `declared` instead, by the
+    stage before."""
 
     messengers: Mapping[int, Messenger]
     described: Collection[int]
     declared: Mapping[int, Declared]
-    stepped: Collection[Tensor] | None
-    _warned: list[int] = attrs.field(factory=list)
-
-    def warn_of_unstepped(self, loss: Tensor, weights: StageWeights) -> None:
-        """Warn, once, of parameters that the loss depends on and no optimizer here steps; `weights`
-        are those of the last stage."""
-        if self.stepped is None or self._warned:
-            return
-        self._warned.append(1)
-        known = set(map(id, (*self.stepped, *weights.copies)))
-        given = set(map(id, weights.newest))
-        seen = set()
-        nodes = [loss.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
-                logger.warning(
-                    "the loss depends on a parameter, %s%s, that no optimizer of this executor "
-                    "steps; %s",
-                    str(leaf.dtype).removeprefix("torch."),
-                    list(leaf.shape),
-                    "the last stage's optimizer leaves it out: freeze it (requires_grad_(False)), "
-                    "or make the optimizer from all the parameters that its function is given"
-                    if id(leaf) in given
-                    else "pass the module that holds it as loss_fn, and it is trained with the "
-                    "last stage",
-                )
-            nodes += [child for child, _ in node.next_functions]
 
 
 def first_forward(
@@ -96,8 +58,8 @@ def first_forward(
         inputs, beside = Watched(tensors_of(given)), Watched(tensors_of(extra))
         keeps = replayed or stage.weights.stashes
         own = Watched(stage.module.parameters() if keeps else ())
-        learned.convention = convention_of(stage.module, given, extra)
-        made = learned.convention(stage.module, given, extra)
+        learned.spread = spreads(stage.module, given, extra)
+        made = run_on(stage.module, given, extra, learned.spread)
         changes = inputs.changed()
         learned.changes_inputs = tuple(changes) if stage.index else (any(changes),)
         learned.changes_extra = any(beside.changed())
@@ -126,8 +88,6 @@ def first_forward(
         given = Watched(tensors_of((target, keywords)))
         found = stage.loss_of(cell, output, target, keywords)
         cell.learned.changes_target = any(given.changed())
-        if stage.sharded is None:  # else the optimizer steps the shards of what it depends on
-            first.warn_of_unstepped(found, stage.weights)
         return found
 
     return forward_with(stage, cell, now, trains, replayed, output, loss, learns=True)
@@ -203,10 +163,6 @@ class _Coming:
         """Wait until it has come, and put it where it is used."""
         self.put(self.messenger.take(self.key, self.peer))
         return True
-
-    def is_completed(self) -> bool:
-        """Whether waiting for it would block nobody."""
-        return self.messenger.has(self.key, self.peer)
 
 
 def take_activations(cell: Cell, messenger: Messenger, peer: int) -> Bound:

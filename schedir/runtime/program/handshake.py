@@ -17,13 +17,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from schedir.runtime.call import REQUESTS, Call, Request
+from schedir.runtime.call import KINDS, NOTHING, Call
 from schedir.runtime.memory import plain_parts
 from schedir.runtime.microbatches import Batch
 from schedir.runtime.plan import Plan
@@ -31,50 +30,26 @@ from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control
 from schedir.runtime.processes.failure import DifferError, users_line
 from schedir.runtime.processes.grid import Grid
 
-UNKNOWN = -1
-NOTHING = 0
-"""The fingerprint of what can't be compared: of no batch, or of an iterator, which is read once."""
 _PRECISIONS = (None, torch.bfloat16, torch.float16, torch.float32)
+_NAMES = [kind.name for kind in KINDS]
+_SIZE = 9
 
 
-@attrs.frozen
-class Announcement:
-    """One call, as one rank makes it.
-
-    `call` counts the calls before this one, and `step` those of `step`, which seeds the forwards;
-    `precision` is the caller's autocast dtype. `rows` are those of the whole batches that are cut
-    here, `inputs` and `target` the fingerprints of the arguments. The first stage's rank knows the
-    number of the input `signature`, and whether all are to `stop` after this call.
-    """
-
-    request: Request
-    call: int
-    step: int = 0
-    precision: torch.dtype | None = None
-    rows: int = UNKNOWN
-    inputs: int = NOTHING
-    target: int = NOTHING
-    signature: int = UNKNOWN
-    stop: bool = False
-
-    def __str__(self) -> str:
-        under = "" if self.precision is None else f" under autocast to {self.precision}"
-        return f"{self.request.name}{under}"
+def _encoded(call: Call) -> Tensor:
+    """A call as it is announced: a vector of integers."""
+    kind, precision = _NAMES.index(call.name), _PRECISIONS.index(call.precision)
+    rows, signature = (-1 if n is None else n for n in (call.rows, call.signature))
+    sent = kind, call.number, call.step, precision, rows, call.inputs, call.target, signature
+    return torch.tensor((*sent, call.stop), device="cpu")
 
 
-_SIZE = len(attrs.fields(Announcement))
-
-
-def _encoded(a: Announcement) -> Tensor:
-    """An announcement as it is sent: a vector of integers."""
-    kind, precision = REQUESTS.index(a.request), _PRECISIONS.index(a.precision)
-    sent = kind, a.call, a.step, precision, a.rows, a.inputs, a.target, a.signature, a.stop
-    return torch.tensor(sent, device="cpu")
-
-
-def _decoded(received: Tensor) -> Announcement:
-    request, call, step, precision, *rest = received.tolist()
-    return Announcement(REQUESTS[request], call, step, _PRECISIONS[precision], *rest)
+def _decoded(received: Tensor) -> Call:
+    kind, number, step, precision, rows, *compared, signature, stop = received.tolist()
+    call = KINDS[kind].of_number(number, step, _PRECISIONS[precision])
+    call.rows, call.signature = (None if n < 0 else n for n in (rows, signature))
+    call.inputs, call.target = compared
+    call.stop = bool(stop)
+    return call
 
 
 class Handshake:
@@ -105,58 +80,51 @@ class Handshake:
         if len(speakers) > 1 and grid.rank == speaker:
             self._between = control.relay(speakers, _SIZE, PIPELINE_TAG)
 
-    def open(
-        self,
-        call: Call,
-        inputs: Batch | None,
-        target: Batch | None,
-        rows: int | None,
-        signature: int,
-    ) -> Announcement:
-        """Announce a call on whole batches of these `rows`; see `exchange`."""
-        found = NOTHING, NOTHING
+    def open(self, call: Call, inputs: Batch | None, target: Batch | None) -> None:
+        """Announce a call on whole batches; see `exchange`."""
         if self._compares:
-            found = fingerprint(inputs), fingerprint(target)
-        known = UNKNOWN if rows is None else rows
-        made = call.request, call.number, call.step, call.precision, known, *found, signature
-        return self.exchange(Announcement(*made, self._stops()))
+            call.inputs, call.target = fingerprint(inputs), fingerprint(target)
+        call.stop = self._stops()
+        self.exchange(call)
 
-    def exchange(self, own: Announcement) -> Announcement:
-        """Compare this process's announcement with that of the pipeline's speaker; returns that.
+    def exchange(self, call: Call) -> None:
+        """Compare this process's call with that of the pipeline's speaker, who knows its rows, its
+        signature, and whether all are to stop after it.
 
         Raises DifferError if they make different calls, or hold different batches.
         """
         grid, speaker = self._grid, self._speaker
         if self._between is not None:
-            first = _decoded(self._between.pass_on(_encoded(own)))
-            _check_same_call(own, first, *self._with_first, grid.rank)
-            own = attrs.evolve(own, stop=first.stop)
+            first = _decoded(self._between.pass_on(_encoded(call)))
+            _check_same_call(call, first, *self._with_first, grid.rank)
+            call.stop = first.stop
         if self._within is None:
-            return own
+            return
         if grid.rank == speaker:
-            self._within.pass_on(_encoded(own))
-            return own
+            self._within.pass_on(_encoded(call))
+            return
         found = _decoded(self._within.pass_on(None))
-        _check_same_call(own, found, *self._with_own, grid.rank)
-        _check_same_batch(own, found, grid, speaker)
-        return found
+        _check_same_call(call, found, *self._with_own, grid.rank)
+        _check_same_batch(call, found, grid, speaker)
+        call.rows, call.signature, call.stop = found.rows, found.signature, found.stop
 
     def last(self, call: Call) -> None:
         """Announce that there is no other call; nobody has to be there to hear it."""
         for relay in (self._between, self._within):
             if relay is not None:
-                relay.leave(_encoded(Announcement(call.request, call.number)))
+                relay.leave(_encoded(call))
 
 
 def _check_same_call(
-    own: Announcement, received: Announcement, both: tuple[int, int], speaker: str, rank: int
+    own: Call, received: Call, both: tuple[int, int], speaker: str, rank: int
 ) -> None:
     """Raise DifferError if this rank makes another call than the `speaker` of a pipeline, or is at
     another step, and so would draw other dropout. `both` are their numbers."""
-    if own.request is not received.request or own.precision is not received.precision:
+    if own.name != received.name or own.precision is not received.precision:
         raise DifferError(
-            f"call {own.call} of rank {rank} is {own} ({users_line()}), but call {received.call} "
-            f"of {speaker} is {received}; every rank must make the same calls, in the same order",
+            f"call {own.number} of rank {rank} is {own.what} ({users_line()}), but call "
+            f"{received.number} of {speaker} is {received.what}; every rank must make the same "
+            "calls, in the same order",
             both,
             rank=rank,
         )
@@ -170,11 +138,11 @@ def _check_same_call(
         )
 
 
-def _check_same_batch(own: Announcement, received: Announcement, grid: Grid, speaker: int) -> None:
+def _check_same_batch(own: Call, received: Call, grid: Grid, speaker: int) -> None:
     """Raise DifferError if this rank holds another batch than the speaker: a step would take the
     inputs from one rank and the target from the other."""
     both = grid.number(speaker), grid.number(grid.rank)
-    if UNKNOWN not in (own.rows, received.rows) and own.rows != received.rows:
+    if None not in (own.rows, received.rows) and own.rows != received.rows:
         cut_here = "stage_inputs" if own.target == NOTHING else "target"
         raise DifferError(
             f"{_where(own)}: `{cut_here}` has {own.rows} rows on rank {grid.rank} at step "
@@ -199,8 +167,8 @@ def _check_same_batch(own: Announcement, received: Announcement, grid: Grid, spe
             )
 
 
-def _where(own: Announcement) -> str:
-    return f"call {own.call}, {own} ({users_line()})"
+def _where(own: Call) -> str:
+    return f"call {own.number}, {own.what} ({users_line()})"
 
 
 # A fingerprint is a cheap hash of a batch, taken at every step.

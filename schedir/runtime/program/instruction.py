@@ -25,10 +25,12 @@ class Instruction:
 
     `index` is its place in the list that runs, `listed_at` its place in the list before receives
     were moved: users see that one, and errors name it. `receives` has the works of the receives
-    that it waits for, `arrived` those of the sends that have arrived by then, and `blocked` says
-    whether another rank of this process has to come first. It
-    `computes` if its time counts as compute. It is `listed` if it does its action, and not
-    something that has to be done before the action.
+    that it waits for. It `computes` if its time counts as compute. It is `listed` if it does its
+    action, and not something that has to be done before the action.
+
+    Among the ranks of one process it comes `after` events, each of which must have happened so many
+    times; what it `does` are events. They are the actions that it posts, and the meetings to which
+    its rank comes.
 
     For observers: the `cell` and `stage` that it works on, the `peer` of a transfer, the `sums`
     that it posts or ends, and the `parts` of a batch that it posts.
@@ -41,8 +43,8 @@ class Instruction:
     run: Bound
     wait: Bound | None = None
     receives: list[Work] = attrs.field(factory=list)
-    arrived: Sequence[list[Work]] = ()
-    blocked: Callable[[], bool] | None = None
+    after: Sequence[tuple[object, int]] = ()
+    does: Sequence[object] = ()
     computes: bool = False
     listed: bool = True
     cell: Cell | None = None
@@ -50,14 +52,6 @@ class Instruction:
     peer: int | None = None
     sums: Sequence[Reduction] = ()
     parts: Sequence[Instruction] = ()
-
-    def is_blocked(self) -> bool:
-        """Whether it has to wait for another rank of this process."""
-        # Where no gradient travels, a backward comes before its activation has been received.
-        for works in (self.receives, *self.arrived):
-            if not all(work.is_completed() for work in works):
-                return True
-        return self.blocked is not None and self.blocked()
 
 
 def nothing() -> None:

@@ -18,10 +18,11 @@ another.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from itertools import accumulate, takewhile
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, TypeGuard
 
 import attrs
@@ -49,7 +50,7 @@ from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe
 from schedir.runtime.processes.positions import CODE, Words, at_place, code, number_of, numbered
 from schedir.runtime.program.compiler import Compiler
-from schedir.runtime.program.handshake import UNKNOWN, Announcement, Handshake
+from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
 from schedir.runtime.program.observers import Observer, observed, profiler_ranges, unseen
 from schedir.runtime.stage.activations import Cells
@@ -63,29 +64,34 @@ _MOST_POSTED = 4
 
 
 class Program:
-    """The compiled lists of the ranks here, with the cells that hold their tensors.
+    """The compiled lists of the ranks here, as one, with the cells that hold their tensors.
 
-    It is compiled from `schedule`; `ahead` posts the receives at the beginning of its only list. In
-    a call of several batches the lists stop at the end of each batch: `ends` has, for each list,
-    the numbers of instructions up to the end of each batch but the last. `at[0]` says where this
-    process stands, for errors and for other processes; see `schedir.runtime.processes.positions`.
+    It is compiled from `schedule`; `ahead` posts the receives at the beginning of a rank that is
+    alone here. In a call of several batches, `ends` are the numbers of instructions up to the end
+    of each batch but the last. `streams` are those of several ranks. It `learns` in the first call
+    of its input signature. `observers` watch its next call. `at[0]` says where this process stands,
+    for errors and for other processes; see `schedir.runtime.processes.positions`.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         cells: Cells,
-        lists: Sequence[Sequence[Instruction]],
+        instructions: Sequence[Instruction],
         at: Words,
+        streams: RankStreams,
+        learns: bool,
         ahead: Sequence[Bound] = (),
-        ends: Sequence[Sequence[int]] = (),
+        ends: Sequence[int] = (),
     ) -> None:
-        self.schedule, self.cells, self.lists = schedule, cells, lists
-        self._ahead, self._ends = ahead, ends or [()] * len(lists)
+        self.schedule, self.cells, self.instructions = schedule, cells, instructions
+        self._ahead, self._ends, self._streams = ahead, ends, streams
+        self.learns = learns
+        self.observers: Sequence[Observer] = ()
         self.posts_ahead = bool(ahead)
         self.is_posted = False
         self._at = at
-        self._flat = _flat(lists[0])
+        self._flat = _flat(instructions, streams)
 
     def post_ahead(self) -> None:
         """Post the receives that the next call begins with."""
@@ -99,91 +105,118 @@ class Program:
                 post()
         self.is_posted = self.posts_ahead
 
-    def run(self, observers: Sequence[Observer]) -> Iterator[int]:
-        """Run the list of the only rank here; gives the number of each batch but the last once that
-        is over.
+    def run(self) -> Iterator[int]:
+        """Run the calls; gives the number of each batch but the last once that is over.
 
         Raises ExecutionError, or WaitError for what never comes, with the place in the list.
         """
-        instructions = observed(self.lists[0], observers) if observers else self.lists[0]
-        calls, codes, places = _flat(instructions) if observers else self._flat
-        stops = _stops(instructions, self._ends[0]) if self._ends[0] else ()
-        at, start = self._at, 0
+        calls, codes, places = self._flat
+        if self.observers:
+            instructions = observed(self.instructions, self.observers)
+            calls, codes, places = _flat(instructions, self._streams)
+        at, ends = self._at, [bisect_left(places, end) for end in self._ends]
         at[0] = codes[0] if codes else at[0]
         try:
             self.post_ahead()
             self.is_posted = False
-            for batch, stop in enumerate(stops):
-                for at[0], call in zip(codes[start:stop], calls[start:stop], strict=True):
-                    call()
-                start = stop
-                yield batch
-            if start:
-                calls, codes = calls[start:], codes[start:]
-            for at[0], call in zip(codes, calls, strict=True):
-                call()
+            for batch, (start, end) in enumerate(pairwise((0, *ends, len(calls)))):
+                if batch:
+                    yield batch - 1
+                self._streams.part()
+                try:
+                    for at[0], call in zip(codes[start:end], calls[start:end], strict=True):
+                        call()
+                finally:
+                    self._streams.meet()
         except WaitError as stalled:
-            place = places[number_of(at[0])]
+            place = self.instructions[places[number_of(at[0])]]
             if stalled.action is None:  # else the place where the device stands is known
                 stalled.at(place.rank, place.listed_at, place.action)
             if not stalled.what:
                 stalled.what, stalled.peer = _awaited(self.schedule, place.action)
             raise
         except Exception as error:
-            raise _placed(error, places[number_of(at[0])]) from None
-
-    def run_in_turn(
-        self, observers: Sequence[Observer], accelerator: Accelerator, streams: Sequence[Any]
-    ) -> Iterator[int]:
-        """Run the ranks of this process in turn, each as far as it gets until it is blocked; gives
-        what `run` gives.
-
-        Each has a stream of its own, of `streams`, where the device has any. Raises ExecutionError,
-        with the place in the list.
-        """
-        lists = [observed(instructions, observers) for instructions in self.lists]
-        reached = [0] * len(lists)
-        for batch, goals in enumerate(zip(*self._ends, strict=True)):
-            _go_on(lists, reached, goals, accelerator, streams)
-            yield batch
-        _go_on(lists, reached, [*map(len, lists)], accelerator, streams)
+            raise _placed(error, self.instructions[places[number_of(at[0])]]) from None
 
 
-def _go_on(
-    lists: Sequence[Sequence[Instruction]],
-    reached: list[int],
-    goals: Sequence[int],
-    accelerator: Accelerator,
-    streams: Sequence[Any],
-) -> None:
-    """Run ranks in turn from where they have `reached` to their goals, or on where another rank
-    needs that to reach its own."""
-    begun = accelerator.mark()
-    for stream in streams:
-        with accelerator.on(stream):
-            begun.wait()
-    limits, progress = goals, True
-    try:
-        while any(at < goal for at, goal in zip(reached, goals, strict=True)):
-            if not progress:
-                if limits is not goals:
-                    break
-                limits = [*map(len, lists)]
-            progress = False
-            for turn, instructions in enumerate(lists):
-                with accelerator.on(streams[turn]):
-                    ran = _run_until_blocked(instructions, reached[turn], limits[turn])
-                progress |= ran > reached[turn]
-                reached[turn] = ran
-    finally:
-        # After an error too: what was computed is given up, and its memory given out again.
-        for stream in streams:
-            with accelerator.on(stream):
-                ended = accelerator.mark()
+class RankStreams:
+    """The streams of several ranks of this process, on a device that has any: the one of the rank
+    whose calls run is current.
+
+        caller's stream   … ─ part ─┐                    ┌─ meet ─ …
+        rank 0's stream             ├─ 0F0 0F1      0B0 ─┤
+        rank 1's stream             └─         1F0       ┘
+    """
+
+    def __init__(self, accelerator: Accelerator, streams: Mapping[int, Any]) -> None:
+        self._accelerator, self._streams = accelerator, streams
+        self._current = ExitStack()
+
+    def part(self) -> None:
+        """Have all ranks' streams come after the caller's."""
+        if self._streams:
+            begun = self._accelerator.mark()
+            for stream in self._streams.values():
+                with self._accelerator.on(stream):
+                    begun.wait()
+
+    def enters(self, rank: int) -> Bound | None:
+        """The call that makes a rank's stream the current one; None where it has none."""
+        return partial(self._enter, self._streams[rank]) if self._streams else None
+
+    def _enter(self, stream: Any) -> None:
+        self._current.close()
+        self._current.enter_context(self._accelerator.on(stream))
+
+    def meet(self) -> None:
+        """Have the caller's stream come after those of all ranks; after an error too, as what was
+        computed is given up then, and its memory given out again."""
+        self._current.close()
+        for stream in self._streams.values():
+            with self._accelerator.on(stream):
+                ended = self._accelerator.mark()
             ended.wait()
-    for at, goal, instructions in zip(reached, goals, lists, strict=True):
-        if at < goal:
-            raise _placed(ExecutionError("what it waits for never comes"), instructions[at])
+
+
+def in_one_list(
+    lists: Sequence[Sequence[Instruction]], ends: Sequence[Sequence[int]]
+) -> tuple[list[Instruction], list[int]]:
+    """The instructions of all ranks, in an order in which none has to wait, and the numbers of
+    instructions up to the end of each batch but the last; `ends` are those of each list.
+
+        rank 0    0F0 0SEND_ACT0 0F1 0SEND_ACT1               0RECV_GRAD0 0B0 …
+        rank 1                                  1RECV_ACT0 1F0 1B0 1SEND_GRAD0 1RECV_ACT1 …
+
+    Each rank goes on until it would wait for another one. Past the end of a batch it goes only
+    where another rank needs that to come to its own end. A list that was proved never stops here.
+    """
+    happened: Counter[object] = Counter()
+    reached = [0] * len(lists)
+    found: list[Instruction] = []
+    stops = []
+    whole = [*map(len, lists)]
+    for goals in (*zip(*ends, strict=True), whole):
+        limits: Sequence[int] = goals
+        while any(at < goal for at, goal in zip(reached, goals, strict=True)):
+            before = len(found)
+            for number, instructions in enumerate(lists):
+                for at in range(reached[number], limits[number]):
+                    instruction = instructions[at]
+                    if any(happened[event] < times for event, times in instruction.after):
+                        break
+                    happened.update(instruction.does)
+                    found.append(instruction)
+                    reached[number] += 1
+            if len(found) == before:
+                stuck = limits is whole
+                limits = whole
+                if stuck:
+                    at = next(n for n, own in enumerate(lists) if reached[n] < len(own))
+                    raise _placed(
+                        ExecutionError("what it waits for never comes"), lists[at][reached[at]]
+                    )
+        stops.append(len(found))
+    return found, stops[:-1]
 
 
 def listening() -> Sequence[Observer]:
@@ -192,57 +225,37 @@ def listening() -> Sequence[Observer]:
 
 
 def _flat(
-    instructions: Sequence[Instruction],
-) -> tuple[list[Bound], list[int], list[Instruction]]:
-    """The calls of some instructions, the code of the place of each, and which one each is of.
+    instructions: Sequence[Instruction], streams: RankStreams
+) -> tuple[list[Bound], list[int], list[int]]:
+    """The calls of some instructions, the code of the place of each, and the number of the
+    instruction that each is of.
 
     A receive that is posted ahead stands at the entry before which it is posted.
     """
     calls: list[Bound] = []
     codes: list[int] = []
-    places: list[Instruction] = []
-    index = END
-    for instruction in reversed(instructions):
-        is_receive = instruction.action.kind in RECEIVES and not instruction.parts
-        index = min(index, instruction.listed_at) if is_receive else instruction.listed_at
+    places: list[int] = []
+    standing: dict[int, int] = {}  # by rank
+    for place in reversed(range(len(instructions))):
+        instruction = instructions[place]
+        rank, index = instruction.rank, instruction.listed_at
+        if instruction.action.kind in RECEIVES and not instruction.parts:
+            index = min(index, standing.get(rank, END))
+        standing[rank] = index
         # What stands before an action, but a batch, waits for others.
         waits = not instruction.listed and not instruction.parts
         run: Phase = "waiting" if waits else "running"
-        phases: tuple[tuple[Bound | None, Phase], ...]
-        phases = (instruction.run, run), (instruction.wait, "waiting")
+        phases: list[tuple[Bound | None, Phase]]
+        phases = [(instruction.run, run), (instruction.wait, "waiting")]
+        if not place or instructions[place - 1].rank != rank:
+            phases.append((streams.enters(rank), "running"))
         for call, phase in phases:
-            if _is_made(call):
+            if call is not None and call is not nothing:
                 calls.append(call)
                 codes.append(code(index, phase))
-                places.append(instruction)
+                places.append(place)
     codes = [found | numbered(number) for number, found in enumerate(reversed(codes))]
     return calls[::-1], codes, places[::-1]
-
-
-def _is_made(call: Bound | None) -> TypeGuard[Bound]:
-    return call is not None and call is not nothing
-
-
-def _stops(instructions: Sequence[Instruction], ends: Sequence[int]) -> list[int]:
-    """How many calls are made up to each of the ends, which are numbers of instructions."""
-    made = (_is_made(each.run) + _is_made(each.wait) for each in instructions)
-    upto = [*accumulate(made, initial=0)]
-    return [upto[end] for end in ends]
-
-
-def _run_until_blocked(instructions: Sequence[Instruction], at: int, limit: int) -> int:
-    """Run instructions from a place up to a limit; returns that of the first that is blocked."""
-    for instruction in instructions[at:limit]:
-        try:
-            if instruction.is_blocked():  # what ranks do together is done by the one that asks last
-                break
-            if instruction.wait is not None:
-                instruction.wait()
-            instruction.run()
-        except Exception as error:
-            raise _placed(error, instruction) from None
-        at += 1
-    return at
 
 
 def _placed(error: Exception, instruction: Instruction) -> ExecutionError:
@@ -266,34 +279,6 @@ def _awaited(schedule: Schedule, action: Action) -> tuple[str, int | None]:
         return str(action), None
     peer = graph_of(schedule).peer(transfer)
     return f"{transfer} {'from' if kind in RECEIVES else 'to'} rank {peer}", peer
-
-
-@attrs.frozen(eq=False)
-class _Known:
-    """The facts about an input signature: what its first call has learned, how many receive buffers
-    a rank may hold, and whether the caller computes in lower precision."""
-
-    lessons: Lessons
-    room: int | None
-    autocast: bool
-
-
-@attrs.frozen(eq=False)
-class Opened:
-    """A call that has been announced, and the program to run, for these observers.
-
-    `learns` is whether this is the first call of its input signature.
-    """
-
-    announcement: Announcement
-    program: Program
-    observers: Sequence[Observer]
-    learns: bool
-
-    @property
-    def rows(self) -> int | None:
-        """Those of the whole batches, None for ready microbatches."""
-        return None if self.announcement.rows == UNKNOWN else self.announcement.rows
 
 
 class Programs:
@@ -327,39 +312,41 @@ class Programs:
         self.schedule = plan.posted(schedule)
         self._lists: dict[int | None, Schedule] = {None: self.schedule}  # by the room for buffers
         self._sees_input = 0 in plan.local_stages
-        self._is_alone = len(transports) > 1
-        own = transports if self._is_alone else ()
-        self._streams = [compiler.streams.of("lists", rank) for rank in own]
+        accelerator = plan.accelerator
+        apart = transports if accelerator.queues and len(transports) > 1 else ()
+        streams = {rank: compiler.streams.of("lists", rank) for rank in apart}
+        self._streams = RankStreams(accelerator, streams)
+        self._known: OrderedDict[int, Program] = OrderedDict()
         self._numbers: dict[object, int] = {}
         self._next = 0  # the number of a signature that is new
-        self._known: OrderedDict[int, _Known] = OrderedDict()
-        self._programs: dict[int, Program] = {}
         self._posted: set[int] = set()
         self._latest: Program | None = None
         self._signature: object = None
 
-    def open(self, call: Call, inputs: Batch | None, target: Batch | None, feed: Feed) -> Opened:
-        """Begin a call on the microbatches of `feed`, which were cut from `inputs` and `target`.
+    def open(self, call: Call, inputs: Batch | None, target: Batch | None, feed: Feed) -> Program:
+        """Begin a call on the microbatches of `feed`, which were cut from `inputs` and `target`;
+        returns the program to run.
 
         Raises ExecutionError where other ranks do something else.
         """
-        number = UNKNOWN
+        call.rows = feed.rows
         if self._sees_input:
             self._signature = _signature_of(feed, inputs, call.precision)
-            number = self._numbers.get(self._signature, self._next)
-        announcement = self._handshake.open(call, inputs, target, feed.rows, number)
-        number = announcement.signature
-        learns = number == self._next
-        program = self._to_learn(call.precision) if learns else self._of(number)
-        observers = listening()
+            call.signature = self._numbers.get(self._signature, self._next)
+        self._handshake.open(call, inputs, target)
+        number = call.signature
+        assert number is not None  # the first stage's rank has said it
+        program = self._to_learn(call.precision) if number == self._next else self._known[number]
+        program.observers = listening()
         if program is not self._latest:
             self._latest = program
             self.schedule = program.schedule
             if self._newcomers is not None:
-                observers = [*observers, *self._newcomers(number, learns)]
-        return Opened(announcement, program, observers, learns)
+                of_program = self._newcomers(number, program.learns)
+                program.observers = [*program.observers, *of_program]
+        return program
 
-    def run(self, opened: Opened, call: Call) -> Iterator[int]:
+    def run(self, program: Program, call: Call) -> Iterator[int]:
         """Run the list; gives the number of each batch but the last once that is over.
 
         Raises ExecutionError, or WaitError for what never comes.
@@ -373,42 +360,39 @@ class Programs:
             pool.trim()
         for copier in self.compiler.copiers.values():
             copier.trim()
-        program = opened.program
-        if self._is_alone:
-            yield from program.run_in_turn(opened.observers, self._plan.accelerator, self._streams)
-        else:
-            yield from program.run(opened.observers)
+        yield from program.run()
         self._under_way += program.cells.take_sends()
-        if opened.learns:  # beside the payloads, where a failure must end all messages
+        if program.learns:  # beside the payloads, where a failure must end all messages
             self._wait_for_sends("this call")
 
-    def learn(self, opened: Opened) -> None:
-        """A call has ended well: what the first one of a signature has learned is known.
+    def learn(self, program: Program, call: Call) -> None:
+        """The first call of a signature has ended well: what it has learned is known.
 
         After that all ranks of the pipeline come here, as how far ahead receives are posted depends
         on all of them.
         """
-        number, lessons = opened.announcement.signature, opened.program.cells.lessons
-        mask_gradients(lessons, opened.program.schedule, self._plan.local_ranks)
+        lessons = program.cells.lessons
+        mask_gradients(lessons, program.schedule, self._plan.local_ranks)
         room = min(self._control.share(self._room(lessons)))
-        autocast = opened.announcement.precision is not None
-        self._known[number] = _Known(lessons, room, autocast)
+        number, self._next = self._next, self._next + 1
+        described = self.compiler.first.described
+        self._known[number] = self._compiled(lessons, call.precision, described, number, room)
         if self._sees_input:
             self._numbers[self._signature] = number
-        self._next += 1
         while len(self._known) > _MOST:
             old, _ = self._known.popitem(last=False)
-            self._programs.pop(old, None)
             self._posted.discard(old)
         self._numbers = {key: n for key, n in self._numbers.items() if n in self._known}
-        rooms = {None, *(known.room for known in self._known.values())}
-        self._lists = {room: schedule for room, schedule in self._lists.items() if room in rooms}
-        self.schedule = self._of(number).schedule
+        in_use = {id(program.schedule) for program in self._known.values()}
+        self._lists = {r: s for r, s in self._lists.items() if r is None or id(s) in in_use}
+        self.schedule = self._known[number].schedule
 
-    def post_ahead(self, opened: Opened) -> None:
+    def post_ahead(self, call: Call) -> None:
         """A call is over: post the receives that the next one of its signature begins with."""
-        number = opened.announcement.signature
-        program = self._programs[number]
+        number = call.signature
+        assert number is not None  # it was made
+        program = self._known[number]
+        self._known.move_to_end(number)
         if program.posts_ahead and (number in self._posted or len(self._posted) < _MOST_POSTED):
             self._posted.add(number)
             with suppress(WaitError):  # who has made its last call is gone: the next one says so
@@ -423,11 +407,12 @@ class Programs:
         for copier in self.compiler.copiers.values():
             copier.end()
         self.compiler.copiers.clear()
-        for program in (*self._programs.values(), self._latest):
+        for program in (*self._known.values(), self._latest):
             if program is not None:
                 program.cells.drop()
         self._latest = None
-        self._programs.clear()
+        self._known.clear()
+        self._numbers.clear()
         self._posted.clear()
 
     def _wait_for_sends(self, whose: str) -> None:
@@ -442,22 +427,23 @@ class Programs:
         """The program for the first call of a signature."""
         stages, microbatches = self._plan.local_stages, range(self._listed.microbatches)
         lessons = {(stage, m): Learned() for stage in stages for m in microbatches}
-        return self._compiled(_Known(lessons, None, precision is not None), 0, EVERY)
-
-    def _of(self, number: int) -> Program:
-        """The program for a known signature."""
-        self._known.move_to_end(number)
-        if number not in self._programs:
-            described = self.compiler.first.described
-            self._programs[number] = self._compiled(self._known[number], number, described)
-        return self._programs[number]
+        return self._compiled(lessons, precision, EVERY)
 
     @collector_held_off()
-    def _compiled(self, known: _Known, number: int, described: Collection[int]) -> Program:
-        if known.room not in self._lists:
-            self._lists[known.room] = self._plan.posted(self._listed, known.room)
-        schedule = self._lists[known.room]
-        cells = Cells(known.lessons, self._plan.last_stage, graph_of(schedule).runs)
+    def _compiled(
+        self,
+        lessons: Lessons,
+        precision: torch.dtype | None,
+        described: Collection[int],
+        number: int = 0,
+        room: int | None = None,
+    ) -> Program:
+        """The program of a signature by its number, with `room` for so many receive buffers on a
+        rank; without that, for its first call."""
+        if room not in self._lists:
+            self._lists[room] = self._plan.posted(self._listed, room)
+        schedule = self._lists[room]
+        cells = Cells(lessons, self._plan.last_stage, graph_of(schedule).runs)
         tag = DESCRIBED_TAGS + 2 * number + self.compiler.trains
         lists: list[Sequence[Instruction]] = []
         ahead: list[Bound] = []
@@ -469,7 +455,7 @@ class Programs:
                 transport.tagged(tag),
                 listed_at,
                 cells,
-                known.autocast or self._plan.accelerator.queues,
+                precision is not None or self._plan.accelerator.queues,
                 described,
             )
             if transport.early:
@@ -478,17 +464,17 @@ class Programs:
                     schedule.actions[rank],
                 )
                 sizes = accumulate(
-                    _nbytes(receive, known.lessons)
-                    for receive in leading
-                    if isinstance(receive, Action)
+                    _nbytes(receive, lessons) for receive in leading if isinstance(receive, Action)
                 )
                 first_of = sum(size <= SPARE_BYTES for size in sizes)
                 ahead = [one.run for one in instructions[:first_of]]
                 posted = (attrs.evolve(one, run=nothing) for one in instructions[:first_of])
                 instructions = [*posted, *instructions[first_of:]]
             lists.append(observed(instructions, self.compiler.observers))
+        of_each = self._ends(schedule, lists)
+        listed, ends = in_one_list(lists, of_each) if len(lists) > 1 else (lists[0], of_each[0])
         at = self.compiler.now.at
-        return Program(schedule, cells, lists, at, ahead, self._ends(schedule, lists))
+        return Program(schedule, cells, listed, at, self._streams, room is None, ahead, ends)
 
     def _ends(self, schedule: Schedule, lists: Sequence[Sequence[Instruction]]) -> list[list[int]]:
         """Of each list, how many instructions there are up to the end of each batch."""

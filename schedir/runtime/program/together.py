@@ -41,28 +41,21 @@ def communicates(actions: Sequence[Action]) -> bool:
 
 def wait_of(instruction: Instruction) -> Instruction:
     """What an instruction waits for, by itself: listed first, it has nothing left to wait for."""
-    return attrs.evolve(
-        instruction, run=nothing, blocked=None, computes=False, listed=False, sums=()
-    )
+    return attrs.evolve(instruction, run=nothing, computes=False, listed=False)
 
 
 @attrs.define(eq=False)
 class _Part:
-    """The works of one action, once its batch is posted; several may wait for them."""
+    """The work of one action, once its batch is posted; several may wait for it."""
 
     work: Work | None = None
-    done: bool = False
 
     def wait(self) -> bool:
         """Wait until it is done."""
         if self.work is not None:
-            work, self.work, self.done = self.work, None, True
+            work, self.work = self.work, None
             work.wait()
         return True
-
-    def is_completed(self) -> bool:
-        """Whether waiting for it would block nobody."""
-        return self.done or (self.work is not None and self.work.is_completed())
 
 
 @attrs.frozen(eq=False)
@@ -73,13 +66,7 @@ class _Whole:
 
     def wait(self) -> bool:
         """Wait until all of it is done."""
-        for part in self.parts:
-            part.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether waiting for it would block nobody."""
-        return all(part.is_completed() for part in self.parts)
+        return all(part.wait() for part in self.parts)
 
 
 class Batch:

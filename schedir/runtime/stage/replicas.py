@@ -22,14 +22,16 @@ from schedir.runtime.stage.weights import StageWeights
 
 
 class Replicas:
-    """The replicas of one stage on `ranks` of this process, which take turns."""
+    """The replicas of one stage on `ranks` of this process, which take turns.
+
+    A rank comes to the `barrier` once its gradients are complete, and leaves it after their sum.
+    """
 
     def __init__(
         self, ranks: Sequence[int], weights: StageWeights, accelerator: Accelerator
     ) -> None:
         self._ranks, self._weights, self._accelerator = ranks, weights, accelerator
-        self._barrier = Barrier(len(ranks), self._sum, accelerator, weights.newest)
-        self._awaited: dict[int, int] = {}
+        self.barrier = Barrier(len(ranks), self._sum, accelerator, weights.newest)
         self._scaled = 0  # the steps whose sums are
         self._grads: dict[int, Sequence[Tensor | None]] = {}
         self._turn = ranks[0]
@@ -38,7 +40,6 @@ class Replicas:
     def begin(self) -> None:
         """A call begins: what the parameters have accumulated before is of the first rank."""
         self._grads = {rank: [None] * len(self._weights.newest) for rank in self._ranks}
-        self._awaited.clear()
         self._scaled = 0
         self._turn, self._latest = self._ranks[0], None
 
@@ -67,21 +68,6 @@ class Replicas:
             parameter.grad = grad
         self._turn = rank
         self._weights.look_at_gradients()
-
-    def arrive(self, rank: int) -> None:
-        """The gradients of a rank are complete."""
-        self.leave(rank)
-        self._awaited[rank] = self._barrier.arrive()
-
-    def is_over(self, rank: int) -> bool:
-        """Whether the sum that the rank waits for is taken, if it waits for any."""
-        turn = self._awaited.get(rank)
-        return turn is None or self._barrier.is_past(turn)
-
-    def leave(self, rank: int) -> None:
-        """A rank goes on after the sum."""
-        if self._awaited.pop(rank, None) is not None:
-            self._barrier.leave()
 
     def scale(self, step: int, scale: Callable[[], None]) -> None:
         """Before an OPTIM_STEP of that number: scale the sum, once for all ranks."""
@@ -121,6 +107,5 @@ class Replicas:
 
     def reset(self) -> None:
         """A call has failed: nobody comes any more."""
-        self._barrier.reset()
-        self._awaited.clear()
+        self.barrier.reset()
         self._grads = {}

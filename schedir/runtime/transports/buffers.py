@@ -103,10 +103,6 @@ class _UnderWay:
         """Wait until it is done."""
         return self.work.wait()
 
-    def is_completed(self) -> bool:
-        """Whether waiting for it would block nobody."""
-        return self.work.is_completed()
-
 
 @attrs.frozen(eq=False)
 class FromBuffers:

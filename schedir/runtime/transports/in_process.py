@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import attrs
 from torch import Tensor
@@ -12,12 +12,15 @@ from torch import Tensor
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.processes.groups import Post
-from schedir.runtime.transports.transport import Transport, Work, one_by_one
+from schedir.runtime.transports.transport import Work, one_by_one
+
+Channel: TypeAlias = tuple[int, int, int]
+"""The sender, the receiver and the tag."""
 
 
 @attrs.define(eq=False)
 class End:
-    """One end of a transfer within a process: its tensor, and whether both ends have met.
+    """One end of a transfer within a process: its tensor.
 
     On a GPU `ready` is a mark on its rank's stream, and `copied` a mark after the copy.
     """
@@ -25,19 +28,12 @@ class End:
     tensor: Tensor
     ready: Mark | None = None
     copied: Mark | None = None
-    done: bool = False
 
     def wait(self) -> bool:
-        """Have the current stream wait; both ends must have met."""
-        if not self.done:
-            raise ExecutionError("a transfer is used before it is done")
+        """Have the current stream wait; both ends have met."""
         if self.copied is not None:
             self.copied.wait()
         return True
-
-    def is_completed(self) -> bool:
-        """Whether both ends have met."""
-        return self.done
 
 
 class InProcessTransport:
@@ -45,19 +41,19 @@ class InProcessTransport:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._sent: dict[tuple[int, int], deque[End]] = {}
-        self._posted: dict[tuple[int, int], deque[End]] = {}
+        self._sent: dict[Channel, deque[End]] = {}
+        self._posted: dict[Channel, deque[End]] = {}
 
-    def of(self, rank: int) -> Transport:
+    def of(self, rank: int) -> Endpoint:
         """The transfers of one rank."""
-        return Endpoint(self, rank)
+        return Endpoint(self, rank, tag=0)
 
     def clear(self) -> None:
         """After a step that failed, drop the ends that have met no other end."""
         self._sent.clear()
         self._posted.clear()
 
-    def post(self, channel: tuple[int, int], tensor: Tensor, sends: bool) -> Work:
+    def post(self, channel: Channel, tensor: Tensor, sends: bool) -> Work:
         """Post one end; the j-th send of a channel meets its j-th receive."""
         end = End(tensor, self._now())
         own, other = (self._sent, self._posted) if sends else (self._posted, self._sent)
@@ -79,7 +75,6 @@ class InProcessTransport:
                 self._accelerator.used(met.tensor)
         target.tensor.detach().copy_(source.tensor.detach())
         end.copied = met.copied = self._now()
-        end.done = met.done = True
         return end
 
     def _now(self) -> Mark | None:
@@ -96,18 +91,19 @@ class Endpoint:
     queues: ClassVar[bool] = False  # the ranks take turns, and none waits for what has not come
     hub: InProcessTransport
     rank: int
+    tag: int
 
     def tagged(self, tag: int) -> Endpoint:
-        """All calls of one process take turns, so none meets what is of another."""
-        return self
+        """The same for traffic under a tag."""
+        return attrs.evolve(self, tag=tag)
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send."""
-        return self.hub.post((self.rank, peer), tensor, sends=True)
+        return self.hub.post((self.rank, peer, self.tag), tensor, sends=True)
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
-        return self.hub.post((peer, self.rank), buffer, sends=False)
+        return self.hub.post((peer, self.rank, self.tag), buffer, sends=False)
 
     def together(self, posts: Sequence[Post]) -> list[Work]:
         """Post several: none of them can block another."""

@@ -29,10 +29,6 @@ class Work(Protocol):
         the timeout of `Groups`, with "timed out" or "timeout" in the message.
         """
 
-    def is_completed(self) -> bool:
-        """Whether waiting for it would not block. It is asked when ranks take turns in one process,
-        and when the transport `queues`."""
-
 
 class Poster(Protocol):
     """Takes sends and receives. Both raise WaitError if the other side is gone."""

@@ -19,7 +19,7 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime import rng
 from schedir.runtime.boundaries.boundary import meta_of
-from schedir.runtime.boundaries.calling import CallingConvention, convention_of
+from schedir.runtime.boundaries.learned import run_on, spreads
 from schedir.training.cutting.cuts import cut
 from schedir.training.cutting.layers import (
     Deferred,
@@ -313,7 +313,7 @@ class StageModule(nn.Module):
         super().__init__()
         self._before, self._enters, self._leaves = before, enters, leaves
         self._calls = []
-        self._conventions: dict[Hashable, CallingConvention] = {}
+        self._spreads: dict[Hashable, bool] = {}
         self._names: dict[Hashable, frozenset[str]] = {}
         for call in calls:
             if isinstance(call.layer, nn.Module):
@@ -366,9 +366,9 @@ class StageModule(nn.Module):
         if isinstance(value, (Mapping, tuple, list)):
             form = tuple(value) if isinstance(value, Mapping) else len(value)
         key = call, type(layer), type(value), form, tuple(beside or ())
-        if key not in self._conventions:
-            self._conventions[key] = convention_of(layer, value, beside)
-        return self._conventions[key](layer, value, beside)
+        if key not in self._spreads:
+            self._spreads[key] = spreads(layer, value, beside)
+        return run_on(layer, value, beside, self._spreads[key])
 
     def _layer(self, call: Call) -> Any:
         return self.get_submodule(call.name) if call.layer is None else call.layer

@@ -43,10 +43,6 @@ class Posted:
         self.tensor = None
         return True
 
-    def is_completed(self) -> bool:
-        """Whether the data is there, for the ranks that come after."""
-        return self.done is not None
-
 
 @attrs.frozen(eq=False)
 class Batch:
@@ -56,9 +52,6 @@ class Batch:
 
     def wait(self) -> bool:
         return all(posted.wait() for posted in self.posted)
-
-    def is_completed(self) -> bool:
-        return all(posted.is_completed() for posted in self.posted)
 
 
 class Communicators:

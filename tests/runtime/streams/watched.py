@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from schedir.runtime.accelerator import Host
 from schedir.runtime.program import compute
 from schedir.runtime.program.instruction import Bound, Instruction
+from schedir.runtime.transports.in_process import InProcessTransport
 from tests.runtime.streams.clocks import FakeDevice
 from tests.runtime.streams.communicators import Communicators
 from tests.runtime.streams.sanitizer import Graphs, Sanitizer
@@ -24,21 +27,28 @@ def watching(device: FakeDevice, communicators: bool) -> Iterator[pytest.MonkeyP
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("schedir.runtime.plan.accelerator_of", lambda _: device)
         patch.setattr("schedir.runtime.program.program.listening", lambda: [_tells(device)])
-        arrives = Instruction.is_blocked  # a rank that comes last to a meeting acts for all
+        post = InProcessTransport.post
 
-        def is_blocked(instruction: Instruction) -> bool:
-            with device.at(_place(instruction)):
-                return arrives(instruction)
+        def posted(hub: InProcessTransport, *end: Any, **options: Any) -> Any:
+            # Messages are in the host's memory, which no stream touches.
+            on_host = type(hub._accelerator) is Host
+            with _disable_current_modes() if on_host else nullcontext():
+                return post(hub, *end, **options)
 
-        patch.setattr(Instruction, "is_blocked", is_blocked)
+        patch.setattr(InProcessTransport, "post", posted)
         if communicators:
-            patch.setattr("schedir.runtime.session.InProcessTransport", Communicators)
+            patch.setattr("schedir.runtime.session.InProcessTransport", _transport)
             patch.setattr("schedir.runtime.transports.in_process.Endpoint.channel", "rank")
         engine = torch.autograd.Variable._execution_engine
         for place in ("torch.autograd._engine_run_backward", f"{compute.__name__}._run_backward"):
             patch.setattr(place, _joined(device, engine.run_backward))
         with Graphs(device), Sanitizer(device):
             yield patch
+
+
+def _transport(accelerator: Any) -> Any:
+    """The transport of payloads, or of messages."""
+    return (InProcessTransport if type(accelerator) is Host else Communicators)(accelerator)
 
 
 def _joined(device: FakeDevice, run_backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,184 @@
+"""Copies of parameters that must stay equal: in replicas, in parallel pipelines, in ties.
+
+All copies start equal, which their digests show, and get equal gradients. Only an action from
+outside makes them differ: a checkpoint that is loaded into one of them, or another learning rate.
+So after some of its steps each process puts the fingerprints of its copies, each in a place of its
+own, into a sum over all that hold some. It reads the sum after the next step, when it has long
+arrived; on a GPU, before it begins the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from schedir.errors import ExecutionError
+from schedir.runtime.accelerator import Late
+from schedir.runtime.arguments import TieOf
+from schedir.runtime.plan import Plan
+from schedir.runtime.processes.groups import Group, Groups
+from schedir.runtime.session import digest
+from schedir.runtime.sharded import local
+
+_INTERVAL = 16  # steps, from the first on
+_OF_A_PARAMETER = 64  # elements in its sample
+
+
+@attrs.frozen(eq=False)
+class Copies:
+    """Copies that must be equal, `label` in messages.
+
+    `holders` are the processes that hold one each, in one order on all of them, with the stage that
+    it belongs to; `here` are the copies of this process, by their places in that.
+    """
+
+    label: str
+    holders: Sequence[tuple[int, int]]
+    here: Mapping[int, Sequence[nn.Parameter]]
+
+    @property
+    def dtypes(self) -> str:
+        """The types of those here, in words."""
+        return " and ".join(sorted({str(p.dtype) for own in self.here.values() for p in own}))
+
+    def digest(self) -> tuple[int, ...]:
+        """The digest of those here. Raises ExecutionError where they differ."""
+        found: list[tuple[int, ...]] = []
+        for place, own in self.here.items():
+            found.append((*chain.from_iterable((digest(p), *p.shape) for p in own),))
+            if found[-1] != found[0]:
+                _, stage = self.holders[place]
+                raise ExecutionError(
+                    f"{self.label} differs in stage {stage}, in shape or values; load the same"
+                )
+        return found[0]
+
+
+def copies_of_stages(plan: Plan) -> Iterator[Copies]:
+    """The stages here of which other processes have all weights as well."""
+    grid = plan.grid
+    own = grid.processes[grid.pipeline][grid.rank]
+    for stage in plan.local_stages:
+        processes = grid.holders(plan.schedule.placement[stage])
+        if len(processes) > 1 and stage not in plan.sharded:
+            here = {processes.index(own): [*plan.trained[stage].parameters()]}
+            holders = [(process, stage) for process in processes]
+            yield Copies(_within_slice(plan, f"stage {stage}"), holders, here)
+
+
+def copies_of_ties(plan: Plan) -> Iterator[Copies]:
+    """The tied parameters with copies here, in this pipeline."""
+    row = plan.grid.processes[plan.grid.pipeline]
+    for tie, held in plan.tied:
+        at = [(stage, rank) for stage, _ in tie for rank in plan.schedule.placement[stage]]
+        here = {
+            place: [held[stage]]
+            for place, (stage, rank) in enumerate(at)
+            if rank in plan.local_ranks
+        }
+        if here:
+            yield Copies(_label_of(plan, tie), [(row[rank], stage) for stage, rank in at], here)
+
+
+def _label_of(plan: Plan, tie: TieOf) -> str:
+    """A tied parameter; of a sharded one each pipeline has another part."""
+    copies = " and ".join(f"{stage}:{name}" for stage, name in tie)
+    line = f" in pipeline {plan.grid.pipeline}" * (tie[0][0] in plan.sharded)
+    return _within_slice(plan, f"the parameter tied as {copies}{line}")
+
+
+def _within_slice(plan: Plan, copies: str) -> str:
+    """What is equal within a slice of the mesh; other slices may have other parts of it."""
+    return f"{copies} ({plan.grid.where})" if plan.grid.where else copies
+
+
+class DriftCheck:
+    """Compares copies after some of the steps; `active` if there are any."""
+
+    def __init__(self, plan: Plan, groups: Groups, every: Iterable[Copies]) -> None:
+        self._accelerator, self._number = plan.accelerator, plan.grid.everyone.index
+        together: dict[tuple[int, ...], list[Copies]] = {}
+        for copies in every:
+            if any(copies.here.values()):  # else a stage without parameters
+                processes = sorted({process for process, _ in copies.holders})
+                together.setdefault(tuple(processes), []).append(copies)
+        # In one order everywhere, as a group may be made.
+        self._sums = [
+            (groups.for_numbers(processes, plan.device), together[processes])
+            for processes in sorted(together)
+        ]
+        self.active = bool(self._sums)
+        self._steps = 0
+        self._pending: list[tuple[Sequence[Copies], Callable[[], Sequence[int]]]] = []
+
+    def step(self) -> None:
+        """A step is over. Raises ExecutionError where copies have come to differ."""
+        begins = self._steps % _INTERVAL == 0
+        if begins or not self._accelerator.queues:
+            self.compare()
+        if begins:
+            self._pending = [(copies, self._sum(group, copies)) for group, copies in self._sums]
+        self._steps += 1
+
+    def _sum(self, group: Group, every: Sequence[Copies]) -> Callable[[], Sequence[int]]:
+        """Begin to sum fingerprints; returns what reads the sums."""
+        nothing = torch.zeros((), dtype=torch.int64, device=self._accelerator.device)
+        places = ((each, place) for each in every for place in range(len(each.holders)))
+        prints = [
+            fingerprint(each.here[place]) if place in each.here else nothing
+            for each, place in places
+        ]
+        summed = group.sum(torch.stack(prints), "the weights' fingerprints")
+        if self._accelerator.queues:
+            return Late(self._accelerator, summed(), Tensor.tolist)
+        return lambda: summed().tolist()
+
+    def compare(self) -> None:
+        """Compare what was summed last, if that has not been done."""
+        pending, self._pending = self._pending, []
+        for every, read in pending:
+            found = iter(read())
+            for copies in every:
+                processes = [self._number(process) for process, _ in copies.holders]
+                prints = [next(found) for _ in processes]
+                for process, other in zip(processes, prints, strict=True):
+                    if other != prints[0]:
+                        raise self._differ(copies.label, processes[0], process)
+
+    def _differ(self, label: str, one: int, other: int) -> ExecutionError:
+        where = f"on process {one}" if one == other else f"between processes {one} and {other}"
+        step = (self._steps - 1) // _INTERVAL * _INTERVAL
+        return ExecutionError(
+            f"{label} differs {where}, at the end of this executor's step {step}: one copy was "
+            "loaded, frozen or stepped apart from the others (with another learning rate, say); "
+            "treat all alike, and go on from a checkpoint"
+        )
+
+    def reset(self) -> None:
+        """A call has failed: nobody answers any more."""
+        self._pending = []
+
+
+def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
+    """A sum of some bytes of some parameters, each times a number of its place: an integer, on
+    their device."""
+    samples = []
+    for parameter in parameters:
+        flat = local(parameter.detach()).reshape(-1)
+        sample = flat[:: max(1, len(flat) // _OF_A_PARAMETER)].contiguous()
+        samples.append(sample.view(torch.uint8).to(torch.int64))
+    found = torch.cat(samples)
+    return (found * _of_places(len(found), found.device)).sum()
+
+
+@cache
+def _of_places(size: int, device: torch.device) -> Tensor:
+    """Random odd numbers, the same everywhere."""
+    drawn = torch.Generator().manual_seed(0)
+    numbers = torch.randint(1 << 62, (size,), generator=drawn, device="cpu") * 2 + 1
+    return numbers.to(device)
