@@ -25,7 +25,7 @@ from schedir.runtime.program.progress import Progress
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Session
 from schedir.runtime.stage.stage import Stage
-from schedir.runtime.stage.weights import StageWeights, lives_of
+from schedir.runtime.stage.weights import StageWeights, readers_of
 from schedir.runtime.trace import Trace
 from schedir.runtime.transports.in_process import InProcessTransport
 from schedir.runtime.transports.transport import Transport, Work
@@ -158,7 +158,7 @@ def _stages(
     busy: list[float],
     streams: Streams,
 ) -> dict[int, Stage]:
-    read = lives_of(plan.schedule, plan.local_ranks) if plan.updates else {}
+    readers = readers_of(plan.schedule, plan.local_ranks) if plan.updates else {}
     apart = _on_several_streams(plan) if plan.accelerator.queues else set()
 
     def accumulators(stage: int) -> Callable[[Sequence[Tensor]], Sequence[object]] | None:
@@ -170,7 +170,7 @@ def _stages(
         stage: Stage(
             plan,
             stage,
-            StageWeights(plan.trained[stage], read.get(stage), accumulators(stage)),
+            StageWeights(plan.trained[stage], readers.get(stage, {}), accumulators(stage)),
             gradients,
             optimizers.get(stage),
             busy,
