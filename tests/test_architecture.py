@@ -40,6 +40,7 @@ WINGS = {
         *(
             "transports",
             "plan",
+            "handshake",
             "session",
             "batches",
             "feeding",
@@ -48,7 +49,7 @@ WINGS = {
             "stage",
             "program",
         ),
-        *("recorder", "trace", "assembly", "engine", "segments", "executor"),
+        *("recorder", "trace", "engine", "segments", "executor"),
     ),
     "training": (
         *("cutting", "data", "collective", "whole_names", "huggingface", "checkpoint"),

@@ -30,9 +30,9 @@ from schedir.runtime.batches import check_batches
 from schedir.runtime.call import RUN
 from schedir.runtime.engine import Engine
 from schedir.runtime.feeding import CallArguments, Feed, name_of_extra
+from schedir.runtime.handshake import differ, fingerprint
 from schedir.runtime.plan import Plan, plan_of, proved
 from schedir.runtime.processes.failure import describe
-from schedir.runtime.program.handshake import differ, fingerprint
 from schedir.runtime.result import StepResult
 
 logger = logging.getLogger("schedir")
@@ -232,7 +232,7 @@ class Segments:
     def _engine_of(self, microbatches: int, build: Build) -> Engine:
         """The engine for segments of this length, which all processes make at the same time."""
         if microbatches not in self._engines:
-            session, optimizers = self._engine.session, self._engine.parts.optimizers
+            session, optimizers = self._engine.session, self._engine.optimizers
             with session.together("making the executor"):
                 arguments = attrs.evolve(
                     self._plan.arguments,

@@ -26,6 +26,7 @@ from schedir.diagnosis.verdict import GATHER, HANDSHAKE
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, dumps, loads
 from schedir.runtime.accelerator import Host
+from schedir.runtime.handshake import Handshake
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import (
@@ -54,7 +55,6 @@ from schedir.runtime.processes.noticeboard import (
     at_place,
 )
 from schedir.runtime.processes.watch import Lists, Member, Watch
-from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.sharded import local
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint, InProcessTransport

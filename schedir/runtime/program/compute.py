@@ -42,6 +42,7 @@ from schedir.ir import Entry, Kind, Together
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.boundaries.learned import EVERY, run_on
 from schedir.runtime.call import Now
+from schedir.runtime.plan import Plan
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
 from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.split_backward import input_part
@@ -431,11 +432,16 @@ def forwards_aside(entries: Iterable[Entry]) -> set[int]:
     return found
 
 
-def on_two_streams(entries: Sequence[Entry]) -> set[int]:
-    """The stages of a rank's list whose forwards run on the side stream, and on its own."""
-    pairs = (entries[index] for index in forwards_aside(entries))
+def on_several_streams(plan: Plan) -> set[int]:
+    """The stages here that several streams of a device compute: those of several ranks, or of
+    pairs, whose forwards run on the side stream and on the rank's own."""
+    if not plan.accelerator.queues:
+        return set()
+    lists = [plan.schedule.actions[rank] for rank in plan.local_ranks]
+    pairs = (entries[index] for entries in lists for index in forwards_aside(entries))
     parts = (action for pair in pairs if isinstance(pair, Together) for action in pair.actions)
-    return {action.stage for action in parts if action.kind is Kind.FORWARD}
+    held = {stage for stage in plan.local_stages if len(plan.local_holders(stage)) > 1}
+    return held | {action.stage for action in parts if action.kind is Kind.FORWARD}
 
 
 class Pair:
