@@ -44,7 +44,7 @@ WINGS = {
             "batches",
             "feeding",
             "gradients",
-            "boundaries",
+            "boundary",
             "stage",
             "program",
         ),

@@ -12,14 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from schedir.passes import forward_only
 from schedir.runtime.accelerator import Streams
-from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import Now
 from schedir.runtime.gradients.gradients import Gradients, compared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.compute import on_two_streams
-from schedir.runtime.program.first_call import FirstCall
+from schedir.runtime.program.first_call import FirstCall, Messenger
 from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.program import Programs
 from schedir.runtime.program.progress import Progress

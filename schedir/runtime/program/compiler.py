@@ -37,8 +37,7 @@ from schedir.ir import (
     Together,
 )
 from schedir.runtime.accelerator import Accelerator, Streams
-from schedir.runtime.boundaries.boundary import crossed
-from schedir.runtime.boundaries.described import Messenger
+from schedir.runtime.boundary import crossed
 from schedir.runtime.call import Now
 from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import Barrier, Barriers
@@ -56,6 +55,7 @@ from schedir.runtime.program.compute import (
 )
 from schedir.runtime.program.first_call import (
     FirstCall,
+    Messenger,
     describe_activations,
     describe_gradients,
     first_forward,

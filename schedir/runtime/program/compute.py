@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map_only
 from schedir.errors import ExecutionError
 from schedir.ir import Entry, Kind, Together
 from schedir.runtime.accelerator import Accelerator
-from schedir.runtime.boundaries.learned import EVERY, run_on
+from schedir.runtime.boundary import EVERY, run_on
 from schedir.runtime.call import Now
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
 from schedir.runtime.stage.activations import Cell
