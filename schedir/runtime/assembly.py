@@ -8,7 +8,6 @@ from functools import partial
 import attrs
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from schedir.passes import forward_only
 from schedir.runtime.accelerator import Streams
@@ -24,10 +23,8 @@ from schedir.runtime.program.program import Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Session
-from schedir.runtime.sharded import Sharded
-from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
-from schedir.runtime.stage.weights import StageWeights, lives_of
+from schedir.runtime.stage.weights import StageWeights, readers_of
 from schedir.runtime.trace import Trace
 from schedir.runtime.transports.in_process import InProcessTransport
 from schedir.runtime.transports.transport import Transport, Work
@@ -38,9 +35,9 @@ class Parts:
     """The parts that run the calls of one executor, on the stages of this process.
 
     `described` are the boundaries that some process has marked, and `processors` the
-    multiprocessors of the smallest GPU. `replicas` are those of the stages that several ranks here
-    hold. `under_way` are the sends that may not have arrived by the end of a call. `busy[0]` counts
-    the seconds that the host computes; a `clock` has those of a device.
+    multiprocessors of the smallest GPU. `under_way` are the sends that may not have arrived by the
+    end of a call. `busy[0]` counts the seconds that the host computes; a `clock` has those of a
+    device.
     """
 
     plan: Plan
@@ -53,7 +50,6 @@ class Parts:
     transports: Mapping[int, Transport]
     optimizers: Mapping[int, torch.optim.Optimizer]
     stages: Mapping[int, Stage]
-    replicas: Mapping[int, Replicas]
     streams: Streams
     progress: Progress
     busy: list[float]
@@ -77,10 +73,7 @@ class Parts:
         compiler = Compiler(
             plan.accelerator,
             self.stages,
-            self.replicas,
-            self.gradients.barriers if plan.updates else None,
-            self.gradients.scaling,
-            self.gradients.nonfinite,
+            self.gradients,
             self._first(trains),
             [*([] if clock is None else [clock]), self.progress],
             self.control.beside() if self.queues and not plan.grid.alone else None,
@@ -149,7 +142,6 @@ def assemble(plan: Plan, session: Session) -> Parts:
         transports,
         optimizers,
         stages,
-        _replicas(plan, stages),
         streams,
         progress,
         busy,
@@ -166,7 +158,7 @@ def _stages(
     busy: list[float],
     streams: Streams,
 ) -> dict[int, Stage]:
-    read = lives_of(plan.schedule, plan.local_ranks) if plan.updates else {}
+    readers = readers_of(plan.schedule, plan.local_ranks) if plan.updates else {}
     apart = _on_several_streams(plan) if plan.accelerator.queues else set()
 
     def accumulators(stage: int) -> Callable[[Sequence[Tensor]], Sequence[object]] | None:
@@ -178,32 +170,16 @@ def _stages(
         stage: Stage(
             plan,
             stage,
-            StageWeights(plan.trained[stage], read.get(stage), accumulators(stage)),
-            gradients.reductions.get(stage),
+            StageWeights(plan.trained[stage], readers.get(stage, {}), accumulators(stage)),
+            gradients,
             optimizers.get(stage),
-            gradients.nonfinite,
             busy,
-            _sharded(plan, stage),
         )
         for stage in plan.local_stages
     }
-
-
-def _sharded(plan: Plan, stage: int) -> Sharded | None:
-    module = plan.arguments.stages[stage]
-    return Sharded(stage, module, not plan.updates) if isinstance(module, FSDPModule) else None
 
 
 def _on_several_streams(plan: Plan) -> set[int]:
     """The stages here that several streams compute: those of several ranks, or of pairs."""
     held = {stage for stage in plan.local_stages if len(plan.local_holders(stage)) > 1}
     return held.union(*(on_two_streams(plan.schedule.actions[rank]) for rank in plan.local_ranks))
-
-
-def _replicas(plan: Plan, stages: Mapping[int, Stage]) -> dict[int, Replicas]:
-    held = {number: plan.local_holders(number) for number in stages}
-    return {
-        number: Replicas(ranks, stages[number].weights, plan.accelerator)
-        for number, ranks in held.items()
-        if len(ranks) > 1
-    }

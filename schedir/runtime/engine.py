@@ -100,18 +100,16 @@ class Engine:
         self._checks = [*gradients.checks]
         self._checks += [s.check_frozen for s in self._stages if plan.updates and not s.optimizer]
         self._follows = parts.progress.follows
-        self._begins = [
-            *gradients.begin,
-            *(replicas.begin for replicas in parts.replicas.values()),
-        ]
+        replicas = [stage.replicas for stage in self._stages if stage.replicas is not None]
+        self._begins = [*gradients.begin, *(each.begin for each in replicas)]
         self._ends = [
-            *(replicas.restore for replicas in parts.replicas.values()),
+            *(each.restore for each in replicas),
             *(stage.sharded.end for stage in self._stages if stage.sharded is not None),
             *gradients.end,
         ]
         self._restores = [
             *(weights.restore for weights in self._versioned),
-            *(replicas.restore for replicas in parts.replicas.values()),
+            *(each.restore for each in replicas),
             *gradients.restore,
         ]
         self._applies = gradients.nonfinite.active and (plan.updates or self._queues)
@@ -420,9 +418,9 @@ class Engine:
         for programs in (self.training, self.evaluation):
             programs.reset()
         self.parts.gradients.reset()
-        for replicas in self.parts.replicas.values():
-            replicas.reset()
         for stage in self._stages:
+            if stage.replicas is not None:
+                stage.replicas.reset()
             if stage.sharded is not None:
                 stage.sharded.reset()
         self.parts.progress.drop()

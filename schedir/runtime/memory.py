@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TypeGuard
 
 import attrs
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
@@ -113,10 +116,10 @@ def storages(tensors: Iterable[Tensor]) -> set[int]:
 
 
 class Occupied:
-    """The memory that some tensors take."""
+    """The memory that some tensors take, each with what lies between its first and last byte."""
 
     def __init__(self, tensors: Iterable[Tensor | None] = ()) -> None:
-        self._ranges: dict[int, list[tuple[int, int]]] = {}
+        self._outlines: dict[int, list[NDArray[np.void]]] = {}
         for tensor in tensors:
             if tensor is not None:
                 self.add(tensor)
@@ -128,10 +131,9 @@ class Occupied:
             if part.numel():
                 held = part.untyped_storage()
                 storage: int = held.data_ptr() or held._cdata  # of meta tensors there is no address
-                start, end = _range(part)
-                taken = self._ranges.setdefault(storage, [])
-                overlaps |= any(start < other[1] and other[0] < end for other in taken)
-                taken.append((start, end))
+                outline, taken = _outline(part), self._outlines.setdefault(storage, [])
+                overlaps |= any(np.may_share_memory(outline, other) for other in taken)
+                taken.append(outline)
         return overlaps
 
 
@@ -173,14 +175,16 @@ def shared_memory(
     Tensors whose ids are `known` may be shared. Parts of one tensor that do not overlap are not
     shared, such as the views of a flat buffer of all weights.
     """
-    by_storage: dict[int, list[Held]] = defaultdict(list)
+    by_storage: dict[int, list[tuple[Held, NDArray[np.void]]]] = defaultdict(list)
     for stage, module in sorted(stages.items()):
         for held in _held(stage, module, known):
-            for other in (others := by_storage[held.tensor.untyped_storage().data_ptr()]):
+            outline = _outline(held.tensor)
+            for other, taken in (others := by_storage[held.tensor.untyped_storage().data_ptr()]):
                 concerned = other.stage != stage and (other.trained or held.trained)
-                if concerned and _overlap(other.tensor, held.tensor):
+                # The columns of a matrix interleave, and do not overlap.
+                if concerned and np.shares_memory(outline, taken):
                     return other, held
-            others.append(held)
+            others.append((held, outline))
     return None
 
 
@@ -230,32 +234,17 @@ def _has_memory(tensor: Tensor) -> bool:
         return False
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
-    (start, end), (first, last) = _range(one), _range(other)
-    if end <= first or last <= start:
-        return False
-    if one.is_contiguous() and other.is_contiguous():
-        return True
-    # The columns of a matrix interleave: mark the bytes of one tensor, and look for the marks.
-    begin = min(start, first)
-    marks = torch.zeros(max(end, last) - begin, dtype=torch.bool, device="cpu")
-    _bytes(marks, one, begin).fill_(True)
-    return bool(_bytes(marks, other, begin).any())
-
-
-def _bytes(marks: Tensor, tensor: Tensor, first: int) -> Tensor:
-    """The marks of a tensor's bytes; `first` is the address of the first mark."""
-    size = tensor.itemsize
-    strides = [stride * size for stride in tensor.stride()]
-    return marks.as_strided([*tensor.shape, size], [*strides, 1], tensor.data_ptr() - first)
-
-
-def _range(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a plain tensor's first byte, and behind its last one."""
-    start = tensor.data_ptr()
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+def _outline(tensor: Tensor) -> NDArray[np.void]:
+    """An array at the place of a plain tensor, to compare with others; it is not to be read."""
+    size = tensor.element_size()
+    at = {
+        "version": 3,
+        "typestr": f"|V{size}",
+        "shape": tuple(tensor.shape),
+        "strides": tuple(size * step for step in tensor.stride()),
+        "data": (1 + tensor.data_ptr(), True),  # numpy takes no address 0, which is that of meta
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=at))
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:

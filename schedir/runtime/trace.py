@@ -1,11 +1,9 @@
 """Records the steps of a process; rank 0 makes timelines from the records of all ranks.
 
 A `Gauge` measures a step's sizes: it observes one step of each input shape. A forward leaves to its
-backward the tensors that autograd saves, reported by `saved_tensors_hooks`, and the stage's input.
-An I leaves to its W the tensors that the nodes of the graph still hold, and the gradients that came
-to them. With hooks an I would do more work (`split_backward`), so that is measured on another
-microbatch. Memory that several tensors share counts once. Weights and the user's tensors do not
-count.
+backward the tensors that autograd saves, and the stage's input. An I leaves to its W the tensors
+that the nodes of the graph still hold, and the gradients that came to them. Memory that several
+tensors share counts once. Weights and the user's tensors do not count.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import attrs
 import numpy as np
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from schedir.ir import Ints, Kind, Schedule
@@ -32,7 +30,7 @@ from schedir.runtime.program.instruction import Bound, Instruction, Observer
 from schedir.runtime.recorder import COLUMNS, Anchor, Recorder, Taken, timeline
 from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cell, Cells
-from schedir.runtime.stage.saved import as_it_was
+from schedir.runtime.stage.saved import Saved
 from schedir.runtime.stage.stage import Stage
 from schedir.simulator import Measured, Sizes, Timeline
 
@@ -135,7 +133,12 @@ class Trace:
         self._clocks = last, end
         alignment = Alignment(first, last)
         taken, error = self.recorder.read([step.marks for step in steps], begin, end)
-        lists = {schedule: self._rows(schedule) for schedule in {s.schedule for s in steps}}
+        lists = {
+            schedule: np.concatenate(
+                [self.recorder.of_list(schedule, rank) for rank in self._plan.local_ranks]
+            )
+            for schedule in {step.schedule for step in steps}
+        }
         kept = {gauge: self._kept(gauge) for gauge in {step.gauge for step in steps}}
         stamps = [
             self._placed(step, lists[step.schedule], alignment.aligned(times))
@@ -149,13 +152,9 @@ class Trace:
         reading = reads() if self._spans_hosts else Reading(clocks.now())
         return reading, self.recorder.anchor()
 
-    def _rows(self, schedule: Schedule) -> Ints:
-        """The starts of the rows of the places of the ranks here."""
-        lists = [self.recorder.of_list(schedule, rank) for rank in self._plan.local_ranks]
-        return np.concatenate(lists)
-
     def _placed(self, step: _Step, rows: Ints, times: Nanoseconds) -> Nanoseconds:
-        """The stamps of the places of the ranks here; shape [places, 4], 0 for none."""
+        """The stamps of the places of the ranks here, whose rows start at `rows`; shape
+        [places, 4], 0 for none."""
         stamps: Nanoseconds = times[rows[:, None] + np.arange(COLUMNS)]
         stamps[rows < 0] = 0
         if self._plan.updates and not step.updates:
@@ -203,10 +202,6 @@ def _sizes(found: Sequence[Mapping[str, Mapping[int, int]] | None], stages: int)
     return Sizes(**by_stage | {"boundary": by_stage["boundary"][:-1] or 0})
 
 
-_Saved: TypeAlias = tuple[Tensor, int]
-"""A tensor that autograd has saved, with its version at that time."""
-
-
 class Gauge:
     """Measures the bytes that the stages here keep, by stage, during a call.
 
@@ -222,16 +217,11 @@ class Gauge:
         self.finished = False
         self._seen: set[tuple[int, Kind]] = set()
         self._late: dict[int, int] = {}  # the bytes of the parameters that Ws add gradients of
-        self._hooked: set[Cell] = set()
 
     def __call__(self, instruction: Instruction) -> Instruction:
         """Observe an instruction."""
-        kind, stage, cell, run = (
-            instruction.action.kind,
-            instruction.stage,
-            instruction.cell,
-            instruction.run,
-        )
+        kind, run = instruction.action.kind, instruction.run
+        stage, cell = instruction.stage, instruction.cell
         if stage is None:
             return instruction
         if kind is Kind.OPTIM_STEP:
@@ -252,31 +242,21 @@ class Gauge:
                 run()
                 return
             self._seen.add(key)
-            self._hooked.add(cell)
-            inputs = _memory(cell.leaves)
-            saved: dict[int, int] = {}
-
-            def save(tensor: Tensor) -> _Saved:
-                saved.update(_memory([tensor]))
-                # By the tensor itself autograd would hold itself.
-                return tensor.detach(), tensor._version
-
-            with saved_tensors_hooks(save, _as_it_was):
+            inputs, saved = cell.leaves, Saved()
+            with saved.hooks():
                 run()
             if cell.saved is not None:  # by hooks within these, which saw nothing
-                saved.update(_memory(cell.saved.tensors()))
-            others = _not_counted(stage, cell)
-            kept = sum((saved | inputs)[m] for m in (saved | inputs).keys() - others)
-            self._note("input", stage.index, sum(inputs.values()))
-            self._note("activation", stage.index, kept)
+                saved = cell.saved
+            self._note("input", stage.index, _size(inputs))
+            self._note("activation", stage.index, _left(stage, cell, [*inputs, *saved.tensors()]))
 
         return weighed
 
     def _split(self, stage: Stage, cell: Cell, run: Bound) -> Bound:
-        """Around the first I of a stage whose forward was not weighed."""
+        """Around the first I of a stage."""
 
         def weighed() -> None:
-            if stage.index in self.kept["deferred"] or cell in self._hooked:
+            if stage.index in self.kept["deferred"]:
                 run()
                 return
             roots = [
@@ -289,9 +269,8 @@ class Gauge:
             assert part is not None  # the I has left it
             late = (cast(Any, node).variable for node in part.accumulators())
             self._late[stage.index] = _size(late)
-            others = _not_counted(stage, cell)
-            kept = _memory([*part.kept(), *_still_saved(roots)])
-            self._note("deferred", stage.index, sum(kept[m] for m in kept.keys() - others))
+            left = _left(stage, cell, [*part.kept(), *_still_saved(roots)])
+            self._note("deferred", stage.index, left)
 
         return weighed
 
@@ -322,10 +301,11 @@ class Gauge:
             self._note("boundary", cell.stage, cell.learned.after.nbytes)
 
 
-def _not_counted(stage: Stage, cell: Cell) -> dict[int, int]:
-    """The memory of the weights, and of the user's tensors."""
+def _left(stage: Stage, cell: Cell, tensors: Iterable[Any]) -> int:
+    """The bytes of tensors, without the memory of the weights and of the user's tensors."""
     beside = (cell.batch, cell.extra, cell.target, cell.loss_keywords)
-    return _memory([*_held(stage.modules), *tree_leaves(beside)])
+    memory, others = _memory(tensors), _memory([*_held(stage.modules), *tree_leaves(beside)])
+    return sum(memory[at] for at in memory.keys() - others)
 
 
 def _still_saved(roots: Iterable[Node]) -> Iterator[Tensor]:
@@ -345,10 +325,6 @@ def _still_saved(roots: Iterable[Node]) -> Iterator[Tensor]:
 
 def _held(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-
-
-def _as_it_was(saved: _Saved) -> Tensor:
-    return as_it_was(*saved)
 
 
 def _memory(values: Iterable[Any]) -> dict[int, int]:

@@ -12,7 +12,7 @@ what they hold, and make groups for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch import nn
 from schedir.errors import ExecutionError
 from schedir.ir import Kind
 from schedir.runtime.accelerator import Reach
+from schedir.runtime.arguments import TieOf
 from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.copies import DriftCheck, copies_of_stages, copies_of_ties
 from schedir.runtime.gradients.nonfinite import NonFinite
@@ -75,6 +76,14 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
+def _stages(tie: TieOf) -> frozenset[int]:
+    return frozenset(stage for stage, _ in tie)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, sorted(numbers)))
+
+
 def _skipped(plan: Plan) -> set[nn.Parameter]:
     """The copies of tied parameters whose norms don't count: all but the first."""
     return {copy for tie, held in plan.tied for stage, copy in held.items() if stage != tie[0][0]}
@@ -84,7 +93,7 @@ class Gradients:
     """The gradients of the stages here; `claims` are those of all processes.
 
     `begin`, `end` and `restore` are what a call that trains does then, in order; `checks` come
-    before it.
+    before it. It `updates` if OPTIM_STEPs run here; else the caller steps.
     """
 
     def __init__(
@@ -96,17 +105,20 @@ class Gradients:
         reach: Reach,
     ) -> None:
         self._plan, self._groups = plan, groups
+        self.updates = plan.updates
         self._row = plan.grid.processes[plan.grid.pipeline]
-        # The stages whose sums share a group, and the group's processes.
-        self._summed = [
-            (stages, processes)
-            for stages in reduction_groups(plan.schedule, plan.sharded)
-            if len(processes := plan.grid.holders(plan.schedule.placement[stages[0]])) > 1
-        ]
-        self.reductions = self._reductions()
-        ties = self._ties()
-        sums = [*self.reductions.values(), *(t.elsewhere for t in ties if t.elsewhere is not None)]
-        self._sums: Sequence[Reduction] = sums
+        self._summed = reduction_groups(plan.schedule, plan.sharded)
+        made = self._made()
+        self.reductions = {
+            stage: Reduction(own, *made[stages], f"stage {stage}'s", not plan.updates)
+            for stages in self._summed
+            if stages in made
+            for stage in stages
+            if (own := _trained(plan.trained[stage]))
+        }
+        ties = self._ties(made)
+        elsewhere = (tie.elsewhere for tie in ties)
+        self._sums = [*self.reductions.values(), *filter(None, elsewhere)]
         self.scaling = Scaling(plan)
         self.nonfinite = NonFinite(plan, groups, optimizers, reach)
         self.clipping = self._clipping(claims)
@@ -130,76 +142,57 @@ class Gradients:
         ]
         self.restore = [self.accumulated.restore] if self.accumulated.active else []
 
-    def _connect(self, purpose: str, processes: Sequence[int]) -> tuple[Group, Group]:
-        """A group for sums, and the one in which hosts tell each other what gradients there are:
-        on the CPU the same."""
-        group = self._groups.make(purpose, processes, self._plan.device)
-        if not self._plan.accelerator.queues:
-            return group, group
-        return group, self._groups.make(f"{purpose}/presence", processes)
-
-    def _reductions(self) -> dict[int, Reduction]:
-        """The sums that REDUCE_GRADs are, of the stages that several processes run."""
-        plan, found = self._plan, {}
-        for number in in_turn([processes for _, processes in self._summed], self._own):
-            stages, processes = self._summed[number]
-            trained = {stage: own for stage in stages if (own := _trained(plan.trained[stage]))}
-            if trained:
-                groups = self._connect(f"stages/{','.join(map(str, stages))}", processes)
-            for stage, own in trained.items():
-                found[stage] = Reduction(own, *groups, f"stage {stage}'s", not plan.updates)
+    def _made(self) -> dict[object, tuple[Group, Group]]:
+        """The groups here for the sums of stages and of ties, by the stages; with each the one in
+        which hosts tell each other what gradients there are: on the CPU the same."""
+        plan, own = self._plan, self._row[self._plan.grid.rank]
+        placement = plan.schedule.placement
+        wanted: list[tuple[str, Collection[int], tuple[int, ...]]] = [
+            (f"stages/{_listed(stages)}", stages, plan.grid.holders(placement[stages[0]]))
+            for stages in self._summed
+        ]
+        # Ties of the same stages are summed one after the other, before the same steps.
+        for tied in dict.fromkeys(_stages(tie) for tie, _ in plan.tied):
+            holders = tuple(sorted({self._row[rank] for s in tied for rank in placement[s]}))
+            wanted.append((f"ties/{_listed(tied)}/{_listed(holders)}", tied, holders))
+        found: dict[object, tuple[Group, Group]] = {}
+        for number in in_turn([holders for *_, holders in wanted], own):
+            purpose, stages, holders = wanted[number]
+            is_tie = isinstance(stages, frozenset)
+            if len(holders) > 1 and (is_tie or any(_trained(plan.trained[s]) for s in stages)):
+                group = hosts = self._groups.make(purpose, holders, plan.device)
+                if plan.accelerator.queues:
+                    hosts = self._groups.make(f"{purpose}/presence", holders)
+                found[stages] = group, hosts
         return found
 
-    def _ties(self) -> list[Tie]:
+    def _ties(self, made: Mapping[object, tuple[Group, Group]]) -> list[Tie]:
         """The ties that have copies here."""
-        plan = self._plan
-        placement = plan.schedule.placement
-        # The processes of each tie, in this pipeline.
-        tied = [
-            tuple(sorted({self._row[rank] for stage, _ in tie for rank in placement[stage]}))
-            for tie, _ in plan.tied
-        ]
-        elsewhere: dict[int, Reduction] = {}
-        # Ties of the same stages are summed one after the other, before the same steps.
-        groups: dict[frozenset[int], tuple[Group, Group]] = {}
-        for number in in_turn(tied, self._own):
-            if len(processes := tied[number]) > 1:
-                tie, held = plan.tied[number]
-                stages = frozenset(stage for stage, _ in tie)
-                if stages not in groups:
-                    listed = (",".join(map(str, sorted(each))) for each in (stages, processes))
-                    groups[stages] = self._connect(f"ties/{'/'.join(listed)}", processes)
-                first = next(iter(held.values()))
-                elsewhere[number] = Reduction([first], *groups[stages], "a tied parameter's")
+        plan, found = self._plan, []
         # What replicas have is the sum over them already, where a REDUCE_GRAD is listed.
-        summed = {stage for stages, _ in self._summed for stage in stages}
-        return [
-            Tie(
-                held,
-                [
+        summed = {stage for stages in self._summed for stage in stages}
+        for tie, held in plan.tied:
+            if held:
+                counted = [
                     copy
                     for stage, copy in held.items()
-                    if stage not in summed or placement[stage][0] in plan.local_ranks
-                ],
-                elsewhere.get(number),
-            )
-            for number, (_, held) in enumerate(plan.tied)
-            if held
-        ]
-
-    @property
-    def _own(self) -> int:
-        return self._row[self._plan.grid.rank]
+                    if stage not in summed or plan.schedule.placement[stage][0] in plan.local_ranks
+                ]
+                elsewhere = None
+                if (groups := made.get(_stages(tie))) is not None:
+                    first = next(iter(held.values()))
+                    elsewhere = Reduction([first], *groups, "a tied parameter's")
+                found.append(Tie(held, counted, elsewhere))
+        return found
 
     def _accumulated(self) -> list[nn.Parameter]:
         """The parameters whose gradients are summed in every call, because the caller steps."""
         plan = self._plan
         if plan.updates:  # sums are over all that an update applies
             return []
-        summed = {stage for stages, _ in self._summed for stage in stages}
         return [
             *(copy for _, held in plan.tied for copy in held.values()),
-            *(p for s, m in plan.trained.items() if s in summed for p in m.parameters()),
+            *(p for stage in self.reductions for p in plan.trained[stage].parameters()),
         ]
 
     def _clipping(self, claims: Sequence[Claim]) -> Clipping | None:

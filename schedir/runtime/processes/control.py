@@ -27,7 +27,6 @@ from schedir.runtime.processes.groups import Group, Groups, Message
 _OBJECT_TAG = 0
 LOSS_TAG = 1
 _ROOM_TAG = 4
-DRIFT_TAG = 5
 PIPELINE_TAG = 6
 RANK_TAG = 7
 _BESIDE_TAG = 8
@@ -37,7 +36,6 @@ _DESCRIBED_TAG = 13  # and those after it
 _WORDS = {
     LOSS_TAG: "the loss",
     _ROOM_TAG: "the buffers",
-    DRIFT_TAG: "the weights' fingerprint",
 }
 
 T = TypeVar("T")

@@ -316,7 +316,9 @@ class Groups:
         and verdicts after all other sums, so any group of the same processes does."""
         own = tuple(sorted(processes))
         found = self._first.get((own, goes_over_nccl(device)))
-        return self.make("numbers", own, device) if found is None else found
+        if found is None:
+            found = self.make(f"numbers/{','.join(map(str, own))}", own, device)
+        return found
 
     def ask(self, asked: Asked, warm_up: Callable[[NcclGroup], Iterable[dist.Work]]) -> NcclGroup:
         """Ask for a group of NCCL; `warm_up` posts its first work."""

@@ -39,9 +39,8 @@ from schedir.ir import (
 from schedir.runtime.accelerator import Accelerator, Streams
 from schedir.runtime.boundary import crossed
 from schedir.runtime.call import Now
-from schedir.runtime.gradients.nonfinite import NonFinite
-from schedir.runtime.gradients.reduction import Barrier, Barriers
-from schedir.runtime.gradients.scaling import Scaling
+from schedir.runtime.gradients.gradients import Gradients
+from schedir.runtime.gradients.reduction import Barrier
 from schedir.runtime.program.compute import (
     Pair,
     backward,
@@ -82,14 +81,12 @@ from schedir.runtime.program.transfers import (
     waiting,
 )
 from schedir.runtime.program.update import (
-    BeforeSteps,
+    if_updating,
     optim_step,
-    reduce_grad,
     until_gathered,
 )
-from schedir.runtime.sharded import Sharded
+from schedir.runtime.sharded import Sharded, settle
 from schedir.runtime.stage.activations import Cell, Cells
-from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights
 from schedir.runtime.transports.buffers import FromBuffers, Pool
@@ -100,21 +97,16 @@ from schedir.runtime.transports.transport import BatchPoster, Poster, Transport,
 class Compiler:
     """The parts that actions are bound to.
 
-    `now` is the current call, which `trains` or not. `replicas` are those of the stages that
-    several ranks of this process hold. `barriers` come before OPTIM_STEPs; None if the caller
-    steps. `scaling` is for OPTIM_STEPs of other microbatches than the last stage's, and `nonfinite`
-    checks what they apply. `first` is for described boundaries. `observers` watch every run.
-    `beside` sends values from host to host; None if the transport of the payloads does that too.
-    `streams` are those of the ranks, and side streams. `pools` are the buffers that ranks send from
-    and receive into. `copiers` move offloaded tensors.
+    `now` is the current call, which `trains` or not. `gradients` has the work before OPTIM_STEPs.
+    `first` is for described boundaries. `observers` watch every run. `beside` sends values from
+    host to host; None if the transport of the payloads does that too. `streams` are those of the
+    ranks, and side streams. `pools` are the buffers that ranks send from and receive into.
+    `copiers` move offloaded tensors.
     """
 
     accelerator: Accelerator
     stages: Mapping[int, Stage]
-    replicas: Mapping[int, Replicas]
-    barriers: Barriers | None
-    scaling: Scaling
-    nonfinite: NonFinite
+    gradients: Gradients
     first: FirstCall
     observers: Sequence[Observer]
     beside: Poster | None
@@ -208,24 +200,23 @@ class _List:
         place = self._rank, index, self._listed_at[index], action
         stage = self._stages[action.stage]
         if action.kind is Kind.OPTIM_STEP:
-            if self._compiler.barriers is not None:
+            if self._compiler.gradients.updates:
                 if not turn or self._actions[turn - 1].kind is not Kind.OPTIM_STEP:
                     yield from self._before_steps(place, turn)
                 step = self._step(action.stage, turn)
-                run = optim_step(stage, self._compiler.nonfinite, step, self._now)
+                run = optim_step(stage, step, self._now)
                 yield self._in_turn(Instruction(*place, run, computes=True, stage=stage), False)
         elif stage.sharded is not None and action.kind in _OF_SHARDED:
             yield Instruction(*place, self._of_sharded(action.kind, stage.sharded))
         elif action.kind is Kind.REDUCE_GRAD:
-            replicas = self._compiler.replicas.get(action.stage)
-            if replicas is not None:
-                run = reduce_grad(replicas.barrier.arrive, False, self._now)
-                meeting = [replicas.barrier]
+            if stage.replicas is not None:
+                meeting = [stage.replicas.barrier]
+                run = if_updating([meeting[0].arrive], self._now)
                 yield Instruction(*place, run, after=self._over(meeting), does=meeting)
                 self._came.update(meeting)
             elif stage.reduction is not None:
                 sums = stage.reduction
-                run = reduce_grad(sums.post, sums.each_call, self._now)
+                run = if_updating([sums.post], self._now, sums.each_call)
                 yield Instruction(*place, run, sums=(sums,))
         elif action.kind in COPIES:
             run = self._copy(action, stage)
@@ -295,7 +286,7 @@ class _List:
 
     def _of_sharded(self, kind: Kind, sharded: Sharded) -> Bound:
         if kind is Kind.REDUCE_GRAD:
-            return reduce_grad(sharded.reduce, sharded.each_call, self._now)
+            return if_updating([sharded.reduce], self._now, sharded.each_call)
         return sharded.gather if kind is Kind.UNSHARD else sharded.release
 
     def _earlier(self, turn: int, action: Action) -> Sequence[Cell] | None:
@@ -342,45 +333,54 @@ class _List:
     def _before_steps(
         self, place: tuple[int, int, int, Action], turn: int
     ) -> Iterator[Instruction]:
-        """The work before the consecutive OPTIM_STEPs from a turn on."""
-        compiler = self._compiler
-        assert compiler.barriers is not None  # asked where the executor steps
+        """The work before the consecutive OPTIM_STEPs from a turn on: 1. finish sums of gradients
+        over processes, 2. finish sums over replicas in this process, 3. sum what is split otherwise
+        than its parameter, 4. scale sums that need it, 5. pass the barriers: ties, then clipping,
+        6. check what is about to be applied.
+
+        The ranks of this process come to the barriers one after the other, and then all leave them.
+        """
+        gradients = self._compiler.gradients
         steps = [
             (action.stage, self._step(action.stage, at))
             for at, action in enumerate(
                 takewhile(lambda action: action.kind is Kind.OPTIM_STEP, self._actions[turn:]), turn
             )
         ]
-        stages = [stage for stage, _ in steps]
-        before = BeforeSteps(
-            self._now,
-            [r for stage in stages if (r := self._stages[stage].reduction) is not None],
-            [compiler.replicas[stage] for stage in stages if stage in compiler.replicas],
-            [p for s in stages for p in self._stages[s].weights.newest if isinstance(p, DTensor)],
-            [self._scale(*step) for step in steps if compiler.scaling.scales(*step)],
-            compiler.barriers.before(stages),
-            partial(compiler.nonfinite.look, steps) if compiler.nonfinite.looks_alone else None,
-        )
-        summed = self._over([replicas.barrier for replicas in before.replicas])
+        stages = [self._stages[stage] for stage, _ in steps]
+        reductions = [stage.reduction for stage in stages if stage.reduction is not None]
+        summed = [stage.replicas.barrier for stage in stages if stage.replicas is not None]
+        split = [p for stage in stages for p in stage.weights.newest if isinstance(p, DTensor)]
+        barriers = gradients.barriers.before(stage for stage, _ in steps)
+        arrive: list[Bound] = [
+            *(reduction.finish for reduction in reductions),
+            *(barrier.leave for barrier in summed),
+            *([partial(settle, split)] if split else []),
+            *(self._scale(*step) for step in steps if gradients.scaling.scales(*step)),
+            *(barrier.arrive for barrier in barriers),
+        ]
         yield Instruction(
             *place,
-            before.arrive,
-            after=summed,
-            does=before.barriers,
+            if_updating(arrive, self._now),
+            after=self._over(summed),
+            does=barriers,
             listed=False,
-            sums=before.reductions,
+            sums=reductions,
         )
-        self._came.update(before.barriers)
-        yield Instruction(*place, before.leave, after=self._over(before.barriers), listed=False)
+        self._came.update(barriers)
+        leave: list[Bound] = [barrier.leave for barrier in barriers]
+        if gradients.nonfinite.looks_alone:
+            leave.append(partial(gradients.nonfinite.look, steps))
+        run = if_updating(leave, self._now)
+        yield Instruction(*place, run, after=self._over(barriers), listed=False)
 
     def _over(self, barriers: Iterable[Barrier]) -> list[tuple[object, int]]:
         """That all ranks here have come to these barriers as often as this one."""
         return [(barrier, barrier.parties * self._came[barrier]) for barrier in barriers]
 
     def _scale(self, stage: int, step: int) -> Callable[[], None]:
-        weights = self._stages[stage].weights
-        scale = partial(self._compiler.scaling.scale, weights.newest, stage, step)
-        replicas = self._compiler.replicas.get(stage)
+        weights, replicas = self._stages[stage].weights, self._stages[stage].replicas
+        scale = partial(self._compiler.gradients.scaling.scale, weights.newest, stage, step)
         return scale if replicas is None else partial(replicas.scale, step, scale)
 
     def _step(self, stage: int, turn: int) -> int:
@@ -400,7 +400,7 @@ class _List:
     def _in_turn(self, made: Instruction, adds: bool) -> Instruction:
         """One that uses a stage which other ranks here use as well waits for these; whether it
         `adds` to the gradients of its rank."""
-        replicas = self._compiler.replicas.get(made.action.stage)
+        replicas = self._stages[made.action.stage].replicas
         if replicas is None:
             return made
         return attrs.evolve(made, run=replicas.in_turn(made.run, made.rank if adds else None))

@@ -3,32 +3,14 @@ OPTIM_STEPs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 
-import attrs
-from torch import nn
-
 from schedir.runtime.call import Now
-from schedir.runtime.gradients.nonfinite import NonFinite
-from schedir.runtime.gradients.reduction import Barrier, Reduction
-from schedir.runtime.program.instruction import Bound
-from schedir.runtime.sharded import Sharded, settle
-from schedir.runtime.stage.replicas import Replicas
+from schedir.runtime.program.instruction import Bound, nothing
+from schedir.runtime.sharded import Sharded
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights
-
-
-def reduce_grad(post: Bound, each_call: bool, now: Now) -> Bound:
-    """REDUCE_GRAD: posts the sums of the gradients of all processes, or ranks of this one, that run
-    the stage; with `each_call` also where the call does not update."""
-
-    def call() -> None:
-        # Without an update the sum can wait: gradients add up here until there is one.
-        if each_call or now.call.updates:
-            post()
-
-    return call
 
 
 def until_gathered(sharded: Sharded, weights: StageWeights, wait: Bound | None) -> Bound:
@@ -44,51 +26,24 @@ def until_gathered(sharded: Sharded, weights: StageWeights, wait: Bound | None) 
     return call
 
 
-@attrs.frozen(eq=False)
-class BeforeSteps:
-    """The work before a rank's consecutive OPTIM_STEPs, in this order: 1. finish sums of gradients
-    over processes, 2. finish sums over `replicas` in this process, 3. sum what is split
-    otherwise than its parameter, of the `split` ones, 4. scale sums that need it,
-    5. pass the barriers: ties, then clipping, 6. check what is about to be applied (`look`).
+def if_updating(calls: Sequence[Bound], now: Now, each_call: bool = False) -> Bound:
+    """The calls where OPTIM_STEPs are carried out; with `each_call` in any case. Without an update
+    sums can wait, because gradients add up here until there is one."""
 
-    The ranks of this process come to the barriers one after the other, and then all `leave` them.
-    """
+    def call() -> None:
+        if each_call or now.call.updates:
+            for each in calls:
+                each()
 
-    now: Now
-    reductions: Sequence[Reduction]
-    replicas: Sequence[Replicas]
-    split: Sequence[nn.Parameter]
-    scales: Sequence[Callable[[], None]]
-    barriers: Sequence[Barrier]
-    look: Callable[[], None] | None
-
-    def arrive(self) -> None:
-        """Do what this rank does, and come to the barriers."""
-        if self.now.call.updates:
-            for reduction in self.reductions:
-                reduction.finish()
-            for replicas in self.replicas:
-                replicas.barrier.leave()
-            settle(self.split)
-            for scale in self.scales:
-                scale()
-            for barrier in self.barriers:
-                barrier.arrive()
-
-    def leave(self) -> None:
-        """Go on, once all have come."""
-        if self.now.call.updates:
-            for barrier in self.barriers:
-                barrier.leave()
-            if self.look is not None:
-                self.look()
+    return call if calls else nothing
 
 
-def optim_step(stage: Stage, nonfinite: NonFinite, step: int, now: Now) -> Bound:
+def optim_step(stage: Stage, step: int, now: Now) -> Bound:
     """OPTIM_STEP number `step` of a stage in a call: applies the accumulated gradients to the
     newest weights, unless it is left out, and clears them. This makes the next version, unless a
     replica here has."""
     makes, weights, optimizer = step + 1, stage.weights, stage.optimizer
+    nonfinite = stage.nonfinite
 
     def call() -> None:
         if not now.call.updates or weights.latest >= makes:

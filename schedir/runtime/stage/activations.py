@@ -75,16 +75,12 @@ class Cells:
                 cell.following, following.previous = following, cell
         self._first = [cell for cell in self if cell.stage == 0]
         self._last = [cell for cell in self if cell.stage == last]
-        self._extra = False
 
     def __getitem__(self, place: tuple[int, int]) -> Cell:
         return self._cells[place]
 
     def __iter__(self) -> Iterator[Cell]:
         return iter(self._cells.values())
-
-    def __len__(self) -> int:
-        return len(self._cells)
 
     def fill(self, feed: Feed) -> None:
         """Put a call's microbatches where they are used."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn, cast
 
@@ -15,6 +15,15 @@ from schedir.runtime.arguments import OptimizerFactory, optimizer_of
 
 _MEMBERS = ("params", "param_names")
 """The entries of a group that have one value for each parameter; others have one for the group."""
+
+
+def _refused(why: str) -> Any:
+    """A method of an optimiser that has no meaning for several."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ExecutionError(why)
+
+    return refuse
 
 
 class StageOptimizers(Optimizer):
@@ -69,28 +78,18 @@ class StageOptimizers(Optimizer):
             optimizer.state.update(kept)
             optimizer.__setstate__({"state": optimizer.state, "param_groups": own})
 
-    def step(self, closure: Callable[[], float] | None = None) -> NoReturn:
-        """Refused: the schedule's OPTIM_STEPs step."""
-        raise ExecutionError(
-            "executor.step steps the stages' optimizers, by the schedule's OPTIM_STEPs; leave out "
-            "optimizer.step(), and accumulate with executor.step(…, update=False)"
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Refused: a parameter belongs to one stage."""
-        raise ExecutionError(
-            "a parameter belongs to one stage: add its group to executor.optimizers[stage], and an "
-            "empty group to the optimizers of the other stages"
-        )
-
-    def register_step_pre_hook(self, hook: Any) -> NoReturn:
-        """Refused: nobody calls `step` here."""
-        raise ExecutionError(
-            "each stage has its own optimizer: register the hook with each of "
-            "executor.optimizers.values()"
-        )
-
-    register_step_post_hook = register_step_pre_hook
+    step = _refused(
+        "executor.step steps the stages' optimizers, by the schedule's OPTIM_STEPs; leave out "
+        "optimizer.step(), and accumulate with executor.step(…, update=False)"
+    )
+    add_param_group = _refused(
+        "a parameter belongs to one stage: add its group to executor.optimizers[stage], and an "
+        "empty group to the optimizers of the other stages"
+    )
+    register_step_pre_hook = register_step_post_hook = _refused(
+        "each stage has its own optimizer: register the hook with each of "
+        "executor.optimizers.values()"
+    )
 
 
 class _Group(MutableMapping[str, Any]):

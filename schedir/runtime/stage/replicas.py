@@ -7,7 +7,7 @@ it is a rank's turn, its gradients are the parameters' `.grad`:
     rank 1   0B1  0B3 ─ 0REDUCE_GRAD ┴ their sum   0OPTIM_STEP  finds that done
 
 The first rank that comes to an OPTIM_STEP runs it. The version before it is kept if other ranks
-still read it (`Lives`).
+still read it (`readers_of`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from schedir.runtime.stage.weights import StageWeights
 
 
 class Replicas:
-    """The replicas of one stage on `ranks` of this process, which take turns."""
+    """The replicas of one stage on `ranks` of this process, which take turns.
+
+    A rank comes to the `barrier` once its gradients are complete, and leaves it after their sum.
+    """
 
     def __init__(
         self, ranks: Sequence[int], weights: StageWeights, accelerator: Accelerator

@@ -108,25 +108,20 @@ class Saved:
 
 
 def unpacked(held: Held) -> Tensor:
-    """What was saved. Raises ExecutionError where that is away, RuntimeError where it is gone or
-    has changed since."""
-    if held.tensor is not None:
-        return as_it_was(held.tensor, held.version)
-    if held.layout is None:
+    """What was saved. Raises ExecutionError where that is away, RuntimeError where it is gone or,
+    as torch does but not where hooks have it, where it has changed since."""
+    tensor = held.tensor
+    if tensor is None and held.layout is None:
         raise RuntimeError("the backward of the inputs has been here, and freed what was saved")
-    raise ExecutionError(
-        "a backward asks for what an OFFLOAD has moved to the host: only the one that a RELOAD is "
-        "listed for may"
-    )
-
-
-def as_it_was(tensor: Tensor, version: int) -> Tensor:
-    """What was saved at a version. Raises RuntimeError where that has changed since, as torch does,
-    but not where hooks have it."""
-    if tensor._version != version:
+    if tensor is None:
+        raise ExecutionError(
+            "a backward asks for what an OFFLOAD has moved to the host: only the one that a RELOAD "
+            "is listed for may"
+        )
+    if tensor._version != held.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: {list(tensor.shape)} of {tensor.dtype} is at version {tensor._version}; "
-            f"expected version {version} instead"
+            f"expected version {held.version} instead"
         )
     return tensor

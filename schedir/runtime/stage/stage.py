@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ExecutionError
-from schedir.runtime.gradients.nonfinite import NonFinite
-from schedir.runtime.gradients.reduction import Reduction
+from schedir.runtime.gradients.gradients import Gradients
 from schedir.runtime.memory import is_plain
 from schedir.runtime.plan import Plan
 from schedir.runtime.sharded import Sharded, return_local
 from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.buffers import Buffers
+from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.rng import Seeds, seeder
 from schedir.runtime.stage.weights import StageWeights
 
@@ -27,9 +28,9 @@ class Stage:
     """One stage of this process; the last one has the loss.
 
     `optimizer` is None if the caller steps, or without parameters; `reduction` is None if no other
-    process runs the stage; `sharded` is None if each process has all of its weights. `busy[0]`
-    counts the seconds that this process computes. `seeds` are those of the current call's forwards,
-    by microbatch, from `draws`.
+    process runs the stage; `sharded` is None if each process has all of its weights; `replicas` is
+    None if one rank here holds the stage. `busy[0]` counts the seconds that this process computes.
+    `seeds` are those of the current call's forwards, by microbatch, from `draws`.
     """
 
     def __init__(
@@ -37,21 +38,23 @@ class Stage:
         plan: Plan,
         index: int,
         weights: StageWeights,
-        reduction: Reduction | None,
+        gradients: Gradients,
         optimizer: torch.optim.Optimizer | None,
-        nonfinite: NonFinite,
         busy: list[float],
-        sharded: Sharded | None,
     ) -> None:
         self.index = index
         self.module = plan.arguments.stages[index]
         self.device, self.queues = plan.device, plan.accelerator.queues
         self.loss_fn = plan.arguments.loss_fn if index == plan.last_stage else None
         self.weights = weights
-        self.reduction = reduction
+        self.reduction = gradients.reductions.get(index)
+        self.nonfinite = gradients.nonfinite
         self.optimizer = optimizer
-        self.nonfinite = nonfinite
-        self.sharded = sharded
+        self.sharded = self.replicas = None
+        if isinstance(self.module, FSDPModule):
+            self.sharded = Sharded(index, self.module, not plan.updates)
+        if len(ranks := plan.local_holders(index)) > 1:
+            self.replicas = Replicas(ranks, weights, plan.accelerator)
         self.buffers = Buffers(plan.trained[index])
         self.busy = busy
         self.seed = seeder(plan.generators)

@@ -9,10 +9,11 @@ saved leaf unpacks to the parameter itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
+from typing import TypeAlias
 
-import attrs
 import torch
 from torch import Tensor, nn
 
@@ -21,18 +22,13 @@ from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
 from schedir.runtime.memory import keep_apart
 
-
-@attrs.frozen
-class Lives:
-    """For each version: whether it `outlives` the OPTIM_STEP that replaces it, because it is still
-    read, and on how many ranks here it is read."""
-
-    outlives: tuple[bool, ...]
-    readers: tuple[int, ...]
+Readers: TypeAlias = Mapping[int, int]
+"""The number of ranks here that read a version, of those that are read after the OPTIM_STEP that
+replaces them."""
 
 
-def lives_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, Lives]:
-    """Those of the stages of some ranks, which share the weights of a stage that several hold.
+def readers_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, Readers]:
+    """The readers of old versions, by stage; ranks of one process share a stage's weights.
 
     Then the first of them that comes to an OPTIM_STEP carries it out; all have come to the sum of
     the gradients before it, but may read the old version after that.
@@ -43,21 +39,18 @@ def lives_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, Lives]:
     for rank in ranks:
         for stage, versions in weight_versions(schedule.columns, rank).items():
             held.setdefault(stage, []).append((starts[rank], versions))
-    found = {}
+    found: dict[int, Readers] = {}
     for stage, lists in held.items():
-        numbers = range(max(len(versions.steps) for _, versions in lists))
-        alone = len(lists) == 1
-
-        def outlives(number: int, start: int, versions: StageVersions, alone: bool = alone) -> bool:
-            if alone or number >= len(versions.steps):
-                return versions.outlives_its_step(number)
-            step = start + versions.steps[number]
-            return start + versions.last_read.get(number, -1 - start) > sums.get(step, step)
-
-        found[stage] = Lives(
-            tuple(any(outlives(number, *one) for one in lists) for number in numbers),
-            tuple(sum(number in versions.last_read for _, versions in lists) for number in numbers),
-        )
+        outlives: set[int] = set()
+        for start, versions in lists:
+            for version, at in enumerate(versions.steps):
+                replaced = start + at
+                if len(lists) > 1:
+                    replaced = sums.get(replaced, replaced)
+                if start + versions.last_read.get(version, -1 - start) > replaced:
+                    outlives.add(version)
+        read = Counter(version for _, versions in lists for version in versions.last_read)
+        found[stage] = {version: read[version] for version in outlives}
     return found
 
 
@@ -70,25 +63,25 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 class StageWeights:
     """The parameters of a stage's module, and the older versions that are still needed.
 
-    `lives` says which versions are still read when they are replaced; None if the caller steps, so
-    that there is only one version. `accumulators` makes the autograd nodes that add to gradients,
-    if the first forward must not make them. `latest` is the newest version in this call. It
-    `stashes` if older versions are kept, as copies. It `collects` if it has to take in the
-    gradients of a backward: the first ones of parameters, or those of copies.
+    `readers` has the versions that are still read when they are replaced. `accumulators` makes the
+    autograd nodes that add to gradients, if the first forward must not make them. `latest` is the
+    newest version in this call. It `stashes` if older versions are kept, as copies. It `collects`
+    if it has to take in the gradients of a backward: the first ones of parameters, or those of
+    copies.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        lives: Lives | None,
+        readers: Readers,
         accumulators: Callable[[Sequence[nn.Parameter]], Sequence[object]] | None = None,
     ) -> None:
         self._newest = list(module.parameters())
-        self._lives = lives or Lives((), ())
+        self._readers = readers
         self._accumulators = accumulators
         # Of each version, for which parameters they were made, and they.
         self._held: dict[int, tuple[list[int], Sequence[object]]] = {}
-        self.stashes = any(self._lives.outlives)
+        self.stashes = bool(readers)
         self.latest = 0
         # A parameter may stand at several places of a module; all of them are swapped together.
         numbers = {id(parameter): number for number, parameter in enumerate(self._newest)}
@@ -99,7 +92,7 @@ class StageWeights:
             if parameter is not None
         ]
         self._stashed: dict[int, list[nn.Parameter]] = {}
-        self._readers: dict[int, int] = {}  # of these, on how many ranks they are still read
+        self._reading: dict[int, int] = {}  # of these, on how many ranks they are still read
         self._pool: list[list[nn.Parameter]] = []
         self._installed: list[nn.Parameter] = self._newest
         self._without_gradient: list[nn.Parameter] = []  # or not known to have one
@@ -122,8 +115,7 @@ class StageWeights:
         self._hold(self._newest)
         self._without_gradient = [*filter(_REQUIRES_GRAD, self._newest)]
         self.collects = True
-        outlives = self._lives.outlives
-        if version >= len(outlives) or not outlives[version]:
+        if version not in self._readers:
             return
         copy = self._pool.pop() if self._pool else [_like(parameter) for parameter in self._newest]
         with torch.no_grad():
@@ -132,7 +124,7 @@ class StageWeights:
                 kept.requires_grad_(parameter.requires_grad)
         self._hold(copy)
         self._stashed[version] = copy
-        self._readers[version] = self._lives.readers[version]
+        self._reading[version] = self._readers[version]
 
     def _hold(self, parameters: list[nn.Parameter]) -> None:
         """Hold the accumulators of a version, which would end with the graphs that use them."""
@@ -190,8 +182,8 @@ class StageWeights:
         """A rank's last read of `version` is done; after that of all, its storage goes back to the
         pool."""
         if version in self._stashed:
-            self._readers[version] -= 1
-            if not self._readers[version]:
+            self._reading[version] -= 1
+            if not self._reading[version]:
                 self._drop(version)
 
     def _drop(self, version: int) -> None:
