@@ -45,7 +45,7 @@ WINGS = {
             "batches",
             "feeding",
             "gradients",
-            "boundaries",
+            "boundary",
             "stage",
             "program",
         ),

@@ -20,7 +20,6 @@ from schedir.ir import Schedule
 from schedir.passes import forward_only
 from schedir.runtime.accelerator import Accelerator, Mark, Streams
 from schedir.runtime.batches import batches_of
-from schedir.runtime.boundaries.described import Messenger
 from schedir.runtime.call import (
     CLOSE,
     COLLECT,
@@ -47,7 +46,7 @@ from schedir.runtime.processes.failure import (
 from schedir.runtime.processes.noticeboard import CALL, CODE, OUTSIDE, at_place
 from schedir.runtime.program.compiler import Compiler, set_autocast
 from schedir.runtime.program.compute import on_several_streams
-from schedir.runtime.program.first_call import FirstCall
+from schedir.runtime.program.first_call import FirstCall, Messenger
 from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.recorder import Recorder

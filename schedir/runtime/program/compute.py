@@ -1,5 +1,5 @@
-"""F, R, B, I and W as bound calls: one function for each kind. It looks up once everything that
-stays the same from call to call.
+"""F, R, B, I, W and OPTIM_STEP as bound calls: one function for each kind. It looks up once
+everything that stays the same from call to call.
 
     F    seed, run the module on the cell's input, pass its output on
     B    take the gradients of the outputs, run autograd, pass the gradients of the inputs on
@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map_only
 from schedir.errors import ExecutionError
 from schedir.ir import Entry, Kind, Together
 from schedir.runtime.accelerator import Accelerator
-from schedir.runtime.boundaries.learned import EVERY, run_on
+from schedir.runtime.boundary import EVERY, run_on
 from schedir.runtime.call import Now
 from schedir.runtime.plan import Plan
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
@@ -405,6 +405,27 @@ def backward_weight(stage: Stage, cell: Cell, version: int) -> Bound:
             part.run()
         if weights.collects:
             weights.collect(version)
+        stage.busy[0] += perf_counter() - began
+
+    return call
+
+
+def optim_step(stage: Stage, step: int, now: Now) -> Bound:
+    """OPTIM_STEP number `step` of a stage in a call: applies the accumulated gradients to the
+    newest weights, unless it is left out, and clears them. This makes the next version, unless a
+    replica here has."""
+    makes, weights, optimizer = step + 1, stage.weights, stage.optimizer
+    nonfinite = stage.nonfinite
+
+    def call() -> None:
+        if not now.call.updates or weights.latest >= makes:
+            return
+        began = perf_counter()
+        if optimizer is not None:  # a stage without parameters has none
+            if not nonfinite.leaves_out:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        weights.begin(makes)
         stage.busy[0] += perf_counter() - began
 
     return call
