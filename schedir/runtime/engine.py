@@ -113,9 +113,6 @@ class Engine:
             *gradients.restore,
         ]
         self._applies = gradients.nonfinite.active and (plan.updates or self._queues)
-        # Checks of what earlier calls have left on the device.
-        earlier = [self._feeder.look, gradients.nonfinite.look_at_earlier]
-        self._look_at_earlier = earlier if self._queues else []
         # Even without a close, the process must not end before its last sends have arrived.
         self._leave = weakref.finalize(
             self,
@@ -342,8 +339,8 @@ class Engine:
         parts = self.parts
         if self._follows:
             parts.progress.begin()
-        for look in self._look_at_earlier:
-            look(wait=False)
+        if self._queues:
+            self._plan.accelerator.look()
         exchanges = [losses.expect() for losses in self._losses] if kind.has_loss else []
         program = programs.open(call, given.inputs, given.target, feed)
         self._session.presence.stop = call.stop
@@ -528,8 +525,7 @@ class Engine:
                 for programs in (self.training, self.evaluation):
                     programs.reset()  # receives that were posted ahead would hold connections
                 self._session.leave()
-                for look in self._look_at_earlier:
-                    look(wait=True)
+                self._plan.accelerator.look(wait=True)
 
     def abandon(self, error: BaseException) -> None:
         """End all processes: an error of the caller's own code ends this one."""

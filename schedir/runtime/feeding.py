@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
-from schedir.runtime.accelerator import Late, Unread
+from schedir.runtime.accelerator import Late
 from schedir.runtime.call import Call
 from schedir.runtime.microbatches import (
     Batch,
@@ -102,7 +102,6 @@ class Feeder:
             processes = plan.grid.holders([plan.grid.rank])
             device = self._device if self._counts_on_device else None
             self._group = groups.for_numbers(processes, device)
-        self._unread = Unread()
         self._accumulated = _accumulated_by_step(schedule)
         self._cut_by_others = _cut_by_others(schedule, self._accumulated) if plan.updates else []
         self._has_first, self._has_last = 0 in self._local, self._last in self._local
@@ -226,7 +225,7 @@ class Feeder:
         """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
 
         The pipelines wait for each other here, so their calls were compared before. Counts that are
-        on the device are checked when they have arrived; see `look`.
+        on the device are checked when they have arrived.
         """
         if not counts:  # the loss is on another rank
             return ()
@@ -267,20 +266,8 @@ class Feeder:
             for together in cut_by_others:
                 check_alike(read, together)
 
-        found = torch.stack([self._on_device(n) for n in (*counts, *totals)])
-        self._unread.add(Late(self._accelerator, found, check))
-
-    def look(self, wait: bool = False) -> None:
-        """Check the counts of earlier calls that the device has come to; with `wait`, all of them.
-
-        Raises ExecutionError for a count that can't be right.
-        """
-        self._unread.look(wait)
-
-    def _on_device(self, count: Count) -> Tensor:
-        if isinstance(count, Tensor):
-            return count
-        return torch.full((), count, dtype=torch.float64, device=self._accelerator.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._accelerator.check_later(torch.stack([zero + n for n in (*counts, *totals)]), check)
 
     def _known(self, stage_inputs: Mapping[int, Batch | None]) -> Iterator[tuple[int, Batch]]:
         """The `stage_inputs` to read: of all stages on the rank of the first stage, because shapes
