@@ -109,7 +109,9 @@ class ExecutionError(SchedirError):
     place in the list as you gave it, before receives were moved ahead. All three are None if the
     failure belongs to no action, such as a wrong set of stages. `cause` is the exception that led
     to the failure, if any. `roots` are the ranks to blame where several processes run, a
-    `schedir.diagnosis.Root` each, with `rank`, `index`, `action` and `cause`.
+    `schedir.diagnosis.Root` each, with `rank`, `index`, `action` and `cause`. `processes` are two
+    processes that make different calls or hold different things. If the error is `one_line`, its
+    message says everything, and is printed without a traceback.
 
     >>> import schedir
     >>> action = schedir.backward(1, 0)
@@ -128,13 +130,18 @@ class ExecutionError(SchedirError):
         action: Any = None,
         cause: BaseException | None = None,
         roots: Sequence[Any] = (),
+        processes: Sequence[int] = (),
+        one_line: bool = False,
     ) -> None:
         place = f"rank {rank}" if rank is not None else ""
         if action is not None:
             place += f" #{index} {action}"
         super().__init__(f"{place}: {message}" if place else message)
+        self.message = message
         self.rank = rank
         self.index = index
         self.action = action
         self.cause = cause
         self.roots: tuple[Any, ...] = tuple(roots)
+        self.processes: tuple[int, ...] = tuple(processes)
+        self.one_line = one_line or bool(processes)

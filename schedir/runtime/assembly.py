@@ -17,11 +17,11 @@ from schedir.runtime.gradients.gradients import Gradients, compared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.program.compiler import Compiler
+from schedir.runtime.program.compute import on_two_streams
 from schedir.runtime.program.first_call import FirstCall
 from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.program import Programs
 from schedir.runtime.program.progress import Progress
-from schedir.runtime.program.together import on_two_streams
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Session
 from schedir.runtime.stage.stage import Stage
@@ -126,7 +126,6 @@ def assemble(plan: Plan, session: Session) -> Parts:
     )
     claims = compared(plan, session)
     session.warm_up()
-    handshake = Handshake(plan, session.control, session.stops)
     transports = session.transports()
     gradients = Gradients(plan, session.groups, claims, optimizers, progress.reach)
     busy = [0.0]
@@ -139,7 +138,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
         gradients,
         frozenset[int]().union(*(claim.described for claim in claims)),
         min(claim.processors for claim in claims),
-        handshake,
+        session.handshake,
         transports,
         optimizers,
         stages,
@@ -148,7 +147,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
         busy,
         Recorder(plan.accelerator, traces=False) if plan.accelerator.queues else None,
         Trace(plan, session, stages) if plan.traced else None,
-        Now(session.presence.words),
+        Now(session.board.words),
     )
 
 

@@ -88,7 +88,7 @@ def autocast_kinds(device: torch.device) -> Collection[str]:
 @attrs.define(eq=False)
 class Now:
     """The current call of a program; bound calls that depend on it read it here. `at` says where
-    this process stands; see `schedir.runtime.processes.positions`."""
+    this process stands; see `schedir.runtime.processes.noticeboard`."""
 
     at: list[int] | memoryview[int]
     call: Call = STEP

@@ -35,13 +35,13 @@ from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control, Courier, Exchange
 from schedir.runtime.processes.failure import (
-    DifferError,
-    OneLineError,
     WaitError,
     describe,
+    of_the_user,
+    says_all,
     users_line,
 )
-from schedir.runtime.processes.positions import CALL, CODE, OUTSIDE, at_place
+from schedir.runtime.processes.noticeboard import CALL, CODE, OUTSIDE, at_place
 from schedir.runtime.program.compiler import set_autocast
 from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.program.progress import Progress
@@ -64,26 +64,30 @@ class Engine:
 
     `steps` is the number of the next call that trains, which seeds its forwards. With several
     processes a failure breaks the engine for good. With `batch`, a call that trains has several
-    batches, of `batch` microbatches each; `stream` runs it. It is a segment of the `outer` engine.
+    batches, of `batch` microbatches each; `stream` runs it. An engine of a segment shares the
+    `session` of its executor, which its executor's engine closes.
 
     Raises ExecutionError if processes differ, or if the others don't come in time.
     """
 
-    def __init__(self, plan: Plan, batch: int | None = None, outer: Engine | None = None) -> None:
+    def __init__(
+        self, plan: Plan, batch: int | None = None, session: Session | None = None
+    ) -> None:
         self._plan = plan
         self.steps = plan.arguments.step
         self._generators = plan.generators
         self._device_type = plan.device.type
         self._autocast_kinds = autocast_kinds(plan.device)
         with plan.accelerator.chosen():
-            self._session: Session = Session(plan, None if outer is None else outer._session)
-            with self._session.together("making the executor"):
-                self.parts = parts = assemble(plan, self._session)
-                self._feeder = Feeder(plan, self._session.groups)
-                self._session.connect(parts.processors)
+            self.session: Session = Session(plan) if session is None else session
+            self.session.take_up(plan)
+            with self.session.together("making the executor"):
+                self.parts = parts = assemble(plan, self.session)
+                self._feeder = Feeder(plan, self.session.groups)
+                self.session.connect(parts.processors)
             microbatches = plan.schedule.microbatches
             self._losses = [
-                Losses(plan, self._session.control, own)
+                Losses(plan, self.session.control, own)
                 for own in batches_of(microbatches, batch or microbatches)
             ]
             self.training = parts.programs(trains=True, batch=batch)
@@ -119,11 +123,12 @@ class Engine:
             _arrive,
             parts.under_way,
             parts.progress,
-            self._session.control.courier,
+            self.session.control.courier,
             plan.accelerator,
         )
-        weakref.finalize(self, self._session.say_calls)
-        weakref.finalize(self, self._session.watch_no_longer)
+        if session is None:
+            weakref.finalize(self, self.session.say_calls)
+            weakref.finalize(self, self.session.watch_no_longer)
 
     @property
     def schedule(self) -> Schedule:
@@ -132,7 +137,7 @@ class Engine:
 
     def check_usable(self) -> None:
         """Raise ExecutionError if no call can be made now."""
-        self._session.check_usable()
+        self.session.check_usable()
 
     def check_frozen(self) -> None:
         """Raise ExecutionError where a parameter was frozen or thawed that must not be."""
@@ -142,27 +147,22 @@ class Engine:
     @property
     def stop_requested(self) -> bool:
         """Whether all ranks are to stop, as of the latest call; see `Executor.stop_requested`."""
-        self._session.stop_on_signal()
-        return self._session.presence.stop
+        self.session.stop_on_signal()
+        return self.session.stop
 
     def agree_to_stop(self) -> None:
         """Find out, with all ranks, whether one of them has been asked to stop."""
-        session = self._session
+        session = self.session
         if not self._plan.grid.alone:
-            session.presence.stop = any(self.gather(session.stops(), RUN))
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a failure has broken the engine for good."""
-        return self._session.broken is not None
+            session.stop = any(self.gather(session.stops(), RUN))
 
     def pause(self, reason: str | None) -> None:
         """Refuse calls for this reason; None allows them again."""
-        self._session.paused = reason
+        self.session.paused = reason
 
     def break_off(self, reason: str) -> None:
         """Refuse all further calls: a stream of this executor has failed."""
-        self._session.break_off(reason)
+        self.session.break_off(reason)
 
     def cut(self, given: CallArguments) -> Feed:
         """Cut a step into microbatches. Raises ExecutionError for arguments that don't fit."""
@@ -174,10 +174,13 @@ class Engine:
 
         Raises ExecutionError, which names the action that failed, or how the ranks differ.
         """
-        if self._queues:
-            with self._plan.accelerator.chosen():
-                return self._in_mode(kind, given, keeps)
-        return self._in_mode(kind, given, keeps)
+        try:
+            if self._queues:
+                with self._plan.accelerator.chosen():
+                    return self._in_mode(kind, given, keeps)
+            return self._in_mode(kind, given, keeps)
+        except ExecutionError as error:
+            raise error.with_traceback(of_the_user(error.__traceback__)) from error.__cause__
 
     def _in_mode(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
         """Make a call, with gradients on if it trains, otherwise off."""
@@ -229,7 +232,7 @@ class Engine:
     ) -> Iterator[StepResult]:
         """Make a call; yield the result of each of its batches when the batch is over, and the last
         one when the call is over. What it is given may have been cut before."""
-        session, parts = self._session, self.parts
+        session, parts = self.session, self.parts
         if session.closed or session.broken is not None or session.paused is not None:
             session.check_usable()
         began, started = self._moment()
@@ -238,7 +241,7 @@ class Engine:
         precision = None
         if self._device_type in autocast:
             precision = torch.get_autocast_dtype(self._device_type)
-        call = kind.of_number(session.presence.calls, self.steps, precision)
+        call = kind.of_number(session.calls, self.steps, precision)
         call.keeps, call.autocast = keeps, autocast
         programs, clock = self.training, self._clock
         if not kind.trains:
@@ -252,7 +255,7 @@ class Engine:
             if kind.trains:
                 self.check_frozen()
             try:
-                session.begin_call(kind.trains, self.steps)
+                session.begin_call(self._plan, kind.trains, self.steps)
                 program, exchanges = self._open(programs, kind, call, given, feed)
                 cells = program.cells
                 if autocast:
@@ -299,7 +302,7 @@ class Engine:
         read = partial(self._read, call, ended)
         elapsed = self._since(began, started)
         yield StepResult(
-            found, norm, outputs, skipped, busy, elapsed, read, self._session.stragglers
+            found, norm, outputs, skipped, busy, elapsed, read, self.session.stragglers
         )
 
     def _moment(self) -> tuple[Mark | None, float]:
@@ -343,7 +346,7 @@ class Engine:
             self._plan.accelerator.look()
         exchanges = [losses.expect() for losses in self._losses] if kind.has_loss else []
         program = programs.open(call, given.inputs, given.target, feed)
-        self._session.presence.stop = call.stop
+        self.session.stop = call.stop
         cells = program.cells
         cells.fill(feed)
         shares = self._feeder.shares(feed.counts, kind)
@@ -373,8 +376,8 @@ class Engine:
     ) -> tuple[Callable[[], CallLosses] | None, list[Any] | None]:
         """Clean up after the list; returns a function that gets the losses of the last batch, and
         the outputs if they are wanted."""
-        self._session.stand(END)
-        self._session.control.settle()
+        self.session.stand(END)
+        self.session.control.settle()
         if call.trains:
             for end in self._ends:
                 end()
@@ -396,7 +399,7 @@ class Engine:
 
     def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:
         """Read a value of a call, once the call has `ended`; `what` names it if that fails."""
-        words = self._session.presence.words
+        words = self.session.board.words
         place, number = words[CODE], words[CALL]
         if is_between := place == OUTSIDE:  # or another thread is in the midst of a call
             words[CALL], words[CODE] = call.number << 1 | call.trains, _AT_RESULTS
@@ -421,8 +424,8 @@ class Engine:
             if stage.sharded is not None:
                 stage.sharded.reset()
         self.parts.progress.drop()
-        failure = self._session.failure(error, where)
-        if self._session.broken is not None:
+        failure = self.session.failure(error, where)
+        if self.session.broken is not None:
             self._leave.detach()  # what is under way will not arrive
         return failure
 
@@ -443,18 +446,18 @@ class Engine:
     @contextmanager
     def _message(self, what: str) -> Iterator[Control]:
         """Send messages beside the pipeline's traffic. If it fails here, no other rank waits."""
-        self._session.check_usable()
+        self.session.check_usable()
         try:
-            yield self._session.control
-            self._session.end_message()
-        except (WaitError, OneLineError) as error:
-            raise self._failed(error, what) from None
+            yield self.session.control
+            self.session.end_message()
         except Exception as error:
+            if isinstance(error, WaitError) or says_all(error):
+                raise self._failed(error, what) from None
             rank = self._plan.grid.rank
             named = ExecutionError(f"{what}: {describe(error)}", rank=rank, cause=error)
             raise self._failed(named, what) from error
         finally:
-            self._session.presence.words[CODE] = OUTSIDE
+            self.session.board.words[CODE] = OUTSIDE
 
     def gather(self, value: Any, kind: Call = GATHER, what: str = "") -> list[Any]:
         """The values of all processes, by number, on each of them; all make the same request, for
@@ -465,12 +468,12 @@ class Engine:
             said, values = zip(*control.gather((what, value), self._gathers), strict=True)
             for number, other in enumerate(said):
                 if other != what:
-                    grid, call = self._plan.grid, self._session.presence.calls
-                    raise DifferError(
+                    grid, call = self._plan.grid, self.session.calls
+                    raise ExecutionError(
                         f"call {call} of process {grid.number(grid.rank)} is {what} "
                         f"({users_line()}), but call {call} of process {number} is {other}; every "
                         "rank must make the same calls, in the same order",
-                        (number, grid.number(grid.rank)),
+                        processes=(number, grid.number(grid.rank)),
                         rank=grid.rank,
                     )
             return [*values]
@@ -482,18 +485,18 @@ class Engine:
             return control.collect(value, self._gathers)
 
     def _gathers(self) -> None:
-        self._session.stand(GATHER_PLACE)
+        self.session.stand(GATHER_PLACE)
 
     def _announce(self, kind: Call) -> None:
-        """Raise DifferError if another rank makes another call now."""
-        presence = self._session.presence
-        self._session.stand(HANDSHAKE)
-        self.parts.handshake.exchange(kind.of_number(presence.calls, self.steps))
-        presence.words[CODE] = OUTSIDE
+        """Raise ExecutionError if another rank makes another call now."""
+        session = self.session
+        session.stand(HANDSHAKE)
+        session.handshake.exchange(kind.of_number(session.calls, self.steps))
+        session.board.words[CODE] = OUTSIDE
 
     def timelines(self) -> list[Timeline]:
         """The timelines of the steps since the last call, on rank 0; see `Executor.timelines`."""
-        self._session.check_usable()
+        self.session.check_usable()
         if not self._plan.arguments.trace:
             raise ExecutionError(
                 "nothing is recorded: make the executor with trace=True, on every rank"
@@ -506,30 +509,37 @@ class Engine:
             self.parts.progress.settle()
             return self.parts.trace.timelines()
 
-    def close(self) -> None:
-        """Release the process groups that were made for this; safe to call twice."""
-        for stage in self._stages:
-            stage.close()
-        with self._plan.accelerator.chosen(), self._session.closing() as still_works:
+    def close(self, segments: Sequence[Engine]) -> None:
+        """Release the process groups that were made for this and the engines of its `segments`;
+        safe to call twice."""
+        engines = (*segments, self)
+        for engine in engines:
+            for stage in engine._stages:
+                stage.close()
+        session = self.session
+        with self._plan.accelerator.chosen(), session.closing() as still_works:
             if still_works:
-                self._session.stand(CLOSE_PLACE)
+                session.stand(CLOSE_PLACE)
                 # Finish what is under way, and announce that there is no other call.
-                self._leave.detach()
-                self.parts.progress.settle()  # on failure it names the place
-                wait_for(self.parts.under_way)
-                self._session.control.courier.finish()
-                self.parts.handshake.last(CLOSE.of_number(self._session.presence.calls))
+                for engine in engines:
+                    engine._leave.detach()
+                    engine.parts.progress.settle()  # on failure it names the place
+                    wait_for(engine.parts.under_way)
+                session.control.courier.finish()
+                session.handshake.last(CLOSE.of_number(session.calls))
                 for _ in range(2):  # the messages of the last step, and of the one before
-                    self._session.control.settle()
-                self.parts.gradients.settle()
-                for programs in (self.training, self.evaluation):
-                    programs.reset()  # receives that were posted ahead would hold connections
-                self._session.leave()
-                self._plan.accelerator.look(wait=True)
+                    session.control.settle()
+                for engine in engines:
+                    engine.parts.gradients.settle()
+                    for programs in (engine.training, engine.evaluation):
+                        programs.reset()  # receives posted ahead would hold connections
+                session.leave()
+                for engine in engines:
+                    engine._plan.accelerator.look(wait=True)
 
     def abandon(self, error: BaseException) -> None:
         """End all processes: an error of the caller's own code ends this one."""
-        self._session.abandon(error)
+        self.session.abandon(error)
 
 
 def _at_once() -> bool:

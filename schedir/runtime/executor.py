@@ -475,7 +475,7 @@ class Executor:
     def close(self) -> None:
         """Release the process groups that this executor made; safe to call twice."""
         self._segments.close()
-        self._engine.close()
+        self._engine.close(self._segments.engines)
 
     def __enter__(self) -> Executor:
         return self

@@ -6,7 +6,8 @@
 
 The batches of a segment are drawn before it begins. Then all processes tell each other how many
 they have, so that none begins a segment which another can't run. For each length of segments a list
-is built, proved and compared once; its engine and its connections are kept.
+is built, proved and compared once; its engine and its connections are kept. All of them share the
+executor's session.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from schedir.runtime.call import RUN
 from schedir.runtime.engine import Engine
 from schedir.runtime.feeding import CallArguments, Feed, name_of_extra
 from schedir.runtime.plan import Plan, plan_of, proved
-from schedir.runtime.processes.failure import OneLineError, describe, end_in_one_line
+from schedir.runtime.processes.failure import describe
 from schedir.runtime.program.handshake import differ, fingerprint
 from schedir.runtime.result import StepResult
 
@@ -176,11 +177,12 @@ class Segments:
         first = said[0]
         for number, other in enumerate(said):
             if other.failed:
-                raise _line(
-                    f"process {number} could not draw its next batches: {other.failed}; {done}"
+                raise ExecutionError(
+                    f"process {number} could not draw its next batches: {other.failed}; {done}",
+                    one_line=True,
                 )
             if other.interrupted:
-                raise _line(f"process {number} was interrupted; {done}")
+                raise ExecutionError(f"process {number} was interrupted; {done}", one_line=True)
             if (other.left, other.given) != (first.left, first.given) and (
                 other.drawn or first.drawn or other.given != first.given
             ):
@@ -192,11 +194,12 @@ class Segments:
                 if own.left:  # the loop is over here, and nobody would catch an exception
                     logger.error("%s", parted)
                     return
-                raise _line(parted)
+                raise ExecutionError(parted, one_line=True)
             if other.drawn != first.drawn:
-                raise _line(
+                raise ExecutionError(
                     f"process 0 has {first.drawn} batches for its next segment, process {number} "
-                    f"{other.drawn}; give every rank the same number. {done}"
+                    f"{other.drawn}; give every rank the same number. {done}",
+                    one_line=True,
                 )
             self._compare(number, other, said)
 
@@ -209,45 +212,36 @@ class Segments:
             return
         for batch, pair in enumerate(zip(said[speaker].prints, other.prints, strict=False)):
             if any(differ(one, another) for one, another in zip(*pair, strict=True)):
-                raise _line(
+                raise ExecutionError(
                     f"batch {other.given + batch} of process {number} is another one than that of "
                     f"process {speaker}, so the inputs of one would be paired with the target of "
-                    "the other; draw the same batches on every rank"
+                    "the other; draw the same batches on every rank",
+                    one_line=True,
                 )
 
     def _segment(self, batches: int, feed: Feed, build: Build) -> Iterator[StepResult]:
         """Run the batches of one segment as one call."""
         engine = self._engine_of(self._plan.schedule.microbatches * batches, build)
         engine.steps = self._engine.steps
-        try:
-            for batch, result in enumerate(engine.stream(feed), 1):
-                if batch == batches:
-                    self._engine.agree_to_stop()
-                yield result
-        except BaseException as error:
-            if engine.is_broken:
-                self._engine.break_off(str(error))
-            raise
+        for batch, result in enumerate(engine.stream(feed), 1):
+            if batch == batches:
+                self._engine.agree_to_stop()
+            yield result
         self._engine.steps = engine.steps
 
     def _engine_of(self, microbatches: int, build: Build) -> Engine:
         """The engine for segments of this length, which all processes make at the same time."""
         if microbatches not in self._engines:
-            schedule = self._made(microbatches, build)
-            optimizers = self._engine.parts.optimizers
-            arguments = attrs.evolve(
-                self._plan.arguments,
-                schedule=schedule,
-                optimizer=lambda named, stage: optimizers[stage],
-            )
+            session, optimizers = self._engine.session, self._engine.parts.optimizers
+            with session.together("making the executor"):
+                arguments = attrs.evolve(
+                    self._plan.arguments,
+                    schedule=self._made(microbatches, build),
+                    optimizer=lambda named, stage: optimizers[stage],
+                )
+                plan = plan_of(arguments)
             size = self._plan.schedule.microbatches
-            try:
-                made = Engine(plan_of(arguments), batch=size, outer=self._engine)
-            except BaseException as error:
-                if not self._plan.grid.alone:  # other processes have been told who is to blame
-                    self._engine.break_off(str(error))
-                raise
-            self._engines[microbatches] = made
+            self._engines[microbatches] = Engine(plan, size, session)
         return self._engines[microbatches]
 
     def _made(self, microbatches: int, build: Build) -> Schedule:
@@ -278,19 +272,10 @@ class Segments:
         return [*self._engines.values()]
 
     def close(self) -> None:
-        """End a stream that has not ended, and close all connections."""
+        """End a stream that has not ended."""
         stream = None if self._stream is None else self._stream()
         if stream is not None:
             stream.close()
-        for engine in self._engines.values():
-            engine.close()
-
-
-def _line(text: str) -> ExecutionError:
-    """An error whose message says everything; every rank prints only that line."""
-    error = OneLineError(text)
-    end_in_one_line(error)
-    return error
 
 
 def _stand(said: _Said) -> str:

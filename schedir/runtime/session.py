@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -26,37 +27,34 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule, dumps, loads
 from schedir.runtime.accelerator import Host
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.connecting import connect
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import (
-    Board,
-    DifferError,
-    OneLineError,
-    Verdict,
     WaitError,
     describe,
-    end_in_one_line,
     end_in_silence,
+    end_quietly,
     in_one_line,
     record,
+    says_all,
     waiting,
     within_stage,
 )
 from schedir.runtime.processes.groups import Groups, init_process_group
 from schedir.runtime.processes.monitor import watch, watch_no_longer
 from schedir.runtime.processes.nccl import ABORT
-from schedir.runtime.processes.positions import (
+from schedir.runtime.processes.noticeboard import (
     BUSY,
     BUSY_OF,
     CALL,
     CODE,
     OUTSIDE,
     STEP,
-    Positions,
+    Noticeboard,
+    Verdict,
     at_place,
-    nowhere,
 )
 from schedir.runtime.processes.watch import Lists, Member, Watch
+from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.sharded import local
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
@@ -68,149 +66,130 @@ logger = logging.getLogger("schedir")
 _AT_HANDSHAKE = at_place(HANDSHAKE)
 
 
-class Presence:
-    """This process as those that train with it see it: it stands at `words`, in the call after
-    `calls` others, of the `plan` that runs now. The `watch` sees the others; None if there are
-    none. `stop` says whether all are to stop, as of the latest call."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.words = nowhere()
-        self.watch: Watch | None = None
-        self.calls = 0
-        self.trained = 0  # of these, those that trained
-        self.stop = False
-
-    def lists(self) -> Lists:
-        """What all ranks run now, and wait for."""
-        return lists_of(self.plan)
-
-
 class Session:
     """The processes of one executor; this one runs the plan's ranks.
 
     It provides the transports between ranks, the groups for sums, and `control`, the messages
     beside the pipeline's traffic. With several processes, a failure of any of them ends their
-    connections, and the session is broken for good.
+    connections, and the session is broken for good. The segments of a stream have plans and groups
+    of their own, and share the session; `plan` is the one that is made or run now.
 
-    The session of a segment has connections of its own. It is watched with the `outer` one, which
-    runs the stream: whoever fails in it fails once.
+    This process stands on the `board` in the call after `calls` others, and the `watch` sees the
+    other processes; None if there are none. `stop` says whether all are to stop, as of the latest
+    call.
 
     Raises ExecutionError if the other processes do not come in time.
     """
 
-    def __init__(self, plan: Plan, outer: Session | None = None) -> None:
-        self._plan = plan
-        self._is_outer = outer is None
-        self.presence: Presence = Presence(plan) if outer is None else outer.presence
-        self.grid = grid = plan.grid
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.grid = plan, plan.grid
+        self.own = plan.grid.number(plan.grid.rank)
         self.broken: str | None = None
         self.paused: str | None = None  # the reason why no call can be made now
-        self.closed = False
-        self._made_group = not grid.alone and not dist.is_initialized()
+        self.closed = self.stop = False
+        self.calls = self._trained = 0  # calls before this one, and of these, those that trained
+        self.watch: Watch | None = None
+        self._made_group = not self.grid.alone and not dist.is_initialized()
         if self._made_group:
             init_process_group(plan.timeout)
-        self.groups = Groups(grid.everyone, plan.timeout, None if outer is None else outer.board)
+        if not self.grid.alone:
+            end_quietly()  # after torch's hook, which prints in front of each line the rank
+        self.groups = Groups(self.grid.everyone, plan.timeout)
         # A connection of its own: on another one a call would wait for that of another thread.
         clone = getattr(self.groups.store, "clone", lambda: self.groups.store)
-        self.board: Board = Board(clone()) if outer is None else outer.board
+        self.board = Noticeboard(clone())
         self._hub = InProcessTransport(plan.accelerator)
         self.messages = InProcessTransport(Host(torch.device("cpu")))
-        self.control = Control(grid)
+        self.control = Control(self.grid)
         with self.together("making the executor"):
-            if not grid.alone:
-                with self.gathering():
-                    self.groups.come_together(grid.everyone)
+            with self.gathering():
+                said = self.groups.hello((Member.here(), secrets.token_hex(8)))
             self.control.connect(self.groups)
-            if not grid.alone and outer is None:
-                self.presence.watch = self._watched()
-
-    @property
-    def _watch(self) -> Watch | None:
-        return self.presence.watch
+            if not self.grid.alone:
+                self._begin_to_watch([member for member, _ in said], said[0][1])
+            # It must not hold the session, whose connections end with the executor.
+            self.handshake = Handshake(plan, self.control, partial(_stops, self.watch))
 
     @property
     def spans_hosts(self) -> bool:
         """Whether the processes are on several hosts."""
-        return self._watch is not None and self._watch.spans_hosts
+        return bool(self.board.far)
 
-    def _watched(self) -> Watch:
-        """Tell the others where this process can be found, and begin to watch them."""
-        grid = self.grid
-        said = self.control.gather((Member.here(), secrets.token_hex(8)))
-        positions = Positions(said[0][1], grid.number(grid.rank))
-        self.presence.words = positions.words
-        made = Watch(
-            positions,
-            [member for member, _ in said],
-            grid.number(grid.rank),
-            [
-                grid.everyone.index(process)
-                for layout in grid.slices
-                for row in layout
-                for process in row
-            ],
-            len(grid.slices),
-            self.presence.lists,
+    def _begin_to_watch(self, members: Sequence[Member], token: str) -> None:
+        """Show the others where this process stands, and begin to watch them."""
+        here = members[self.own].host
+        far = [number for number, member in enumerate(members) if member.host != here]
+        self.board.open(token, self.own, far)
+        number = self.grid.everyone.index
+        self.watch = Watch(
             self.board,
+            members,
+            self.own,
+            [number(process) for layout in self.grid.slices for row in layout for process in row],
+            len(self.grid.slices),
+            partial(lists_of, self.plan),
             self.groups.timeout.total_seconds(),
         )
-        watch(made)
-        return made
+        watch(self.watch)
 
     def stand(self, index: int) -> None:
         """This process has come to a place beside its list; see `schedir.diagnosis.verdict`."""
-        self.presence.words[CODE] = at_place(index)
+        self.board.words[CODE] = at_place(index)
 
-    def begin_call(self, trains: bool, step: int) -> None:
-        """A call begins here."""
-        presence = self.presence
-        presence.plan, words = self._plan, presence.words
-        words[CALL] = presence.calls << 1 | trains
+    def take_up(self, plan: Plan) -> None:
+        """From now on this plan is made, or run."""
+        if plan is not self.plan:
+            self.plan = plan
+            if self.watch is not None:
+                self.watch.lists = partial(lists_of, plan)
+
+    def begin_call(self, plan: Plan, trains: bool, step: int) -> None:
+        """A call of a plan begins here."""
+        self.take_up(plan)
+        words = self.board.words
+        words[CALL] = self.calls << 1 | trains
         words[STEP] = step + 1 if trains else 0
         words[CODE] = _AT_HANDSHAKE
 
     def end_call(self, busy: object) -> None:
         """A call has ended here; `busy` are its seconds of compute, where they are known."""
-        presence = self.presence
-        words = presence.words
-        words[CODE] = OUTSIDE
-        if words[CALL] & 1 and isinstance(busy, float):
-            words[BUSY + presence.trained % BUSY_OF] = int(busy * 1e9)
-        presence.calls += 1
-        presence.trained += words[CALL] & 1
-        words[STEP] += words[CALL] & 1  # the step that comes next, after one that trained
-        words[CALL] = presence.calls << 1
+        words = self.board.words
+        trained = words[CALL] & 1
+        if trained and isinstance(busy, float):
+            words[BUSY + self._trained % BUSY_OF] = int(busy * 1e9)
+        self._trained += trained
+        words[STEP] += trained  # the step that comes next, after one that trained
+        self.end_message()
 
     def end_message(self) -> None:
         """All ranks have told each other something here, as one call."""
-        presence = self.presence
-        presence.calls += 1
-        presence.words[CALL] = presence.calls << 1
+        self.calls += 1
+        self.board.words[CODE] = OUTSIDE
+        self.board.words[CALL] = self.calls << 1
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """Inside, this process waits for all others to come to the same place."""
         self.stand(GATHER)
         yield
-        self.presence.words[CODE] = OUTSIDE
+        self.board.words[CODE] = OUTSIDE
 
     def stops(self) -> bool:
         """Whether a process has been asked to end."""
-        return self._watch is not None and self._watch.stop
+        return _stops(self.watch)
 
     def stop_on_signal(self) -> None:
         """From now on SIGTERM asks all processes to stop after a call, and ends none."""
-        if self._watch is not None:
-            self._watch.stops_on_signal = True
+        if self.watch is not None:
+            self.watch.stops_on_signal = True
 
     def stragglers(self) -> tuple[tuple[int, float], ...]:
         """The processes that have been slower in compute lately; see `StepResult.stragglers`."""
-        return () if self._watch is None else self._watch.stragglers()
+        return () if self.watch is None else self.watch.stragglers()
 
     def transports(self) -> Mapping[int, Transport]:
         """The transport of each rank here, connected to all others."""
-        plan, choice, rank = self._plan, self._plan.transport, self.grid.rank
+        plan, choice, rank = self.plan, self.plan.transport, self.grid.rank
         if choice is Endpoint:
             return {rank: self._hub.of(rank) for rank in plan.local_ranks}
         processes = self.grid.processes[self.grid.pipeline]
@@ -224,16 +203,16 @@ class Session:
     def warm_up(self) -> None:
         """Connect the processes within stages, all groups in one order, while nothing else is under
         way: a process that makes its connection in a forward may find others in other work."""
-        for group in self._plan.groups_of_stages:
+        for group in self.plan.groups_of_stages:
             with waiting("the connections within stages"):
-                dist.all_reduce(torch.zeros(1, device=self._plan.device), group=group)
+                dist.all_reduce(torch.zeros(1, device=self.plan.device), group=group)
 
     def connect(self, processors: int) -> None:
         """Make NCCL's communicators for transfers and sums; then wait until all processes have all
         their groups, since one that closed earlier would break a connection that another still
         makes. `processors` are the multiprocessors of the smallest GPU."""
-        if self._plan.transport is NcclTransport:
-            connect(self.groups, self.control, processors)
+        if self.plan.transport is NcclTransport:
+            self.groups.connect(self.control.gather, self.control.meet, processors)
         if not self.grid.alone:
             with self.gathering():
                 self.control.meet(self.grid.everyone)
@@ -279,31 +258,28 @@ class Session:
         self.messages.clear()
         if self.grid.alone:
             return error
-        if self._plan.groups_of_stages:
+        if self.plan.groups_of_stages:
             error = within_stage(error)
         found, verdict = error, self._verdict(error, what)
         roots = () if verdict is None else verdict.roots
         if isinstance(error, WaitError):
             found = self._explained(error, what, verdict)
             error.forget_frames()
-            if verdict is None and self._watch is not None:  # so that the others know as much
-                verdict = self._watch.blame([], str(found))
+            if verdict is None and self.watch is not None:  # so that the others know as much
+                verdict = self.watch.blame([], str(found))
         if isinstance(found, ExecutionError):
             found.roots = roots
         self.broken = f"{what} has failed: {found}"
-        own = self.grid.number(self.grid.rank)
-        elsewhere = bool(roots) and own not in {root.rank for root in roots}
-        if verdict is None or verdict.by == own or (found is error and not elsewhere):
+        elsewhere = bool(roots) and self.own not in {root.rank for root in roots}
+        if verdict is None or verdict.by == self.own or (found is error and not elsewhere):
             record(found)
-        if self._watch is not None:
-            self._watch.break_off()
-        told = isinstance(error, (OneLineError, WaitError, KeyboardInterrupt))
+        if self.watch is not None:
+            self.watch.break_off()
+        told = says_all(error) or isinstance(error, (WaitError, KeyboardInterrupt))
         if roots and (told or (elsewhere and isinstance(error, ExecutionError) and error.roots)):
-            members = () if self._watch is None else self._watch.members_here(roots)
+            members = () if self.watch is None else self.watch.members_here(roots)
             end_in_silence(found, members)  # the verdict has said it
-        elif isinstance(found, OneLineError):
-            end_in_one_line(found)
-        if self.groups.asked:  # an abort may not return: log the failure before it
+        if self.groups.aborts:  # an abort may not return: log the failure before it
             said = in_one_line(found if isinstance(found, ExecutionError) else describe(found))
             logger.error("%s; aborting NCCL's communicators now, in at most %g s", said, ABORT)
         self._let_go(abort=True)
@@ -311,31 +287,31 @@ class Session:
 
     def _verdict(self, error: BaseException, what: str) -> Verdict | None:
         """Who is to blame for an error here: this process, unless it waited for others."""
-        if self._watch is None:
+        if self.watch is None:
             if isinstance(error, WaitError):
                 return self.board.verdict()
-            return self.board.give(Verdict((), str(error), self.grid.number(self.grid.rank)))
+            return self.board.give(Verdict((), str(error), self.own))
         if isinstance(error, WaitError):
-            if self._plan.transport.queues and error.index is not None:
-                self.presence.words[CODE] = at_place(error.index)  # of the device, behind the host
+            if self.plan.transport.queues and error.index is not None:
+                self.board.words[CODE] = at_place(error.index)  # of the device, behind the host
             peer = error.process
             if peer is None and error.peer is not None:
                 peer = self.grid.number(error.peer)
-            return self._watch.explain(
+            return self.watch.explain(
                 None if error.timed_out else peer, error.timed_out, self._left
             )
         own = self.root(error)
         roots = [own]
-        if isinstance(error, ExecutionError) and error.roots:  # all ranks know them
-            roots = [attrs.evolve(root, call=own.call, step=own.step) for root in error.roots]
-        if isinstance(error, DifferError):  # both sides, of which nobody knows which is wrong
-            others = {*error.processes} - {own.rank}
-            roots += [Root(other, own.call, None, None, own.cause, own.step) for other in others]
-        return self._watch.blame(sorted(roots, key=lambda root: root.rank), str(error))
+        if isinstance(error, ExecutionError):
+            if error.roots:  # all ranks know them
+                roots = [attrs.evolve(root, call=own.call, step=own.step) for root in error.roots]
+            # Of two sides that differ nobody knows which is wrong.
+            roots += [attrs.evolve(own, rank=n) for n in error.processes if n != own.rank]
+        return self.watch.blame(sorted(roots, key=lambda root: root.rank), str(error))
 
     def _left(self) -> Root | None:
         """The process that has closed after fewer calls than this one makes, if there is one."""
-        fewest = None if self.closed else self.board.fewest_calls(self.grid.everyone)
+        fewest = None if self.closed else self.board.fewest_calls(len(self.grid.everyone))
         if fewest is None:
             return None
         calls, process = fewest
@@ -346,20 +322,19 @@ class Session:
 
     def root(self, error: BaseException) -> Root:
         """This process, as the one to blame for an error."""
-        assert self._watch is not None  # or nobody is told
-        at = self._watch.own_position()
+        assert self.watch is not None  # or nobody is told
+        at = self.watch.own_position()
         inner = error.cause if isinstance(error, ExecutionError) and error.cause else error
-        cause = inner.args[0] if type(inner) is ExecutionError else describe(inner)
-        if isinstance(inner, DifferError):
-            cause = f"differs: {inner.message}"
-        index, action = None, None
+        cause, index, action = describe(inner), None, None
+        if isinstance(inner, ExecutionError):
+            cause = f"differs: {inner.message}" if inner.processes else str(inner)
         if isinstance(error, ExecutionError):
             index, action = error.index, error.action
-        return Root(self._watch.own, at.call, index, action, in_one_line(cause), at.step)
+        return Root(self.own, at.call, index, action, in_one_line(cause), at.step)
 
     def abandon(self, error: BaseException) -> None:
         """The caller's own code has failed: end the session, and with it the other processes."""
-        if self._watch is None or self.closed or self.broken is not None:
+        if self.watch is None or self.closed or self.broken is not None:
             return
         if not (isinstance(error, SystemExit) and not error.code):
             self.failure(error, "the caller's code")
@@ -367,14 +342,12 @@ class Session:
     def _explained(self, stalled: WaitError, what: str, verdict: Verdict | None) -> ExecutionError:
         """An error that says where this rank stands, what it waits for, and why that won't come."""
         awaited = stalled.what or "the other ranks"
-        own = self.grid.number(self.grid.rank)
-        reason = None if verdict is None or verdict.by == own else verdict.reason
-        fewest = None if reason or self.closed else self.board.fewest_calls(self.grid.everyone)
-        if fewest is not None:
-            calls, process = fewest
+        reason = None if verdict is None or verdict.by == self.own else verdict.reason
+        left = None if reason else self._left()
+        if left is not None:
             said = (
-                f"process {process} has closed its executor, or ended, after {calls} calls, but "
-                f"every rank must make the same calls; waited for {awaited}"
+                f"process {left.rank} has closed its executor, or ended, after {left.call} calls, "
+                f"but every rank must make the same calls; waited for {awaited}"
             )
         elif stalled.timed_out:
             said = f"waited {self.groups.timeout.total_seconds():g} s in vain for {awaited}"
@@ -382,20 +355,19 @@ class Session:
             said = f"waited for {awaited}, but {describe(stalled.cause)}"
         else:
             said = f"waited for {awaited}, but the connection has ended"
-        if stalled.timed_out and stalled.advice and not reason:
-            said += f"; {stalled.advice}"
         if reason:
             said += f"; the first to fail was {reason}"
+        elif stalled.timed_out and stalled.advice:
+            said += f"; {stalled.advice}"
         place: dict[str, Any] = {
             "rank": self.grid.rank if stalled.rank is None else stalled.rank,
             "index": stalled.index,
             "action": stalled.action,
             "cause": stalled.cause,
         }
-        if fewest is not None:
-            both = fewest[1], self.grid.number(self.grid.rank)
-            return DifferError(f"{what}: {said}", both, **place)
-        return OneLineError(f"{what}: {said}", **place)
+        if left is not None:
+            return ExecutionError(f"{what}: {said}", processes=(left.rank, self.own), **place)
+        return ExecutionError(f"{what}: {said}", one_line=True, **place)
 
     @contextmanager
     def closing(self) -> Iterator[bool]:
@@ -417,8 +389,8 @@ class Session:
 
     def watch_no_longer(self) -> None:
         """Stop watching the other processes."""
-        if self._watch is not None and self._is_outer:
-            watch_no_longer(self._watch)
+        if self.watch is not None:
+            watch_no_longer(self.watch)
 
     def leave(self) -> None:
         """Tell the others that this process makes no more calls, and end its connections."""
@@ -427,13 +399,16 @@ class Session:
 
     def say_calls(self) -> None:
         """Leave a note for the others that this process has made its last call."""
-        if self._is_outer:
-            self.board.leave(self.grid.number(self.grid.rank), self.presence.calls)
+        self.board.leave(self.own, self.calls)
 
     def _let_go(self, abort: bool) -> None:
         """End the connections to other processes."""
         self.control.drop()
         self.groups.close(abort)
+
+
+def _stops(watch: Watch | None) -> bool:
+    return watch is not None and watch.stop
 
 
 def _torch() -> dict[str, str]:
@@ -488,28 +463,28 @@ def agree(control: Control, own: Claim, schedule: Schedule) -> Sequence[Claim]:
     for name, here in claims[0].torch.items():
         for process, found in enumerate(claims):
             if found.torch[name] != here:
-                raise DifferError(
+                raise ExecutionError(
                     f"{name} is {here} on process 0, but {found.torch[name]} on process "
                     f"{process}; it must be the same on every rank",
-                    (0, process),
+                    processes=(0, process),
                 )
     for name, value in claims[0].arguments.items():
         for process, found in enumerate(claims):
             if found.arguments[name] != value:
-                raise DifferError(
+                raise ExecutionError(
                     f"the ranks were given different arguments: {name} is {value} on process 0, "
                     f"but {found.arguments[name]} on process {process}",
-                    (0, process),
+                    processes=(0, process),
                 )
     if any(claim.schedule != own.schedule for claim in claims):
         first, *others = map(loads, control.gather(dumps(schedule)))
         for process, other in enumerate(others, 1):
             if other != first:
-                raise DifferError(
+                raise ExecutionError(
                     "the ranks hold different schedules: "
                     f"{_difference(first, other, process)}; build the schedule from the same "
                     "target with the same parameters on every rank",
-                    (0, process),
+                    processes=(0, process),
                 )
     compare(claims)
     return claims
@@ -521,18 +496,18 @@ def compare(claims: Sequence[Claim]) -> None:
     for process, device in enumerate(devices):
         if device != devices[0]:
             listed = ", ".join(f"{process}: {device}" for process, device in enumerate(devices))
-            raise DifferError(
+            raise ExecutionError(
                 f"the stages must all be on GPUs or all on the CPU, but of processes {listed}",
-                (0, process),
+                processes=(0, process),
             )
     cuts = [(process, found.cut) for process, found in enumerate(claims) if found.cut is not None]
     for process, cut in cuts:
         if cut != cuts[0][1]:
-            raise DifferError(
+            raise ExecutionError(
                 f"the model was cut into stages {cuts[0][1]} on process {cuts[0][0]}, but into "
                 f"{cut} on process {process}, so layers would be left out or run twice; cut the "
                 "same layers in the same way on every rank",
-                (cuts[0][0], process),
+                processes=(cuts[0][0], process),
             )
     gpus = [claim.gpu for claim in claims]
     for process, gpu in enumerate(gpus):
@@ -549,16 +524,16 @@ def compare(claims: Sequence[Claim]) -> None:
             other = first.setdefault(label, process)
             theirs, dtype = claims[other].dtypes.get(label), found.dtypes.get(label)
             if theirs != dtype:
-                raise DifferError(
+                raise ExecutionError(
                     f"{label} is {theirs} on process {other}, but {dtype} on process {process}; "
                     "copies of one stage or parameter must have the same dtype",
-                    (other, process),
+                    processes=(other, process),
                 )
             if claims[other].copies[label] != digests:
-                raise DifferError(
+                raise ExecutionError(
                     f"{label} differs between processes {other} and {process}; load the same "
                     "values, or seed equally, before you make the executor",
-                    (other, process),
+                    processes=(other, process),
                 )
 
 

@@ -26,8 +26,7 @@ from schedir.runtime.memory import plain_parts
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Alignment, Nanoseconds, Reading
-from schedir.runtime.program.instruction import Bound, Instruction
-from schedir.runtime.program.observers import Observer
+from schedir.runtime.program.instruction import Bound, Instruction, Observer
 from schedir.runtime.recorder import COLUMNS, Anchor, Recorder, Taken, timeline
 from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cell, Cells

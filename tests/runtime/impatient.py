@@ -15,8 +15,7 @@ import pytest
 from torch import Tensor
 
 from schedir.runtime.processes.groups import Post
-from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.program.observers import Observer
+from schedir.runtime.program.instruction import Instruction, Observer
 from schedir.runtime.transports.transport import Transport, Work, wait_for
 
 

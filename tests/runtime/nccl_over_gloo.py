@@ -30,7 +30,6 @@ from torch import Tensor
 from schedir.runtime import plan
 from schedir.runtime.accelerator import Host
 from schedir.runtime.processes import groups
-from schedir.runtime.processes.connecting import connect
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.grid import Grid
 from schedir.runtime.transports.nccl import NcclTransport
@@ -247,4 +246,4 @@ def connect_all(made: groups.Groups, processes: Sequence[int]) -> None:
     grid = Grid(((tuple(processes),),), rank=processes.index(dist.get_rank()))
     control = Control(grid)
     control.connect(made)
-    connect(made, control, PROCESSORS)
+    made.connect(control.gather, control.meet, PROCESSORS)

@@ -21,7 +21,7 @@ from schedir.runtime import Executor, plan
 from schedir.runtime.accelerator import Host
 from schedir.runtime.boundaries.boundary import TensorMeta, meta_of
 from schedir.runtime.program import program
-from schedir.runtime.program.together import Batch
+from schedir.runtime.program.transfers import Batch
 from schedir.runtime.transports.buffers import FromBuffers, Pool
 from schedir.runtime.transports.transport import Work
 from tests.literals import listed

@@ -11,8 +11,7 @@ from schedir import Kind
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import Host
 from schedir.runtime.program import program
-from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.program.observers import Observer, observed
+from schedir.runtime.program.instruction import Instruction, Observer, observed
 from schedir.runtime.recorder import Recorder
 from tests.runtime.kit import MSE, linear_stages, numbered, random_batch, sgd
 

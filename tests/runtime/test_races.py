@@ -23,8 +23,8 @@ from schedir import Action, Kind, Schedule
 from schedir.ir import flat
 from schedir.passes import offload, strip_communication
 from schedir.runtime import Executor
-from schedir.runtime.program import compiler, together
-from schedir.runtime.program.together import Pair
+from schedir.runtime.program import compiler, compute
+from schedir.runtime.program.compute import Pair
 from schedir.runtime.transports import buffers
 from schedir.runtime.transports.in_process import End
 from tests.built_in import NAMES, SYNCHRONOUS, variants
@@ -330,7 +330,7 @@ def test_memory_that_a_pair_gives_back_is_not_given_again_within_it(
     """Of 1F0's input, say: 0F0 has made it on the rank's own stream, to which 0F2 goes on, and 1B0
     gives it back on the other one."""
     if not holds:
-        monkeypatch.setattr(together, "_shared", lambda _: None)
+        monkeypatch.setattr(compute, "_shared", lambda _: None)
     pairs = "0F0 0F1 1F1 1B1 0R1 (1F0;0B1) (1B0;0F2) 0R0 0B0 1F2 1B2 0R2 0B2"
     schedule = listed(3, "0 0", f"{pairs} 0OPTIM_STEP 1OPTIM_STEP")
     device = raced_by(FakeDevice(), schedule, linear_stages(), 6, 4)

@@ -124,7 +124,7 @@ def test_a_rank_without_an_optimizer_is_named_on_every_rank(rank: int) -> None:
         said = type(error).__name__, str(error)
     (kind, first), (_, second) = everyone(said)
     assert second == "optimizer, called for stage 1: ValueError: no such option"
-    assert kind == "OneLineError"
+    assert kind == "ExecutionError"
     assert first.startswith("rank 0: making the executor: waited for ")
     assert first.endswith(f"the first to fail was {second}")
 

@@ -18,7 +18,7 @@ from schedir.runtime import Executor
 from schedir.runtime.processes.groups import Post
 from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.program.together import Batch
+from schedir.runtime.program.transfers import Batch
 from schedir.runtime.transports.in_process import Endpoint
 from schedir.runtime.transports.transport import Work, wait_for
 from tests.literals import listed

@@ -19,8 +19,8 @@ from schedir.runtime import Executor, trace
 from schedir.runtime.accelerator import Host
 from schedir.runtime.processes import clocks
 from schedir.runtime.program import program
+from schedir.runtime.program.compute import wait_of
 from schedir.runtime.program.instruction import Instruction, nothing
-from schedir.runtime.program.together import wait_of
 from schedir.runtime.program.transfers import waiting
 from schedir.runtime.recorder import Recorder, Taken, timeline
 from schedir.simulator import Measured, load_timelines, save_timelines

@@ -138,7 +138,7 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
     monkeypatch.setattr(clocks, "now", lambda: own(perf_counter_ns()))
     monkeypatch.setattr(Watch, "spans_hosts", True)  # else they have the same clock
     with executor(rank, ranks) as traced:
-        control = traced._engine._session.control
+        control = traced._engine.session.control
         first = control.read_clocks()
         instants = []
         for _ in range(20):
@@ -158,7 +158,7 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
 @on_ranks(2)
 def test_clocks_of_one_machine_are_found_equal(rank: int) -> None:
     with executor(rank, 2) as traced:
-        reading = traced._engine._session.control.read_clocks()
+        reading = traced._engine.session.control.read_clocks()
     assert abs(reading.offset) <= reading.error
 
 

@@ -34,8 +34,8 @@ from schedir.runtime.gradients.reduction import (
 )
 from schedir.runtime.gradients.scaling import Scaling
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.connecting import in_turn
 from schedir.runtime.processes.groups import Group, Groups
+from schedir.runtime.processes.nccl import in_turn
 from schedir.runtime.session import Claim, Session, agree
 
 

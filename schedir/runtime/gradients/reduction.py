@@ -207,7 +207,7 @@ class Barriers:
 
     all: Sequence[tuple[Collection[int], Barrier]]
 
-    def before(self, stages: Iterable[int]) -> list[Barrier]:
+    def before(self, stages: Collection[int]) -> list[Barrier]:
         """Those before consecutive OPTIM_STEPs of these stages, on one rank."""
         return [barrier for own, barrier in self.all if not set(own).isdisjoint(stages)]
 

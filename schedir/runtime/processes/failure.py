@@ -12,37 +12,29 @@ has failed.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from time import monotonic, sleep, time
+from time import monotonic, sleep
 from types import TracebackType
-from typing import Any, TypeAlias
-from weakref import ref
 
 import attrs
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, unlisted
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from schedir.diagnosis import Root
 from schedir.errors import ExecutionError
 from schedir.ir import Action
-from schedir.ir.tokens import parse_action
 
 _PACKAGE = str(Path(__file__).parents[2])
-_ROOT = "failure"
-_CLOSED = "closed"
-_PLACE = "place"
-_STOP = "stop"
 _PAUSE = 20e-6  # seconds from look to look
+_RARELY = 0.1  # the same over the network, if it takes long
 _ASK = 0.2  # seconds after which to ask whether another process has failed: over the network
 _SEEN = 1.0  # seconds within which a launcher sees that a process has ended
-_Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_ROOTS = "_schedir_roots"  # of an error that is not printed: the process ids of those to blame
 
 
 class WaitError(Exception):
@@ -80,18 +72,6 @@ class WaitError(Exception):
         return _timed_out(self.cause)
 
 
-class OneLineError(ExecutionError):
-    """An error whose message says everything: a traceback would only hide it."""
-
-
-class DifferError(OneLineError):
-    """Two `processes`, by number, make different calls or hold different things."""
-
-    def __init__(self, message: str, processes: tuple[int, int], **place: Any) -> None:
-        super().__init__(message, **place)
-        self.message, self.processes = message, processes
-
-
 @contextmanager
 def waiting(what: str = "", advice: str = "") -> Iterator[None]:
     """Inside, a RuntimeError means a failed wait for other processes: it becomes a WaitError."""
@@ -111,21 +91,6 @@ def within_stage(error: BaseException) -> BaseException:
     stalled = WaitError(cause, "the other processes of its stage")
     stalled.rank, stalled.index, stalled.action = error.rank, error.index, error.action
     return stalled
-
-
-@contextmanager
-def joining() -> Iterator[None]:
-    """Inside, a RuntimeError means that the rendezvous of the processes has failed, before they can
-    tell each other why. It becomes an ExecutionError of one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        advice = interface_advice() if _timed_out(error) else ""
-        line = f"making the executor: not all processes have come together: {error}"
-        found = OneLineError("; ".join(filter(None, (line, advice))), cause=error)
-        record(found)
-        end_in_one_line(found)
-        raise found from None
 
 
 def interface_advice() -> str:
@@ -151,10 +116,11 @@ class Patience:
     _timeout: timedelta
     _others_failed: Callable[[], bool]
 
-    def until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Wait until it is done. Raises WaitError, with `what` in words, if that fails."""
-        if done():
-            return
+    def until(
+        self, done: Callable[[], bool], what: Callable[[], str], over_network: bool = False
+    ) -> None:
+        """Wait until it is done. Raises WaitError, with `what` in words, if that fails. Looks that
+        go over the network come ever more rarely."""
         begun = asked = monotonic()
         while not done():
             now = monotonic()
@@ -164,112 +130,19 @@ class Patience:
                 asked = now
                 if self._others_failed():
                     raise WaitError(RuntimeError("another process has failed"), what())
-            sleep(_PAUSE)
+            sleep(min(_RARELY, (now - begun) / 20) if over_network else _PAUSE)
 
 
-@attrs.frozen
-class Verdict:
-    """Who is to blame for a failure, the same on all processes.
-
-    `reason` is the first error in words, and `by` the number of the process that has found out.
-    """
-
-    roots: tuple[Root, ...]
-    reason: str
-    by: int
-
-    def dumps(self) -> str:
-        """The verdict as text; `loads` reads it."""
-        roots = [
-            [r.rank, r.call, r.index, None if r.action is None else str(r.action), r.cause, r.step]
-            for r in self.roots
-        ]
-        return json.dumps([roots, self.reason, self.by])
-
-    @classmethod
-    def loads(cls, text: str) -> Verdict:
-        """The verdict of a text from `dumps`."""
-        roots, reason, by = json.loads(text)
-        return cls(
-            tuple(
-                Root(rank, call, index, None if token is None else parse_action(token), *rest)
-                for rank, call, index, token, *rest in roots
-            ),
-            reason,
-            by,
-        )
-
-
-@attrs.frozen
-class Board:
-    """Notes for all processes: the verdict, which processes have closed, and where those of other
-    hosts stand."""
-
-    _store: Store
-
-    def give(self, verdict: Verdict) -> Verdict:
-        """Give the verdict, unless there is one; returns the one that stands."""
-        with suppress(RuntimeError):  # the store may be gone already
-            return Verdict.loads(self._store.compare_set(_ROOT, "", verdict.dumps()).decode())
-        return verdict
-
-    def has_failed(self) -> bool:
-        """Whether some process has."""
-        with suppress(RuntimeError):
-            return bool(self._store.check([_ROOT]))
-        return True  # the store is gone, and with it the process that holds it
-
-    def verdict(self) -> Verdict | None:
-        """The verdict, or None."""
-        found = self._read(_ROOT)
-        return None if found is None else Verdict.loads(found)
-
-    def tell(self, number: int, words: Sequence[int]) -> None:
-        """Say where a process stands, for other hosts."""
-        with suppress(RuntimeError):
-            self._store.set(f"{_PLACE}/{number}", json.dumps([time(), *words]))
-
-    def told(self, number: int) -> tuple[list[int], float] | None:
-        """What a process of another host has told of itself, and how many seconds ago by the hosts'
-        clocks; None if nothing."""
-        found = self._read(f"{_PLACE}/{number}")
-        if found is None:
-            return None
-        moment, *words = json.loads(found)
-        return words, time() - moment
-
-    def ask_to_stop(self) -> None:
-        """Ask the processes of all hosts to stop after a call."""
-        with suppress(RuntimeError):
-            self._store.set(_STOP, "1")
-
-    def is_asked_to_stop(self) -> bool:
-        """Whether somebody has."""
-        return self._read(_STOP) is not None
-
-    def leave(self, number: int, calls: int) -> None:
-        """Note that a process makes no more calls, after `calls` of them."""
-        with suppress(RuntimeError):
-            self._store.set(f"{_CLOSED}/{number}", str(calls))
-
-    def fewest_calls(self, everyone: Sequence[int]) -> tuple[int, int] | None:
-        """Among the processes that make no more calls, the one with the fewest: (calls, process).
-        None if all still may call."""
-        found = [(n, self._read(f"{_CLOSED}/{n}")) for n in range(len(everyone))]
-        return min(((int(calls), n) for n, calls in found if calls is not None), default=None)
-
-    def _read(self, key: str) -> str | None:
-        with suppress(RuntimeError):
-            if self._store.check([key]):
-                return self._store.get(key).decode()
-        return None
+def says_all(error: BaseException) -> bool:
+    """Whether an error's message says everything, so that a traceback would only hide it."""
+    return isinstance(error, ExecutionError) and error.one_line
 
 
 def record(error: BaseException) -> None:
     """Fill torchrun's error file, from which torchrun reports the root of a failure."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
-    if not isinstance(error, OneLineError):
+    if not says_all(error):
         get_error_handler().record_exception(error)
         return
     try:  # torchrun shows what is being handled, which is the transport's own words here
@@ -279,39 +152,41 @@ def record(error: BaseException) -> None:
         get_error_handler().record_exception(line)
 
 
-def end_in_one_line(error: OneLineError) -> None:
-    """If this error ends the process, print its message alone."""
-    _at_the_end(error, lambda found: print(f"{ExecutionError.__name__}: {found}", file=sys.stderr))
-
-
-def _at_the_end(error: BaseException, say: Callable[[BaseException], object]) -> None:
-    """If this error ends the process, say it in this way."""
-    before: _Hook = sys.excepthook
-    # Its frames hold the executor, and with it the modules.
-    known = ref(error) if isinstance(error, ExecutionError) else lambda: error
-
-    def hook(
-        kind: type[BaseException], found: BaseException, traceback: TracebackType | None
-    ) -> None:
-        if found is known():
-            say(found)
-        else:
-            before(kind, found, traceback)
-
-    sys.excepthook = hook
+def end_quietly() -> None:
+    """From now on, if an error ends this process, print no traceback that says nothing more."""
+    if getattr(sys.excepthook, "func", None) is not _print_at_the_end:
+        sys.excepthook = partial(_print_at_the_end, sys.excepthook)
 
 
 def end_in_silence(error: BaseException, roots: Iterable[int]) -> None:
-    """If this error ends the process, print nothing, for its line has been printed. Wait a moment
-    until the launcher has seen the roots' processes end: torchrun names one that it sees first."""
+    """If this error ends the process, print nothing, for its line has been printed; wait until the
+    launcher has seen the roots' processes end, because torchrun names one that it sees first."""
+    vars(error)[_ROOTS] = [*roots]
 
-    def wait(_: BaseException) -> None:
+
+def _print_at_the_end(
+    before: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    if (roots := vars(error).get(_ROOTS)) is not None:
         until = monotonic() + _SEEN
         for process in roots:
             while state_of(process) not in ("", "T") and monotonic() < until:
                 sleep(_SEEN / 50)
+    elif says_all(error):
+        print(f"{kind.__name__}: {error}", file=sys.stderr)
+    else:
+        before(kind, error, traceback)
 
-    _at_the_end(error, wait)
+
+def of_the_user(traceback: TracebackType | None) -> TracebackType | None:
+    """A traceback from its first line outside of schedir on; all of it if there is none."""
+    found = traceback
+    while found is not None and found.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        found = found.tb_next
+    return found or traceback
 
 
 def state_of(process: int) -> str:

@@ -1,18 +1,19 @@
 """schedir's own process groups: each has some of the processes, one purpose, and its own keys.
 
 Groups of gloo, between hosts, are made at once. Groups of NCCL are first asked for, one after the
-other, and then made together (`connecting`): how much of a GPU each may take depends on all.
+other, and then made together: how much of a GPU each may take depends on all.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any, ClassVar
 
 import attrs
@@ -30,19 +31,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from schedir.errors import SchedirError
+from schedir.errors import ExecutionError, SchedirError
 from schedir.runtime.processes.failure import (
-    Board,
-    OneLineError,
     Patience,
     WaitError,
     describe,
+    end_quietly,
     interface_advice,
-    joining,
+    record,
     waiting,
 )
 from schedir.runtime.processes.grid import slices_of
-from schedir.runtime.processes.nccl import Shares, end, nccl_backend
+from schedir.runtime.processes.nccl import Shares, end, in_turn, nccl_backend, shares
+from schedir.runtime.processes.noticeboard import Noticeboard, Verdict
 
 _MAKING = "all ranks to make their executors"
 _NOT_ALL = "making the executor: not all processes have come together"
@@ -244,18 +245,18 @@ class Groups:
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
     _told_rank: ClassVar[bool] = False
 
-    def __init__(
-        self, everyone: tuple[int, ...], timeout: timedelta | None, board: Board | None = None
-    ) -> None:
-        self._name = Groups._named(everyone)
+    def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
+        self._everyone, self._name = everyone, Groups._named(everyone)
         alone = len(everyone) == 1
         self.store = PrefixStore(self._name, HashStore() if alone else _get_default_store())
         self.timeout = _timeout_of_user() if timeout is None else timeout
-        self.patience = Patience(self.timeout, (board or Board(self.store)).has_failed)
+        self._board = Noticeboard(self.store)
+        self.patience = Patience(self.timeout, self._board.has_failed)
         self.posted: list[dist.Work] = []  # over NCCL, for whoever follows it
-        self.asked: list[NcclGroup] = []
+        self._asked: list[NcclGroup] = []
         self._groups: list[Group] = []
         self._first: dict[tuple[tuple[int, ...], bool], Group] = {}  # by processes, and over NCCL
+        self._purposes: Counter[str] = Counter()
 
     @classmethod
     def _named(cls, everyone: tuple[int, ...]) -> str:
@@ -268,22 +269,21 @@ class Groups:
     def decline(cls, everyone: tuple[int, ...], reason: str) -> None:
         """In place of making groups, tell the other processes why this one can't."""
         store = PrefixStore(cls._named(everyone), _get_default_store())
-        _decline(store, f"process {dist.get_rank()}: {reason}")
+        _decline(store, everyone.index(dist.get_rank()), reason)
 
-    def come_together(self, everyone: Sequence[int]) -> None:
-        """Wait until all of these processes make their groups.
+    def hello(self, said: Any) -> list[Any]:
+        """Tell the other processes something before there is any group, and hear what they tell, by
+        number.
 
-        Raises WaitError, with those that have not come, if they don't in time, OneLineError if one
-        of them can't.
+        Raises WaitError, with those that have not come, if they don't in time; ExecutionError if
+        one of them can't make its executor.
         """
-        with waiting(_MAKING, interface_advice()):
-            try:
-                declined = _roll_call(self.store, everyone, dist.get_rank(), self.timeout)
-            except _AwayError as away:
-                advices = filter(None, (away.advice, interface_advice()))
-                raise WaitError(away, _MAKING, "; ".join(advices)) from away
-        if declined:
-            raise OneLineError(f"{_NOT_ALL}: {declined}")
+        if len(self._everyone) == 1:
+            return [said]
+        try:
+            return hello(self.store, self._everyone, dist.get_rank(), said, self.patience)
+        except WaitError as stalled:
+            raise _declined(stalled, self._board, self._everyone) or stalled from None
 
     def make(
         self, purpose: str, processes: Sequence[int], device: torch.device | None = None
@@ -322,8 +322,40 @@ class Groups:
 
     def ask(self, asked: Asked, warm_up: Callable[[NcclGroup], Iterable[dist.Work]]) -> NcclGroup:
         """Ask for a group of NCCL; `warm_up` posts its first work."""
-        self.asked.append(NcclGroup(asked, warm_up, self.posted))
-        return self.asked[-1]
+        self._asked.append(NcclGroup(asked, warm_up, self.posted))
+        return self._asked[-1]
+
+    def connect(
+        self,
+        gather: Callable[[list[Asked]], list[list[Asked]]],
+        meet: Callable[[Sequence[int]], object],
+        processors: int,
+    ) -> None:
+        """Make the groups of NCCL that were asked for, so that the kernels of all of them fit on a
+        GPU at once.
+
+        `processors` are the multiprocessors of the smallest GPU: both ends of a transfer must use
+        the same number. The processes of a group `meet` over gloo first, which has a timeout; NCCL
+        has none there. Raises WaitError if they don't come in time.
+        """
+        own = {group.asked: group for group in self._asked}
+        every = [*dict.fromkeys(chain.from_iterable(gather([*own])))]
+
+        def most(sums: bool) -> int:
+            """The most groups of a kind that a process has."""
+            held = Counter(process for a in every if a.sums is sums for process in a.processes)
+            return max(held.values(), default=0)
+
+        share = shares(processors, most(sums=False), most(sums=True))
+        for number in in_turn([asked.processes for asked in every], dist.get_rank()):
+            meet(every[number].processes)
+            self.make_asked(own[every[number]], share)
+        self._asked.clear()
+
+    @property
+    def aborts(self) -> bool:
+        """Whether there are groups of NCCL, which a failure aborts."""
+        return any(isinstance(group, NcclGroup) for group in self._groups)
 
     def make_asked(self, group: NcclGroup, share: Shares) -> None:
         """Make a group that was asked for; its other processes make it at the same time."""
@@ -352,9 +384,12 @@ class Groups:
         self._groups.append(group)
 
     def _place(self, purpose: str, processes: Sequence[int]) -> tuple[Store, int]:
-        # The processes of another slice of a mesh make a group for the same purpose.
+        # The processes of another slice of a mesh make a group for the same purpose, and so do the
+        # segments of a stream.
         key = f"{purpose}/{','.join(map(str, processes))}"
-        return PrefixStore(key, self.store), processes.index(dist.get_rank())
+        self._purposes[key] += 1
+        store = PrefixStore(f"{key}/{self._purposes[key]}", self.store)
+        return store, processes.index(dist.get_rank())
 
     def close(self, abort: bool = False) -> None:
         """Release all groups, the latest first, as on all processes."""
@@ -389,40 +424,48 @@ def _attempt() -> str:
 
 
 _groups_made = count()
-_CALLED, _CAME = "called", "came"  # keys of a roll call
 _SOON = timedelta(seconds=5)
 _kept: list[Store] = []  # until this process ends, so that others can read why
 
 
-class _AwayError(RuntimeError):
-    """Some processes have not come in time; `advice` says which, and what to do."""
+def hello(
+    store: Store, everyone: Sequence[int], own: int, said: Any, patience: Patience
+) -> list[Any]:
+    """Tell everyone something, as process `own`, and wait for what all tell.
 
-    def __init__(self, cause: RuntimeError, away: Iterable[int]) -> None:
-        self.advice = (
-            f"missing: {', '.join(f'process {number}' for number in away)}; make the executor on "
-            "all of them, with a mesh of the same processes"
-        )
-        super().__init__(f"{cause}; {self.advice}")
-
-
-def _roll_call(store: Store, everyone: Sequence[int], own: int, timeout: timedelta) -> str:
-    """Wait, as process `own`, until all have come; returns why one can't, or nothing. Raises
-    _AwayError if some don't in time."""
-    store.set(f"{_CAME}/{own}", "")
-    if store.add(_CAME, 1) == len(everyone):
-        store.set(_CALLED, "")
-    try:
-        store.wait([_CALLED], timeout)
-    except RuntimeError as error:
-        away = [number for number in everyone if not store.check([f"{_CAME}/{number}"])]
-        raise _AwayError(error, away) from error
-    return store.get(_CALLED).decode()
+    Raises WaitError, with those that have not come, if they don't in time, or have failed.
+    """
+    keys = {f"hello/{number}": f"process {number}" for number in everyone}
+    with waiting(_MAKING, interface_advice()):
+        store.set(f"hello/{own}", pickle.dumps(said))  # type: ignore[arg-type]  # bytes as well
+        try:
+            patience.until(lambda: store.check([*keys]), lambda: _MAKING, over_network=True)
+        except WaitError as stalled:
+            away = (name for key, name in keys.items() if not store.check([key]))
+            advice = (
+                f"missing: {', '.join(away)}; make the executor on all of them, with a mesh of the "
+                "same processes"
+            )
+            stalled.advice = "; ".join(filter(None, (advice, interface_advice())))
+            raise
+        return [pickle.loads(store.get(key)) for key in keys]
 
 
-def _decline(store: Store, reason: str) -> None:
-    """In place of coming to a roll call, say why this process can't."""
+def _declined(
+    stalled: WaitError, board: Noticeboard, everyone: Sequence[int]
+) -> ExecutionError | None:
+    """The error if one of the processes has said why it can't make its executor."""
+    verdict = None if stalled.timed_out else board.verdict()
+    if verdict is None:
+        return None
+    said = f"{_NOT_ALL}: process {everyone[verdict.by]}: {verdict.reason}"
+    return ExecutionError(said, one_line=True)
+
+
+def _decline(store: Store, number: int, reason: str) -> None:
+    """In place of saying hello, say why this process can't make its executor."""
     _kept.append(store)
-    store.compare_set(_CALLED, "", reason)
+    Noticeboard(store).give(Verdict((), reason, number))
 
 
 @contextmanager
@@ -440,7 +483,7 @@ def declining(
             if not dist.is_initialized():
                 store, rank, world = _joined(_SOON)
                 if world > 1:
-                    _decline(store, f"process {rank}: {reason}")
+                    _decline(store, rank, reason)
             elif mesh is None:
                 Groups.decline(tuple(range(dist.get_world_size())), reason)
             else:
@@ -465,8 +508,19 @@ def init_process_group(timeout: timedelta | None) -> None:
     Raises ExecutionError if they don't come in time, or if one of them can't make its executor.
     """
     limit = default_pg_timeout if timeout is None else timeout
-    own, rank, world = _joined(default_pg_timeout)
-    with joining():
-        if declined := _roll_call(own, range(world), rank, limit):
-            raise RuntimeError(declined)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timeout)
+    store, rank, world = _joined(default_pg_timeout)
+    board = Noticeboard(store)
+    try:
+        hello(store, range(world), rank, None, Patience(limit, board.has_failed))
+        with waiting(advice=interface_advice()):
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world, timeout=timeout
+            )
+    except WaitError as stalled:
+        advice = stalled.advice if stalled.timed_out else ""
+        line = "; ".join(filter(None, (f"{_NOT_ALL}: {stalled}", advice)))
+        found = _declined(stalled, board, range(world))
+        found = found or ExecutionError(line, cause=stalled.cause, one_line=True)
+        record(found)
+        end_quietly()
+        raise found from None

@@ -22,7 +22,7 @@ from typing import Any
 
 from attrs import define, field
 
-from schedir.runtime.processes.positions import remove_stale
+from schedir.runtime.processes.noticeboard import remove_stale
 from schedir.runtime.processes.watch import GRACE, PAUSE, Watch, again, leave, say
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None

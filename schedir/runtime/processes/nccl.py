@@ -29,9 +29,10 @@ What it does is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, of which sc
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -69,6 +70,40 @@ def shares(processors: int, transfers: int, sums: int) -> Shares:
     each = max(1, min(_MOST_OF_A_TRANSFER, for_transfers // max(1, transfers)))
     transfer = 1 << (each.bit_length() - 1)
     return Shares(transfer, max(1, (half - transfers * transfer) // max(1, sums)))
+
+
+def rounds(groups: Sequence[Collection[int]]) -> list[list[int]]:
+    """The numbers of the groups by the round in which they are made; a group is given by its
+    members.
+
+    All processes of a communicator must come to make it, and none goes on before. One after the
+    other, the communicators of a pipeline would take long. In a round each process makes at most
+    one, so many are made at the same time:
+
+        ring of 4 ranks    round 0   0─1   2─3
+                           round 1   1─2   3─0     as many rounds as a rank has groups, or some more
+
+    Each group goes to the first round in which none of its members has another group, so processes
+    that list the groups in the same order get the same rounds. Groups of two members, with at most
+    n groups a process, take fewer than 2 n rounds (an edge colouring); neighbours that are listed
+    in turn take about n.
+    """
+    found: list[list[int]] = []
+    taken: dict[int, set[int]] = {}  # by member, the rounds in which it has a group
+    for number, members in enumerate(groups):
+        busy = set().union(*(taken.setdefault(member, set()) for member in members))
+        turn = next(turn for turn in count() if turn not in busy)
+        for member in members:
+            taken[member].add(turn)
+        if turn == len(found):
+            found.append([])
+        found[turn].append(number)
+    return found
+
+
+def in_turn(groups: Sequence[Collection[int]], own: int) -> list[int]:
+    """The numbers of the groups that a process is in, in the order in which it makes them."""
+    return [n for together in rounds(groups) for n in together if own in groups[n]]
 
 
 def nccl_backend(

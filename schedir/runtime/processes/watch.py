@@ -29,24 +29,24 @@ from attrs import evolve, frozen
 from schedir.diagnosis import Root
 from schedir.diagnosis.verdict import END, Position, Standing, State
 from schedir.ir import Schedule
-from schedir.runtime.processes.failure import Board, Verdict, state_of, status_of
-from schedir.runtime.processes.positions import (
+from schedir.runtime.processes.failure import state_of, status_of
+from schedir.runtime.processes.noticeboard import (
     ALIVE,
     BROKEN,
     CALL,
     LEFT,
     ORPHANED,
     STATE,
+    TELL,
+    Noticeboard,
     Place,
-    Positions,
-    place_of,
+    Verdict,
 )
 
 PAUSE = 0.05
 """Seconds from look to look."""
 GRACE = 0.5
 """Seconds for the main thread to raise its error."""
-_TELL = 1.0  # seconds from one position to the next that other hosts are told
 _SLOWER = 1.5  # times the median rank's compute, for a straggler
 _MOST_LINES = 16
 """The most ranks whose positions are printed."""
@@ -86,24 +86,21 @@ class Watch:
 
     def __init__(
         self,
-        positions: Positions,
+        board: Noticeboard,
         members: Sequence[Member],
         own: int,
         ranks: Sequence[int],
         slices: int,
         lists: Callable[[], Lists],
-        board: Board,
         timeout: float,
     ) -> None:
-        self._positions, self._members, self.own = positions, members, own
+        self._board, self._members, self.own = board, members, own
         self._ranks, self._slices = ranks, slices
-        self._lists, self._board, self.timeout = lists, board, timeout
-        here = members[own]
-        self._near = [n for n, member in enumerate(members) if member.host == here.host]
-        self._far = [n for n in range(len(members)) if n not in self._near]
+        self.lists, self.timeout = lists, timeout
         self.others: dict[int, int] = {}  # the process ids of those that can be watched, by number
         if hasattr(os, "pidfd_open"):
-            self.others = {n: members[n].process for n in self._near if n != own}
+            near = {*range(len(members))} - board.far - {own}
+            self.others = {number: members[number].process for number in sorted(near)}
         self._places: dict[int, Place] = {}  # the last that was read of each process
         self._place(own)
         self._gone: dict[int, str] = {}  # by number, how it has ended
@@ -119,11 +116,6 @@ class Watch:
         self.stop = False  # some process has got it
 
     # What the main thread tells, and asks.
-
-    @property
-    def spans_hosts(self) -> bool:
-        """Whether a process is on another host, as every process finds then."""
-        return bool(self._far)
 
     def blame(self, roots: Sequence[Root], reason: str) -> Verdict:
         """These are to blame, or nobody is known to be, unless the verdict has been given already;
@@ -166,48 +158,45 @@ class Watch:
 
     def own_position(self) -> Position:
         """Where this process stands."""
-        place = self._positions.read(self.own)
+        place = self._board.read(self.own)
         return Position(0, 0) if place is None else place.position
 
     def members_here(self, roots: Iterable[Root]) -> Sequence[int]:
         """The ids of the roots' processes on this host, without this process."""
-        found = [self._members[root.rank] for root in roots if root.rank != self.own]
-        here = self._members[self.own].host
-        return [member.process for member in found if member.host == here]
+        numbers = {root.rank for root in roots} - self._board.far - {self.own}
+        return [self._members[number].process for number in numbers]
 
     def break_off(self) -> None:
         """The main thread raises an error: its caller decides what comes then."""
-        self._positions.words[STATE] = BROKEN
+        self._board.words[STATE] = BROKEN
 
     def be_orphaned(self) -> None:
         """This process ends because its launcher is gone."""
-        self._positions.words[STATE] = ORPHANED
-        if self._far:
-            self._board.tell(self.own, self._positions.words)
+        self._board.words[STATE] = ORPHANED
+        self._board.tell()
 
     @property
     def is_broken(self) -> bool:
         """Whether the main thread has taken over."""
-        return self._positions.words[STATE] != ALIVE
+        return self._board.words[STATE] != ALIVE
 
     # What the watching thread does.
 
     def look(self, ended: Sequence[int]) -> None:
         """Look once; `ended` are the process ids that are known to have ended since."""
-        self._positions.beat()
+        self._board.beat()
         for number, process in self.others.items():
             if process in ended and number not in self._gone:
                 self._see_gone(number, process)
         now = monotonic()
-        if now - self._looked > (_TELL / 2 if self._far else 0.0):
+        if now - self._looked > (TELL / 2 if self._board.far else 0.0):
             self._looked = now
             self._read_verdict()
             if self.stops_on_signal and not self.stop:
-                asked = self._positions.is_asked_to_stop
-                self.stop = asked or (bool(self._far) and self._board.is_asked_to_stop())
-        if self._far and now - self._told > _TELL:
+                self.stop = self._board.is_asked_to_stop()
+        if now - self._told > TELL:
             self._told = now
-            self._board.tell(self.own, self._positions.words)
+            self._board.tell()
         if self.verdict is None:
             self._look_for_slow(now)
         elif self._leave_at is None:
@@ -233,13 +222,8 @@ class Watch:
 
     def _read_verdict(self) -> None:
         """Look whether the verdict is there, and say it."""
-        if self.verdict is None:
-            text = self._positions.taken()
-            found = None if text is None else Verdict.loads(text)
-            if found is None and self._far:
-                found = self._board.verdict()
-            if found is not None:
-                self._take(found)
+        if self.verdict is None and (found := self._board.verdict()) is not None:
+            self._take(found)
 
     def _judge(self, cut_from: int | None = None, cut: bool = False) -> None:
         """Give the verdict by where all ranks stand, or by the connection that was cut."""
@@ -256,7 +240,7 @@ class Watch:
 
     def _standing(self, cut: bool = False) -> Standing:
         """Where all ranks stand."""
-        lists = self._lists()
+        lists = self.lists()
         places = {n: self._place(n) for n in range(len(self._members))}
         own = places[self.own]
         assert own is not None  # this process has a file
@@ -284,7 +268,7 @@ class Watch:
         if place is None:
             cause = "it has closed its executor, or ended"
             return Position(own.position.call, 0, "outside", cause=cause)
-        position = evolve(place.position, behind=number in self._far)
+        position = evolve(place.position, behind=number in self._board.far)
         if place.state == ORPHANED:
             return evolve(position, state="gone", cause="launcher gone")
         if number != self.own and place.is_silent:
@@ -300,13 +284,7 @@ class Watch:
         return Root(number, at.call, None, None, f"lost its connection to rank {other}", at.step)
 
     def _place(self, number: int) -> Place | None:
-        place = None
-        if number in self._near:
-            place = self._positions.read(number)
-        elif (told := self._board.told(number)) is not None:
-            words, age = told
-            place = evolve(place_of(words), age=age - _TELL)
-        if place is not None:
+        if (place := self._board.read(number)) is not None:
             self._places[number] = place
         return self._places.get(number)
 
@@ -315,7 +293,7 @@ class Watch:
         with self._lock:
             if self.verdict is not None:
                 return self.verdict
-            given = self._board.give(Verdict.loads(self._positions.take(verdict.dumps())))
+            given = self._board.give(verdict)
             if (folder := os.environ.get("SCHEDIR_DUMP_DIR")) and given.by == self.own:
                 with suppress(OSError):
                     standing.save(Path(folder))
@@ -348,7 +326,7 @@ class Watch:
         the interpreter's lock has the time to print its stack."""
         until = monotonic() + again(self.timeout) + 2 * PAUSE
         for number in roots & self.others.keys() - self._gone.keys():
-            place, process = self._positions.read(number), self.others[number]
+            place, process = self._board.read(number), self.others[number]
             if place is not None and place.is_silent:
                 while monotonic() < until and state_of(process) not in ("T", "Z", ""):
                     sleep(PAUSE)
@@ -362,7 +340,7 @@ class Watch:
 
     def _look_for_slow(self, now: float) -> None:
         """Say once, after a part of the timeout, who is waited for."""
-        here = self._positions.words[CALL], self._positions.words[0]
+        here = self._board.words[CALL], self._board.words[0]
         key = hash(here)
         if key != self._still[0]:
             self._still, self._slow_said = (key, now), False
@@ -370,7 +348,7 @@ class Watch:
         if self._slow_said or now - self._still[1] < patience:
             return
         self._slow_said = True
-        place = self._positions.read(self.own)
+        place = self._board.read(self.own)
         if place is None:
             return
         found = self._standing().diagnosis()
@@ -397,14 +375,13 @@ class Watch:
         """This process has got SIGTERM; returns whether it goes on until a call is over. A launcher
         sends it as well when a process is gone: then nothing can be saved."""
         if self.stops_on_signal and not self._gone and self.verdict is None:
-            self._positions.ask_to_stop()
             self._board.ask_to_stop()
             self.stop = True
         return self.stop
 
     def close(self) -> None:
         """Remove the file of this process."""
-        self._positions.close()
+        self._board.close()
 
 
 def _ending(process: int) -> tuple[str, bool]:

@@ -23,6 +23,7 @@ from schedir.errors import ExecutionError
 from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import graph_of
 from schedir.ir import (
+    COMMUNICATION,
     COMPLETES_GRADIENTS,
     COMPUTE,
     CONSUMES,
@@ -42,12 +43,15 @@ from schedir.runtime.call import Now
 from schedir.runtime.gradients.gradients import Gradients
 from schedir.runtime.gradients.reduction import Barrier
 from schedir.runtime.program.compute import (
+    Pair,
     backward,
     backward_input,
     backward_weight,
     forward,
+    forwards_aside,
     hand_back,
     recompute,
+    wait_of,
 )
 from schedir.runtime.program.first_call import (
     FirstCall,
@@ -58,8 +62,7 @@ from schedir.runtime.program.first_call import (
     take_activations,
     take_gradients,
 )
-from schedir.runtime.program.instruction import Bound, Instruction
-from schedir.runtime.program.observers import Observer
+from schedir.runtime.program.instruction import Bound, Instruction, Observer
 from schedir.runtime.program.offloading import (
     Copier,
     offload_activation,
@@ -67,16 +70,10 @@ from schedir.runtime.program.offloading import (
     saving,
     using,
 )
-from schedir.runtime.program.together import (
-    Batch,
-    Pair,
-    communicates,
-    forwards_aside,
-    post_of,
-    wait_of,
-)
 from schedir.runtime.program.transfers import (
+    Batch,
     Make,
+    post_of,
     receive_activations,
     receive_gradients,
     send_activations,
@@ -87,9 +84,6 @@ from schedir.runtime.program.update import (
     if_updating,
     optim_step,
     reduce_grad,
-    reduce_shards,
-    reshard,
-    unshard,
     until_gathered,
 )
 from schedir.runtime.sharded import Sharded, settle
@@ -186,7 +180,7 @@ class _List:
         for index, entry in enumerate(self._entries):
             parts = entry.actions if isinstance(entry, Together) else (entry,)
             batch = None
-            if communicates(parts):
+            if len(parts) > 1 and parts[0].kind in COMMUNICATION:
                 batch = Batch(self._poster)
             made: list[Instruction] = []
             for action in parts:
@@ -194,7 +188,7 @@ class _List:
                 turn += 1
             if batch is not None:
                 made.append(post_of(batch, made))
-            elif len(parts) > 1 and not communicates(parts):
+            elif len(parts) > 1:
                 wait, made[1] = wait_of(made[1]), attrs.evolve(made[1], wait=None)
                 if compiler.accelerator.queues:
                     made = self._abreast(made, index in aside)
@@ -214,16 +208,17 @@ class _List:
                 run = optim_step(stage, step, self._now)
                 yield self._in_turn(Instruction(*place, run, computes=True, stage=stage), False)
         elif stage.sharded is not None and action.kind in _OF_SHARDED:
-            yield Instruction(*place, _OF_SHARDED[action.kind](stage.sharded, self._now))
+            yield Instruction(*place, self._of_sharded(action.kind, stage.sharded))
         elif action.kind is Kind.REDUCE_GRAD:
             if stage.replicas is not None:
                 meeting = [stage.replicas.barrier]
-                run = if_updating([meeting[0].arrive], self._now)
+                run = reduce_grad(meeting[0].arrive, False, self._now)
                 yield Instruction(*place, run, after=self._over(meeting), does=meeting)
                 self._came.update(meeting)
             elif stage.reduction is not None:
-                run = reduce_grad(stage.reduction, self._now)
-                yield Instruction(*place, run, sums=(stage.reduction,))
+                sums = stage.reduction
+                run = reduce_grad(sums.post, sums.each_call, self._now)
+                yield Instruction(*place, run, sums=(sums,))
         elif action.kind in COPIES:
             run = self._copy(action, stage)
             yield Instruction(*place, run, cell=self._cell(action), stage=stage)
@@ -290,6 +285,11 @@ class _List:
             *place, run, wait, receives, after, computes=True, cell=cell, stage=stage
         )
 
+    def _of_sharded(self, kind: Kind, sharded: Sharded) -> Bound:
+        if kind is Kind.REDUCE_GRAD:
+            return reduce_grad(sharded.reduce, sharded.each_call, self._now)
+        return sharded.gather if kind is Kind.UNSHARD else sharded.release
+
     def _earlier(self, turn: int, action: Action) -> Sequence[Cell] | None:
         """The cells that may have gradients to add before the I at a turn adds its own; None where
         its W adds all: where they add to another version's copy, and in a sharded stage, for after
@@ -352,7 +352,7 @@ class _List:
         reductions = [stage.reduction for stage in stages if stage.reduction is not None]
         summed = [stage.replicas.barrier for stage in stages if stage.replicas is not None]
         split = [p for stage in stages for p in stage.weights.newest if isinstance(p, DTensor)]
-        barriers = gradients.barriers.before(stage for stage, _ in steps)
+        barriers = gradients.barriers.before([stage.index for stage in stages])
         arrive: list[Bound] = [
             *(reduction.finish for reduction in reductions),
             *(barrier.leave for barrier in summed),
@@ -516,11 +516,7 @@ def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:
 
 
 _ADDS_UP = COMPLETES_GRADIENTS | STEPS
-_OF_SHARDED: Mapping[Kind, Callable[[Sharded, Now], Bound]] = {
-    Kind.UNSHARD: unshard,
-    Kind.RESHARD: reshard,
-    Kind.REDUCE_GRAD: reduce_shards,
-}
+_OF_SHARDED = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 _CARRIED_OUT = {
     *(Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE),
     *(Kind.SEND_ACT, Kind.RECV_ACT, Kind.SEND_GRAD, Kind.RECV_GRAD, Kind.OFFLOAD, Kind.RELOAD),

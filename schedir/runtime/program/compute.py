@@ -5,18 +5,32 @@ stays the same from call to call.
     B    take the gradients of the outputs, run autograd, pass the gradients of the inputs on
 
 The common stage, one tensor in and one out, has an F with all of this in one function;
-`forward_with` is for all others.
+`forward_with` is for all others. Neither of an overlapped pair starts before both can. On a device
+that queues its work they run on two streams:
+
+    (0F4;7B3)       7B3's wait, 0F4, 7B3
+
+    own stream      … ─ mark ─┬──────── 7B3 ────────┬ wait ─ …       what 7B3 waits for is there
+    side stream              wait ─ 0F4 ─ mark ─────┘
+
+Autograd runs a backward on the stream of its forward. So the forward of a pair runs on the stream,
+side or own, on which the other action's forward has not run. The side stream works only within
+pairs: it starts at a mark of the rank's own stream, and that waits for it at the end, so everything
+after a pair comes after both. Freed memory is reused by the stream that it was made on, which
+within a pair does not wait for the other stream. So memory that the first action frees is held
+until the two have met.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from time import perf_counter
 from typing import Any, TypeAlias, cast
 
+import attrs
 import torch
 from torch import Tensor
 from torch._C import _FunctionBase
@@ -24,9 +38,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from schedir.errors import ExecutionError
+from schedir.ir import Entry, Kind, Together
+from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.boundaries.learned import EVERY, run_on
 from schedir.runtime.call import Now
-from schedir.runtime.program.instruction import Bound
+from schedir.runtime.program.instruction import Bound, Instruction, nothing
 from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.split_backward import input_part
 from schedir.runtime.stage.stage import Stage, arguments, no_loss
@@ -391,3 +407,90 @@ def backward_weight(stage: Stage, cell: Cell, version: int) -> Bound:
         stage.busy[0] += perf_counter() - began
 
     return call
+
+
+def wait_of(instruction: Instruction) -> Instruction:
+    """What an instruction waits for, by itself: listed first, it has nothing left to wait for."""
+    return attrs.evolve(instruction, run=nothing, computes=False, listed=False)
+
+
+def forwards_aside(entries: Iterable[Entry]) -> set[int]:
+    """The pairs of a rank's list, by index, whose forward runs on the side stream."""
+    aside: set[tuple[int, int | None]] = set()  # the (stage, microbatch) whose graph is there
+    found = set()
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, Together):
+            if entry.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+                aside.discard((entry.stage, entry.microbatch))
+            continue
+        for action in entry.actions:
+            others = [(a.stage, a.microbatch) for a in entry.actions if a is not action]
+            if action.kind is Kind.FORWARD and aside.isdisjoint(others):
+                aside.add((action.stage, action.microbatch))
+                found.add(index)
+    return found
+
+
+def on_two_streams(entries: Sequence[Entry]) -> set[int]:
+    """The stages of a rank's list whose forwards run on the side stream, and on its own."""
+    pairs = (entries[index] for index in forwards_aside(entries))
+    parts = (action for pair in pairs if isinstance(pair, Together) for action in pair.actions)
+    return {action.stage for action in parts if action.kind is Kind.FORWARD}
+
+
+class Pair:
+    """One pair; `cell` is that of its first action, `side` the stream beside the rank's own."""
+
+    def __init__(self, accelerator: Accelerator, side: Any, cell: Cell) -> None:
+        self._accelerator, self._side, self._cell = accelerator, side, cell
+        self._held: object = None
+
+    def abreast(self, first: Instruction, second: Instruction, aside: Kind) -> list[Instruction]:
+        """Both, of which the first begins the pair, and the second ends it; that of the kind
+        `aside` runs on the side stream."""
+        began, ended = (
+            self._on_side(one.run) if one.action.kind is aside else one.run
+            for one in (first, second)
+        )
+
+        def begin() -> None:
+            self._part()
+            try:
+                began()
+            except BaseException:
+                self._meet()
+                raise
+
+        def end() -> None:
+            try:
+                ended()
+            finally:
+                self._meet()
+
+        return [attrs.evolve(first, run=begin), attrs.evolve(second, run=end)]
+
+    def _on_side(self, run: Bound) -> Bound:
+        def aside() -> None:
+            with self._accelerator.on(self._side):
+                run()
+
+        return aside
+
+    def _part(self) -> None:
+        """The side stream is behind all that was before the pair."""
+        self._held = _shared(self._cell)
+        ready = self._accelerator.mark()
+        with self._accelerator.on(self._side):
+            ready.wait()
+
+    def _meet(self) -> None:
+        """What follows is behind both."""
+        with self._accelerator.on(self._side):
+            done = self._accelerator.mark()
+        done.wait()
+        self._held = None
+
+
+def _shared(cell: Cell) -> object:
+    """The tensors of a cell that either stream may have made."""
+    return cell.leaves, cell.outputs, cell.output_grads

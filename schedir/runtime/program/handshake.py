@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from schedir.errors import ExecutionError
 from schedir.runtime.call import KINDS, NOTHING, Call
 from schedir.runtime.memory import plain_parts
 from schedir.runtime.microbatches import Batch
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control
-from schedir.runtime.processes.failure import DifferError, users_line
+from schedir.runtime.processes.failure import users_line
 from schedir.runtime.processes.grid import Grid
 
 _PRECISIONS = (None, torch.bfloat16, torch.float16, torch.float32)
@@ -91,7 +92,7 @@ class Handshake:
         """Compare this process's call with that of the pipeline's speaker, who knows its rows, its
         signature, and whether all are to stop after it.
 
-        Raises DifferError if they make different calls, or hold different batches.
+        Raises ExecutionError if they make different calls, or hold different batches.
         """
         grid, speaker = self._grid, self._speaker
         if self._between is not None:
@@ -118,51 +119,51 @@ class Handshake:
 def _check_same_call(
     own: Call, received: Call, both: tuple[int, int], speaker: str, rank: int
 ) -> None:
-    """Raise DifferError if this rank makes another call than the `speaker` of a pipeline, or is at
-    another step, and so would draw other dropout. `both` are their numbers."""
+    """Raise ExecutionError if this rank makes another call than the `speaker` of a pipeline, or is
+    at another step, and so would draw other dropout. `both` are their numbers."""
     if own.name != received.name or own.precision is not received.precision:
-        raise DifferError(
+        raise ExecutionError(
             f"call {own.number} of rank {rank} is {own.what} ({users_line()}), but call "
             f"{received.number} of {speaker} is {received.what}; every rank must make the same "
             "calls, in the same order",
-            both,
+            processes=both,
             rank=rank,
         )
     if own.step != received.step:
-        raise DifferError(
+        raise ExecutionError(
             f"{_where(own)} is at step {own.step} on rank {rank}, but {speaker} is at step "
             f"{received.step}, so they would draw dropout of different steps; set executor.steps "
             "to the same number on every rank",
-            both,
+            processes=both,
             rank=rank,
         )
 
 
 def _check_same_batch(own: Call, received: Call, grid: Grid, speaker: int) -> None:
-    """Raise DifferError if this rank holds another batch than the speaker: a step would take the
+    """Raise ExecutionError if this rank holds another batch than the speaker: a step would take the
     inputs from one rank and the target from the other."""
     both = grid.number(speaker), grid.number(grid.rank)
     if None not in (own.rows, received.rows) and own.rows != received.rows:
         cut_here = "stage_inputs" if own.target == NOTHING else "target"
-        raise DifferError(
+        raise ExecutionError(
             f"{_where(own)}: `{cut_here}` has {own.rows} rows on rank {grid.rank} at step "
             f"{own.step}, but `inputs` {received.rows} on rank {speaker} at its step "
             f"{received.step}; whole batches of a call must have the same rows: draw the same "
             "batches on every rank",
-            both,
+            processes=both,
             rank=grid.rank,
         )
     if own.inputs == received.inputs and own.target == received.target:
         return
     for what in ("inputs", "target"):
         if differ(getattr(own, what), getattr(received, what)):
-            raise DifferError(
+            raise ExecutionError(
                 f"{_where(own)}: `{what}` is another batch on rank {grid.rank} at step {own.step} "
                 f"than on rank {speaker} at its step {received.step}, so inputs of one would go "
                 "with the target of the other; draw the same batches on every rank (with the same "
                 "seed, or by schedir.training.Batches), or pass inputs only on the first stage's "
                 "rank and target only on the last one's",
-                both,
+                processes=both,
                 rank=grid.rank,
             )
 

@@ -47,12 +47,19 @@ from schedir.runtime.feeding import Feed
 from schedir.runtime.microbatches import Batch
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
-from schedir.runtime.processes.failure import WaitError, describe
-from schedir.runtime.processes.positions import CODE, Words, at_place, code, number_of, numbered
+from schedir.runtime.processes.failure import WaitError, describe, of_the_user
+from schedir.runtime.processes.noticeboard import CODE, Words, at_place, code, number_of, numbered
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.handshake import Handshake
-from schedir.runtime.program.instruction import Bound, Instruction, nothing
-from schedir.runtime.program.observers import Observer, observed, profiler_ranges, unseen
+from schedir.runtime.program.instruction import (
+    Bound,
+    Instruction,
+    Observer,
+    nothing,
+    observed,
+    profiler_ranges,
+    unseen,
+)
 from schedir.runtime.stage.activations import Cells
 from schedir.runtime.transports.transport import Transport, Work
 
@@ -70,7 +77,7 @@ class Program:
     alone here. In a call of several batches, `ends` are the numbers of instructions up to the end
     of each batch but the last. `streams` are those of several ranks. It `learns` in the first call
     of its input signature. `observers` watch its next call. `at[0]` says where this process stands,
-    for errors and for other processes; see `schedir.runtime.processes.positions`.
+    for errors and for other processes; see `schedir.runtime.processes.noticeboard`.
     """
 
     def __init__(
@@ -261,14 +268,13 @@ def _flat(
 def _placed(error: Exception, instruction: Instruction) -> ExecutionError:
     """What has failed an instruction, with its place."""
     # With the traceback of the cause, which leads to the user's line, and that one alone.
-    inner = error.__traceback__.tb_next if error.__traceback__ is not None else None
     return ExecutionError(
         str(error) if isinstance(error, ExecutionError) else describe(error),
         rank=instruction.rank,
         index=instruction.listed_at,
         action=instruction.action,
         cause=error,
-    ).with_traceback(inner)
+    ).with_traceback(of_the_user(error.__traceback__))
 
 
 def _awaited(schedule: Schedule, action: Action) -> tuple[str, int | None]:

@@ -1,13 +1,16 @@
 """SEND and RECV of a known input signature as bound calls: both sides know what is posted.
 
 If some microbatches lack gradients that others have, a mask goes first, from host to host, and
-zeros are sent in place of missing gradients.
+zeros are sent in place of missing gradients. What one entry sends and receives is posted as one:
+
+    (0SEND_ACT1;0RECV_GRAD0)    0SEND_ACT1, 0RECV_GRAD0, post    each says what it posts
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -15,9 +18,10 @@ from schedir.errors import ExecutionError
 from schedir.runtime.arguments import DESCRIBED
 from schedir.runtime.boundaries.boundary import Grads, empty, payload
 from schedir.runtime.processes.failure import WaitError
-from schedir.runtime.program.instruction import Bound
+from schedir.runtime.processes.groups import Post
+from schedir.runtime.program.instruction import Bound, Instruction
 from schedir.runtime.stage.activations import Cell
-from schedir.runtime.transports.transport import Poster, Work
+from schedir.runtime.transports.transport import BatchPoster, Poster, Work
 
 Make = Callable[..., Tensor]
 """Makes a buffer to receive a tensor into, from a shape, a stride and a `dtype`."""
@@ -130,3 +134,66 @@ def _differs(grads: Sequence[Tensor | None], expected: Grads, stage: int) -> Exe
 
 def _yes_no(of: Sequence[object]) -> str:
     return f"({', '.join('no' if each is None else 'yes' for each in of)})"
+
+
+@attrs.define(eq=False)
+class _Part:
+    """The work of one action, once its batch is posted; several may wait for it."""
+
+    work: Work | None = None
+
+    def wait(self) -> bool:
+        """Wait until it is done."""
+        if self.work is not None:
+            work, self.work = self.work, None
+            work.wait()
+        return True
+
+
+@attrs.frozen(eq=False)
+class _Whole:
+    """The works of a batch: a consumer of one of its receives waits for all."""
+
+    parts: Sequence[_Part]
+
+    def wait(self) -> bool:
+        """Wait until all of it is done."""
+        return all(part.wait() for part in self.parts)
+
+
+class Batch:
+    """Stands in for the transport, collects what the actions of an entry post, and posts it as
+    one."""
+
+    def __init__(self, poster: BatchPoster) -> None:
+        self._poster = poster
+        self._posts: list[Post] = []
+        self._parts: list[_Part] = []
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        """Take a send. Waiting for it waits for nothing else: it may be known to have arrived when
+        the rest has not."""
+        return self._take(Post(tensor, peer, sends=True))
+
+    def receive(self, buffer: Tensor, peer: int) -> Work:
+        """Take a receive."""
+        self._take(Post(buffer, peer, sends=False))
+        return _Whole(self._parts)
+
+    def _take(self, post: Post) -> _Part:
+        self._posts.append(post)
+        self._parts.append(_Part())
+        return self._parts[-1]
+
+    def post(self) -> None:
+        """Post what has been taken."""
+        posts, parts = self._posts, self._parts
+        self._posts, self._parts = [], []
+        if posts:
+            for part, work in zip(parts, self._poster.together(posts), strict=True):
+                part.work = work
+
+
+def post_of(batch: Batch, parts: Sequence[Instruction]) -> Instruction:
+    """What posts a batch, once its parts have said what."""
+    return attrs.evolve(parts[0], run=batch.post, computes=False, listed=False, parts=parts)

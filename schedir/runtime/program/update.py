@@ -1,5 +1,5 @@
-"""Actions of whole stages as bound calls: gathering weights, summing gradients, updating; and the
-work before OPTIM_STEPs."""
+"""Actions of whole stages as bound calls: summing gradients, and updating, with the work before
+OPTIM_STEPs."""
 
 from __future__ import annotations
 
@@ -7,27 +7,22 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from schedir.runtime.call import Now
-from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.program.instruction import Bound, nothing
 from schedir.runtime.sharded import Sharded
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights
 
 
-def reduce_grad(reduction: Reduction, now: Now) -> Bound:
-    """REDUCE_GRAD: posts the sums of the gradients over all processes that run the stage."""
+def reduce_grad(post: Bound, each_call: bool, now: Now) -> Bound:
+    """REDUCE_GRAD: posts the sums of the gradients of all processes, or ranks of this one, that run
+    the stage; with `each_call` also where the call does not update."""
 
     def call() -> None:
         # Without an update the sum can wait: gradients add up here until there is one.
-        if now.call.updates or reduction.each_call:
-            reduction.post()
+        if each_call or now.call.updates:
+            post()
 
     return call
-
-
-def unshard(sharded: Sharded, now: Now) -> Bound:
-    """UNSHARD: begins to gather the weights."""
-    return sharded.gather
 
 
 def until_gathered(sharded: Sharded, weights: StageWeights, wait: Bound | None) -> Bound:
@@ -39,21 +34,6 @@ def until_gathered(sharded: Sharded, weights: StageWeights, wait: Bound | None) 
             wait()
         sharded.wait()
         weights.compute_with(sharded.parameters)
-
-    return call
-
-
-def reshard(sharded: Sharded, now: Now) -> Bound:
-    """RESHARD: gives the full weights up."""
-    return sharded.release
-
-
-def reduce_shards(sharded: Sharded, now: Now) -> Bound:
-    """REDUCE_GRAD of sharded weights: sums the full gradients into those of the shards."""
-
-    def call() -> None:
-        if now.call.updates or sharded.each_call:
-            sharded.reduce()
 
     return call
 
