@@ -41,7 +41,6 @@ WINGS = {
             "transports",
             "plan",
             "session",
-            "batches",
             "feeding",
             "gradients",
             "boundaries",

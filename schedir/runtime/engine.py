@@ -19,7 +19,6 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.assembly import assemble
-from schedir.runtime.batches import batches_of
 from schedir.runtime.call import (
     CLOSE,
     COLLECT,
@@ -31,7 +30,7 @@ from schedir.runtime.call import (
     Keep,
     autocast_kinds,
 )
-from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses
+from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses, batches_of
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control, Courier, Exchange
 from schedir.runtime.processes.failure import (

@@ -38,12 +38,11 @@ from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Kind, S
 from schedir.lazy import collector_held_off
 from schedir.passes.receives import SPARE_BYTES
 from schedir.runtime.accelerator import Accelerator
-from schedir.runtime.batches import ends_of_batches
 from schedir.runtime.boundaries.boundary import crossed, meta_of
 from schedir.runtime.boundaries.described import DESCRIBED_TAGS
 from schedir.runtime.boundaries.learned import EVERY, Learned, Lessons, mask_gradients
 from schedir.runtime.call import Call
-from schedir.runtime.feeding import Feed
+from schedir.runtime.feeding import Feed, ends_of_batches
 from schedir.runtime.microbatches import Batch
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
