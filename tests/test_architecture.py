@@ -42,7 +42,6 @@ WINGS = {
             "plan",
             "handshake",
             "session",
-            "batches",
             "feeding",
             "gradients",
             "boundary",

@@ -16,7 +16,6 @@ from socket import gethostname
 from time import perf_counter
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
-import attrs
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -56,6 +55,7 @@ class Accelerator:
         # Without it, a wait for an event on CUDA keeps a core busy.
         self._event_options = {"blocking": True} if device.type == "cuda" else {}
         self._timed: list[Any] = []  # events that keep time, to be recorded again
+        self._unchecked: list[Late[object]] = []
 
     def chosen(self) -> AbstractContextManager[object]:
         """Make it the current device inside."""
@@ -136,6 +136,16 @@ class Accelerator:
         values: Late[list[float]] = Late(self, stacked, Tensor.tolist)
         reach(values.is_there)
         return values()
+
+    def check_later(self, tensor: Tensor, check: Callable[[Tensor], object]) -> None:
+        """Have `look` check a tensor of this call, though nobody may ask for it."""
+        self._unchecked.append(Late(self, tensor, check))
+
+    def look(self, wait: bool = False) -> None:
+        """Check what calls have left and the device has come to; with `wait`, all of it. A check
+        may warn, or raise ExecutionError."""
+        while self._unchecked and (wait or self._unchecked[0].is_there()):
+            self._unchecked.pop(0)()
 
     def synchronize(self) -> None:
         """Make the host wait for everything that is queued."""
@@ -279,23 +289,6 @@ class Late(Generic[T]):
                 copied = self._fetch()
             self._found.append(self._made(copied))
         return self._found[0]
-
-
-@attrs.frozen(eq=False)
-class Unread:
-    """Values that a call leaves to be checked later, though nobody may ask for them: a check may
-    warn, or raise an error."""
-
-    _unread: list[Late[Any]] = attrs.field(factory=list)
-
-    def add(self, late: Late[Any]) -> None:
-        """Look at it later."""
-        self._unread.append(late)
-
-    def look(self, wait: bool = False) -> None:
-        """Read the values that are there; with `wait`, all of them."""
-        while self._unread and (wait or self._unread[0].is_there()):
-            self._unread.pop(0)()
 
 
 def accelerator_of(device: torch.device) -> Accelerator:

@@ -19,7 +19,6 @@ from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.passes import forward_only
 from schedir.runtime.accelerator import Accelerator, Mark, Streams
-from schedir.runtime.batches import batches_of
 from schedir.runtime.call import (
     CLOSE,
     COLLECT,
@@ -32,7 +31,7 @@ from schedir.runtime.call import (
     Now,
     autocast_kinds,
 )
-from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses
+from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses, batches_of
 from schedir.runtime.gradients.gradients import Gradients, compared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control, Courier, Exchange
@@ -113,9 +112,6 @@ class Engine:
             *(each.restore for each in replicas),
             *gradients.restore,
         ]
-        # Checks of what earlier calls have left on the device.
-        earlier = [self._feeder.look, gradients.nonfinite.look_at_earlier]
-        self._look_at_earlier = earlier if self._queues else []
         # Even without a close, the process must not end before its last sends have arrived.
         courier = self.session.control.courier
         self._leave = weakref.finalize(
@@ -402,8 +398,8 @@ class Engine:
         the losses of its batches."""
         if self._follows:
             self._progress.begin()
-        for look in self._look_at_earlier:
-            look(wait=False)
+        if self._queues:
+            self._plan.accelerator.look()
         exchanges = [losses.expect() for losses in self._losses] if kind.has_loss else []
         program = programs.open(call, given.inputs, given.target, feed)
         self.session.stop = call.stop
@@ -595,8 +591,7 @@ class Engine:
                         programs.reset()  # receives posted ahead would hold connections
                 session.leave()
                 for engine in engines:
-                    for look in engine._look_at_earlier:
-                        look(wait=True)
+                    engine._plan.accelerator.look(wait=True)
 
     def abandon(self, error: BaseException) -> None:
         """End all processes: an error of the caller's own code ends this one."""

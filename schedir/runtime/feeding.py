@@ -1,4 +1,5 @@
-"""Cuts a call's arguments into microbatches for the stages here, and collects the losses.
+"""Cuts a call's arguments into microbatches for the stages here, and collects the losses, of the
+call or of each of its batches.
 
 Each microbatch gets its share of the samples of its update; the backward of its loss starts from
 that share. On a GPU, losses are copied to the host behind the GPU's work, and a separate thread
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.ir import Schedule
-from schedir.runtime.accelerator import Late, Unread
+from schedir.ir import COMPLETES_GRADIENTS, Kind, Schedule, flat
+from schedir.runtime.accelerator import Late
 from schedir.runtime.call import Call
 from schedir.runtime.microbatches import (
     Batch,
@@ -102,7 +103,6 @@ class Feeder:
             processes = plan.grid.holders([plan.grid.rank])
             device = self._device if self._counts_on_device else None
             self._group = groups.for_numbers(processes, device)
-        self._unread = Unread()
         self._accumulated = _accumulated_by_step(schedule)
         self._cut_by_others = _cut_by_others(schedule, self._accumulated) if plan.updates else []
         self._has_first, self._has_last = 0 in self._local, self._last in self._local
@@ -226,7 +226,7 @@ class Feeder:
         """Each microbatch's share of the samples of its OPTIM_STEP, over all pipelines.
 
         The pipelines wait for each other here, so their calls were compared before. Counts that are
-        on the device are checked when they have arrived; see `look`.
+        on the device are checked when they have arrived.
         """
         if not counts:  # the loss is on another rank
             return ()
@@ -267,20 +267,8 @@ class Feeder:
             for together in cut_by_others:
                 check_alike(read, together)
 
-        found = torch.stack([self._on_device(n) for n in (*counts, *totals)])
-        self._unread.add(Late(self._accelerator, found, check))
-
-    def look(self, wait: bool = False) -> None:
-        """Check the counts of earlier calls that the device has come to; with `wait`, all of them.
-
-        Raises ExecutionError for a count that can't be right.
-        """
-        self._unread.look(wait)
-
-    def _on_device(self, count: Count) -> Tensor:
-        if isinstance(count, Tensor):
-            return count
-        return torch.full((), count, dtype=torch.float64, device=self._accelerator.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._accelerator.check_later(torch.stack([zero + n for n in (*counts, *totals)]), check)
 
     def _known(self, stage_inputs: Mapping[int, Batch | None]) -> Iterator[tuple[int, Batch]]:
         """The `stage_inputs` to read: of all stages on the rank of the first stage, because shapes
@@ -496,3 +484,65 @@ def _listed(counts: Sequence[Count], losses: Sequence[float | Tensor | None]) ->
     numbers = [0.0 if loss is None else float(n) for n, loss in zip(counts, losses, strict=True)]
     found = [0.0 if loss is None else float(loss) for loss in losses]
     return torch.tensor([*numbers, *found], dtype=torch.float64, device="cpu")
+
+
+def batches_of(microbatches: int, size: int) -> list[range]:
+    """The microbatches of each batch, `size` a batch."""
+    return [range(first, first + size) for first in range(0, microbatches, size)]
+
+
+# Of a call that has several batches, a list says where each is applied:
+#
+#     microbatches of a batch: 2     1F1B that steps after each backward, rank 0 of 2
+#
+#     0F0 0F1 0B0 0OPTIM_STEP 0F2 0B1 0OPTIM_STEP │ 0F3 0B2 0OPTIM_STEP 0B3 0OPTIM_STEP │
+#                                     batch 0 is in the weights               batch 1 is
+
+
+def ends_of_batches(schedule: Schedule, rank: int, size: int) -> list[int]:
+    """For each batch but the last, of `size` microbatches, the number of entries in the rank's list
+    up to the last OPTIM_STEP that applies any of it."""
+    number = -(-schedule.microbatches // size)
+    ends = [0] * number
+    for index, _, batches in _steps(schedule, rank, size):
+        for batch in batches:
+            ends[batch] = index + 1
+    for batch in range(1, number):  # a replica may have nothing of one
+        ends[batch] = max(ends[batch], ends[batch - 1])
+    return ends[:-1]
+
+
+def check_batches(schedule: Schedule, size: int) -> None:
+    """Raise ExecutionError unless a list applies its batches one after the other: each OPTIM_STEP
+    applies microbatches of one batch, and each rank applies a batch before the next one."""
+    for rank in range(schedule.ranks):
+        latest = 0
+        for index, stage, batches in _steps(schedule, rank, size):
+            if len(batches) > 1 or min(batches, default=latest) < latest:
+                first, *others = sorted({*batches, latest})
+                what = (
+                    f"applies microbatches of batches {first} and {others[-1]} at once"
+                    if len(batches) > 1
+                    else f"applies batch {first} after another stage's has applied {others[-1]}"
+                )
+                raise ExecutionError(
+                    f"{schedule.name}: OPTIM_STEP of stage {stage} {what}, {size} microbatches "
+                    "each, so the batches could not have different learning rates; take batches of "
+                    "another number of microbatches, or a schedule= whose updates fit them",
+                    rank=rank,
+                    index=index,
+                )
+            latest = max(batches, default=latest)
+
+
+def _steps(schedule: Schedule, rank: int, size: int) -> list[tuple[int, int, set[int]]]:
+    """The OPTIM_STEPs of a rank: the index, the stage and the applied batches of each."""
+    pending: dict[int, set[int]] = {}
+    found = []
+    for index, entry in enumerate(schedule.actions[rank]):
+        for action in flat([entry]):
+            if action.kind in COMPLETES_GRADIENTS and action.microbatch is not None:
+                pending.setdefault(action.stage, set()).add(action.microbatch // size)
+            elif action.kind is Kind.OPTIM_STEP:
+                found.append((index, action.stage, pending.pop(action.stage, set())))
+    return found

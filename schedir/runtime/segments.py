@@ -26,10 +26,9 @@ import attrs
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.runtime.batches import check_batches
 from schedir.runtime.call import RUN
 from schedir.runtime.engine import Engine
-from schedir.runtime.feeding import CallArguments, Feed, name_of_extra
+from schedir.runtime.feeding import CallArguments, Feed, check_batches, name_of_extra
 from schedir.runtime.handshake import differ, fingerprint
 from schedir.runtime.plan import Plan, plan_of, proved
 from schedir.runtime.processes.failure import describe

@@ -34,6 +34,7 @@ class FarDevice(Host):
     queues = True
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.device("cpu"))
         self.device = device
         self._condition = Condition()
         self._depth = 0  # of steps in one another

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import schedir
 from schedir import Action, Pipeline, Schedule, backward, forward, optim_step
 from schedir.runtime import Executor, StepResult
-from schedir.runtime.batches import check_batches, ends_of_batches
+from schedir.runtime.feeding import check_batches, ends_of_batches
 from tests.literals import listed
 from tests.runtime.kit import (
     MSE,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.runtime.accelerator import Accelerator, Late, Reach, Unread
+from schedir.runtime.accelerator import Accelerator, Reach
 from schedir.runtime.gradients.scaling import LossScale, Step
 from schedir.runtime.microbatches import Count
 from schedir.runtime.plan import Plan
@@ -80,7 +80,6 @@ class NonFinite:
         self.leaves_out = False
         self._looked_at: set[Step] = set()
         self._losses: dict[int, Tensor] = {}  # on a device, by microbatch: not looked at yet
-        self._unread = Unread()
         self._accumulates = self._adds_up = False  # whether this call leaves gradients, or has some
 
     def begin(self, updates: bool) -> None:
@@ -103,15 +102,8 @@ class NonFinite:
             def look(copied: Tensor) -> None:
                 self._look_at_losses(dict(zip(microbatches, copied.tolist(), strict=True)))
 
-            self._unread.add(Late(self._accelerator, values, look))
+            self._accelerator.check_later(values, look)
             self._losses.clear()
-
-    def look_at_earlier(self, wait: bool) -> None:
-        """Check the losses of earlier calls that have arrived; with `wait`, all of them.
-
-        Raises ExecutionError for one that is not finite.
-        """
-        self._unread.look(wait)
 
     def loss(
         self, loss: Tensor, microbatch: int, share: Count, trains: bool

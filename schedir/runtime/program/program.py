@@ -38,10 +38,9 @@ from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Kind, S
 from schedir.lazy import collector_held_off
 from schedir.passes.receives import SPARE_BYTES
 from schedir.runtime.accelerator import Accelerator
-from schedir.runtime.batches import ends_of_batches
 from schedir.runtime.boundary import EVERY, Learned, Lessons, crossed, mask_gradients, meta_of
 from schedir.runtime.call import Call
-from schedir.runtime.feeding import Feed
+from schedir.runtime.feeding import Feed, ends_of_batches
 from schedir.runtime.microbatches import Batch
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.failure import WaitError, describe, of_the_user

@@ -76,7 +76,7 @@ class FakeDevice(Host):
     queues = True
 
     def __init__(self, left_out: int | None = None) -> None:
-        self.device = torch.device("cpu")
+        super().__init__(torch.device("cpu"))
         self.memory = Memory()
         self.doing = CALLER
         self.races: list[Race] = []
