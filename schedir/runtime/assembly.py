@@ -129,8 +129,9 @@ class Parts:
         return [parameter for group in groups for parameter in group["params"]]
 
 
-def assemble(plan: Plan, session: Session) -> Parts:
-    """Compare with the other processes, connect to them, and make the parts.
+def assemble(plan: Plan, session: Session, handshake: Handshake | None) -> Parts:
+    """Compare with the other processes, connect to them, and make the parts; the `handshake` may be
+    there already.
 
     The order is the same on all processes, because both sides make a connection. Raises
     ExecutionError if processes differ, WaitError if they don't come in time.
@@ -160,7 +161,7 @@ def assemble(plan: Plan, session: Session) -> Parts:
         plan,
         session.control,
         shared,
-        session.handshake,
+        handshake or Handshake(plan, session.control, session.stops),
         transports,
         reductions,
         shared.accumulated(),

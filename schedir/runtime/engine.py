@@ -18,7 +18,7 @@ from schedir.diagnosis.verdict import GATHER as GATHER_PLACE
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator, Mark
-from schedir.runtime.assembly import assemble
+from schedir.runtime.assembly import Parts, assemble
 from schedir.runtime.batch.batches import batches_of
 from schedir.runtime.batch.feeding import CallArguments, Feed, Feeder, Losses
 from schedir.runtime.call import (
@@ -67,25 +67,25 @@ class Engine:
 
     `steps` is the number of the next call that trains, which seeds its forwards. With several
     processes a failure breaks the engine for good. With `batch`, a call that trains has several
-    batches, of `batch` microbatches each; `stream` runs it. An engine of a segment shares the
-    `session` of its executor, which its executor's engine closes.
+    batches, of `batch` microbatches each; `stream` runs it. The engine of a segment shares
+    the session and the handshake of its executor's engine, `outer`, which closes them.
 
     Raises ExecutionError if processes differ, or if the others don't come in time.
     """
 
-    def __init__(
-        self, plan: Plan, batch: int | None = None, session: Session | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, batch: int | None = None, outer: Engine | None = None) -> None:
         self._plan = plan
         self.steps = plan.arguments.step
         self._generators = plan.generators
         self._device_type = plan.device.type
         self._autocast_kinds = autocast_kinds(plan.device)
         with plan.accelerator.chosen():
-            self.session: Session = Session(plan) if session is None else session
+            self.session: Session = Session(plan) if outer is None else outer.session
             self.session.take_up(plan)
             with self.session.together("making the executor"):
-                self.parts = parts = assemble(plan, self.session)
+                handshake = None if outer is None else outer.parts.handshake
+                self.parts: Parts = assemble(plan, self.session, handshake)
+                parts = self.parts
                 self._feeder = Feeder(plan, self.session.control, self.session.groups)
                 self.session.connect(parts.shared.processors)
             microbatches = plan.schedule.microbatches
@@ -139,7 +139,7 @@ class Engine:
             self.session.control.courier,
             plan.accelerator,
         )
-        if session is None:
+        if outer is None:
             weakref.finalize(self, self.session.say_calls)
             weakref.finalize(self, self.session.watch_no_longer)
 
@@ -522,7 +522,7 @@ class Engine:
         """Raise ExecutionError if another rank makes another call now."""
         session = self.session
         session.stand(HANDSHAKE)
-        session.handshake.exchange(Announcement(request, session.calls, self.steps))
+        self.parts.handshake.exchange(Announcement(request, session.calls, self.steps))
         session.board.words[CODE] = OUTSIDE
 
     def timelines(self) -> list[Timeline]:
@@ -558,7 +558,7 @@ class Engine:
                     wait_for(engine.parts.under_way)
                     engine.parts.shared.settle()
                 session.control.courier.finish()
-                session.handshake.last(Call(CLOSE, session.calls))
+                self.parts.handshake.last(Call(CLOSE, session.calls))
                 for _ in range(2):  # the messages of the last step, and of the one before
                     session.control.settle()
                 for engine in engines:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.diagnosis import Root
-from schedir.diagnosis.verdict import GATHER, HANDSHAKE
+from schedir.diagnosis.verdict import GATHER, HANDSHAKE, Standing
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, dumps, loads
 from schedir.runtime.plan import Plan
@@ -38,7 +38,7 @@ from schedir.runtime.processes.failure import (
     waiting,
     within_stage,
 )
-from schedir.runtime.processes.groups import Groups, init_process_group
+from schedir.runtime.processes.groups import Groups, hello, init_process_group
 from schedir.runtime.processes.monitor import watch, watch_no_longer
 from schedir.runtime.processes.nccl import ABORT
 from schedir.runtime.processes.noticeboard import (
@@ -52,8 +52,7 @@ from schedir.runtime.processes.noticeboard import (
     Verdict,
     at_place,
 )
-from schedir.runtime.processes.watch import Lists, Member, Watch
-from schedir.runtime.program.handshake import Handshake
+from schedir.runtime.processes.watch import Member, Watch
 from schedir.runtime.sharded import local
 from schedir.runtime.transports.communicators import communicators_of
 from schedir.runtime.transports.gloo import GlooTransport
@@ -101,29 +100,21 @@ class Session:
         self._hub = InProcessTransport(plan.accelerator)
         self.control = Control(self.grid)
         with self.together("making the executor"):
-            with self.gathering():
-                said = self.groups.hello((Member.here(), secrets.token_hex(8)))
-            self.control.connect(self.groups)
             if not self.grid.alone:
-                self._begin_to_watch([member for member, _ in said], said[0][1])
-            # It must not hold the session, whose connections end with the executor.
-            self.handshake = Handshake(plan, self.control, partial(_stops, self.watch))
+                self._come_together()
+            self.control.connect(self.groups)
 
-    def _begin_to_watch(self, members: Sequence[Member], token: str) -> None:
-        """Show the others where this process stands, and begin to watch them."""
-        here = members[self.own].host
-        far = [number for number, member in enumerate(members) if member.host != here]
-        self.board.open(token, self.own, far)
-        number = self.grid.everyone.index
-        self.watch = Watch(
-            self.board,
-            members,
-            self.own,
-            [number(process) for layout in self.grid.slices for row in layout for process in row],
-            len(self.grid.slices),
-            partial(lists_of, self.plan),
-            self.groups.timeout.total_seconds(),
-        )
+    def _come_together(self) -> None:
+        """Wait for all others, show them where this process stands, and begin to watch them."""
+        own, everyone, timeout = Member.here(), self.grid.everyone, self.groups.timeout
+        with self.gathering():
+            said = own, secrets.token_hex(8)
+            heard = hello(self.groups.store, everyone, everyone[self.own], said, timeout)
+        members = [member for member, _ in heard]
+        far = [number for number, member in enumerate(members) if member.host != own.host]
+        self.board.open(heard[0][1], self.own, far)
+        empty = partial(empty_standing, self.plan)
+        self.watch = Watch(self.board, members, self.own, empty, timeout.total_seconds())
         watch(self.watch)
 
     def stand(self, index: int) -> None:
@@ -135,7 +126,7 @@ class Session:
         if plan is not self.plan:
             self.plan = plan
             if self.watch is not None:
-                self.watch.lists = partial(lists_of, plan)
+                self.watch.empty = partial(empty_standing, plan)
 
     def begin_call(self, plan: Plan, trains: bool, step: int) -> None:
         """A call of a plan begins here."""
@@ -170,7 +161,7 @@ class Session:
 
     def stops(self) -> bool:
         """Whether a process has been asked to end."""
-        return _stops(self.watch)
+        return self.watch is not None and self.watch.stop
 
     def stop_on_signal(self) -> None:
         """From now on SIGTERM asks all processes to stop after a call, and ends none."""
@@ -400,10 +391,6 @@ class Session:
         self.groups.close(abort)
 
 
-def _stops(watch: Watch | None) -> bool:
-    return watch is not None and watch.stop
-
-
 def _torch() -> dict[str, str]:
     """What must be the same of torch on all processes: its version, without the local part."""
     return {
@@ -412,11 +399,14 @@ def _torch() -> dict[str, str]:
     }
 
 
-def lists_of(plan: Plan) -> Lists:
-    """What the ranks of a plan run, and wait for."""
-    clips = plan.arguments.clip_grad_norm is not None or plan.arguments.nonfinite == "skip"
+def empty_standing(plan: Plan) -> Standing:
+    """What the ranks of a plan run, and wait for, without where they stand."""
+    number = plan.grid.everyone.index
+    ranks = [number(process) for layout in plan.grid.slices for row in layout for process in row]
     ties = tuple(tuple(stage for stage, _ in tie) for tie in plan.arguments.ties)
-    return Lists(plan.schedule, ties, clips and plan.steps_last)
+    clips = plan.arguments.clip_grad_norm is not None or plan.arguments.nonfinite == "skip"
+    clips = clips and plan.steps_last
+    return Standing(plan.schedule, (), ranks, ties, clips, len(plan.grid.slices))
 
 
 @attrs.frozen
