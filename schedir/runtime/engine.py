@@ -140,17 +140,12 @@ class Engine:
             plan.accelerator,
         )
         if outer is None:
-            weakref.finalize(self, self.session.say_calls)
             weakref.finalize(self, self.session.watch_no_longer)
 
     @property
     def schedule(self) -> Schedule:
         """The list that the latest step has run, or that the first one would run."""
         return self.training.schedule
-
-    def check_usable(self) -> None:
-        """Raise ExecutionError if no call can be made now."""
-        self.session.check_usable()
 
     def check_frozen(self) -> None:
         """Raise ExecutionError where a parameter was frozen or thawed that must not be."""
@@ -168,14 +163,6 @@ class Engine:
         session = self.session
         if not self._plan.grid.alone:
             session.stop = any(self.gather(session.stops(), RUN))
-
-    def pause(self, reason: str | None) -> None:
-        """Refuse calls for this reason; None allows them again."""
-        self.session.paused = reason
-
-    def break_off(self, reason: str) -> None:
-        """Refuse all further calls: a stream of this executor has failed."""
-        self.session.break_off(reason)
 
     def cut(self, given: CallArguments) -> Feed:
         """Cut a step into microbatches. Raises ExecutionError for arguments that don't fit."""
@@ -569,10 +556,6 @@ class Engine:
                 for engine in engines:
                     for look in engine._look_at_earlier:
                         look(wait=True)
-
-    def abandon(self, error: BaseException) -> None:
-        """End all processes: an error of the caller's own code ends this one."""
-        self.session.abandon(error)
 
 
 def _at_once() -> bool:

@@ -73,7 +73,7 @@ class Segments:
         """Begin a stream; see `Executor.run`. Raises ExecutionError for wrong arguments, at
         once."""
         plan, size = self._plan, self._plan.schedule.microbatches
-        self._engine.check_usable()
+        self._engine.session.check_usable()
         self._engine.check_frozen()
         if not plan.updates:
             raise ExecutionError(
@@ -141,15 +141,14 @@ class Segments:
                     given += 1
                     if left is not None or interrupted:
                         continue  # the pipeline drains
-                    self._engine.pause(
-                        "in the midst of run; leave its loop, or close() what run gave"
-                    )
+                    session = self._engine.session
+                    session.paused = "in the midst of run; leave its loop, or close() what run gave"
                     try:
                         yield result
                     except GeneratorExit:
                         left = given
                     finally:
-                        self._engine.pause(None)
+                        session.paused = None
 
     def _draw(
         self, batches: Iterator[Any], most: int
@@ -186,7 +185,7 @@ class Segments:
                 parted = (
                     f"{', but '.join(stands)}; all ranks must leave the loop after the same result"
                 )
-                self._engine.break_off(parted)
+                self._engine.session.break_off(parted)
                 if own.left:  # the loop is over here, and nobody would catch an exception
                     logger.error("%s", parted)
                     return

@@ -281,9 +281,8 @@ class Session:
             peer = error.process
             if peer is None and error.peer is not None:
                 peer = self.grid.number(error.peer)
-            return self.watch.explain(
-                None if error.timed_out else peer, error.timed_out, self._left
-            )
+            cut_from = None if error.timed_out else peer
+            return self.watch.explain(cut_from, error.timed_out, self.closed)
         own = self.root(error)
         roots = [own]
         if isinstance(error, ExecutionError):
@@ -292,17 +291,6 @@ class Session:
             # Of two sides that differ nobody knows which is wrong.
             roots += [attrs.evolve(own, rank=n) for n in error.processes if n != own.rank]
         return self.watch.blame(sorted(roots, key=lambda root: root.rank), str(error))
-
-    def _left(self) -> Root | None:
-        """The process that has closed after fewer calls than this one makes, if there is one."""
-        fewest = None if self.closed else self.board.fewest_calls(len(self.grid.everyone))
-        if fewest is None:
-            return None
-        calls, process = fewest
-        cause = (
-            f"has closed its executor, or ended, after {calls} calls; all ranks must make the same"
-        )
-        return Root(process, calls, None, None, cause)
 
     def root(self, error: BaseException) -> Root:
         """This process, as the one to blame for an error."""
@@ -327,7 +315,9 @@ class Session:
         """An error that says where this rank stands, what it waits for, and why that won't come."""
         awaited = stalled.what or "the other ranks"
         reason = None if verdict is None or verdict.by == self.own else verdict.reason
-        left = None if reason else self._left()
+        left = None
+        if self.watch is not None and not self.closed and not reason:
+            left = self.watch.left()
         if left is not None:
             said = (
                 f"process {left.rank} has closed its executor, or ended, after {left.call} calls, "
@@ -378,12 +368,8 @@ class Session:
 
     def leave(self) -> None:
         """Tell the others that this process makes no more calls, and end its connections."""
-        self.say_calls()
+        self.board.leave()
         self._let_go(abort=False)
-
-    def say_calls(self) -> None:
-        """Leave a note for the others that this process has made its last call."""
-        self.board.leave(self.own, self.calls)
 
     def _let_go(self, abort: bool) -> None:
         """End the connections to other processes."""

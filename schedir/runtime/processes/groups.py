@@ -232,7 +232,7 @@ class Groups:
     _told_rank: ClassVar[bool] = False
 
     def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
-        self._name = Groups._named(everyone)
+        self._name = Groups.named(everyone)
         alone = len(everyone) == 1
         self.store = PrefixStore(self._name, HashStore() if alone else _get_default_store())
         self.timeout = _timeout_of_user() if timeout is None else timeout
@@ -244,17 +244,11 @@ class Groups:
         self._purposes: Counter[str] = Counter()
 
     @classmethod
-    def _named(cls, everyone: tuple[int, ...]) -> str:
+    def named(cls, everyone: tuple[int, ...]) -> str:
         """The name of the next groups of these processes. All of them have made, or tried to make,
         the same number of executors together, so they use the same keys."""
         cls._made[everyone] += 1
         return f"schedir/{_attempt()}/{everyone}/{cls._made[everyone]}"
-
-    @classmethod
-    def decline(cls, everyone: tuple[int, ...], reason: str) -> None:
-        """In place of making groups, tell the other processes why this one can't."""
-        store = PrefixStore(cls._named(everyone), _get_default_store())
-        _decline(store, everyone.index(dist.get_rank()), reason)
 
     def make(
         self, purpose: str, processes: Sequence[int], device: torch.device | None = None
@@ -425,12 +419,6 @@ def hello(
         return [pickle.loads(store.get(key)) for key in keys]
 
 
-def _decline(store: Store, number: int, reason: str) -> None:
-    """In place of saying hello, say why this process can't make its executor."""
-    _kept.append(store)
-    Noticeboard(store).give(Verdict((), reason, number))
-
-
 @contextmanager
 def declining(
     mesh: DeviceMesh | None, pipeline_dim: str, data_dims: Sequence[str]
@@ -440,18 +428,20 @@ def declining(
         yield
     except Exception as error:
         reason = str(error) if isinstance(error, SchedirError) else describe(error)
-        with suppress(
-            RuntimeError, ValueError, SchedirError
-        ):  # it may not be one of several, or be alone yet
+        # It may not be one of several, or be alone yet.
+        with suppress(RuntimeError, ValueError, SchedirError):
             if not dist.is_initialized():
                 store, rank, world = _joined(_SOON)
-                if world > 1:
-                    _decline(store, rank, reason)
-            elif mesh is None:
-                Groups.decline(tuple(range(dist.get_world_size())), reason)
+                everyone = tuple(range(world))
             else:
-                slices = slices_of(mesh, pipeline_dim, data_dims)
-                Groups.decline(tuple(sorted(slices.flatten().tolist())), reason)
+                rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
+                if mesh is not None:
+                    slices = slices_of(mesh, pipeline_dim, data_dims)
+                    everyone = tuple(sorted(slices.flatten().tolist()))
+                store = PrefixStore(Groups.named(everyone), _get_default_store())
+            if len(everyone) > 1:
+                _kept.append(store)
+                Noticeboard(store).give(Verdict((), reason, everyone.index(rank)))
         raise
 
 

@@ -119,21 +119,32 @@ class Watch:
         verdict = Verdict(tuple(roots), reason, self.own)
         return self._give(verdict, evolve(standing, positions=tuple(at)))
 
-    def explain(
-        self, cut_from: int | None, timed_out: bool, left: Callable[[], Root | None]
-    ) -> Verdict | None:
-        """The verdict after this process has waited in vain: another's, or that a process has
-        `left`, or that the connection to one is cut, or by all positions. None if these do not
-        tell."""
+    def explain(self, cut_from: int | None, timed_out: bool, closes: bool) -> Verdict | None:
+        """The verdict after this process has waited in vain: another's, or that a process has left
+        unless this one closes too, or that the connection to one is cut, or by all positions. None
+        if these do not tell."""
         until = monotonic() + (PAUSE if timed_out else GRACE)
         while self.verdict is None and monotonic() < until:
             sleep(PAUSE / 10)
             self._read_verdict()
-        if self.verdict is None and (root := left()) is not None:
+        if self.verdict is None and not closes and (root := self.left()) is not None:
             self.blame([root], str(root))
         if self.verdict is None:
             self._judge(cut_from, cut=not timed_out)
         return self.verdict
+
+    def left(self) -> Root | None:
+        """Of the processes that make no more calls, the one with the fewest; None if all still may
+        call."""
+        places = {number: self._place(number) for number in range(len(self._members))}
+        left = [(at.position.call, n) for n, at in places.items() if at and at.state == LEFT]
+        if not left:
+            return None
+        calls, number = min(left)
+        cause = (
+            f"has closed its executor, or ended, after {calls} calls; all ranks must make the same"
+        )
+        return Root(number, calls, None, None, cause)
 
     def stragglers(self) -> tuple[tuple[int, float], ...]:
         """Each process whose compute lately took much longer than the median process's, and the
@@ -251,7 +262,7 @@ class Watch:
             state: State = "gone" if place is None or place.state != BROKEN else "ended"
             position = Position(own.position.call, 0) if place is None else place.position
             return evolve(position, state=state, cause=self._gone[number])
-        if place is None:
+        if place is None or place.state == LEFT:
             cause = "it has closed its executor, or ended"
             return Position(own.position.call, 0, "outside", cause=cause)
         position = evolve(place.position, behind=number in self.board.far)
