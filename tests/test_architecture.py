@@ -40,7 +40,6 @@ WINGS = {
         *(
             "transports",
             "plan",
-            "handshake",
             "session",
             "feeding",
             "gradients",

@@ -46,6 +46,7 @@ from schedir.runtime.processes.noticeboard import CALL, CODE, OUTSIDE, at_place
 from schedir.runtime.program.compiler import Compiler, set_autocast
 from schedir.runtime.program.compute import on_several_streams
 from schedir.runtime.program.first_call import FirstCall, Messenger
+from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.recorder import Recorder
@@ -69,15 +70,13 @@ class Engine:
 
     `steps` is the number of the next call that trains, which seeds its forwards. With several
     processes a failure breaks the engine for good. With `batch`, a call that trains has several
-    batches, of `batch` microbatches each; `stream` runs it. An engine of a segment shares the
-    `session` of its executor, which its executor's engine closes.
+    batches, of `batch` microbatches each; `stream` runs it. The engine of a segment shares
+    the session and the handshake of its executor's engine, `outer`, which closes them.
 
     Raises ExecutionError if processes differ, or if the others don't come in time.
     """
 
-    def __init__(
-        self, plan: Plan, batch: int | None = None, session: Session | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, batch: int | None = None, outer: Engine | None = None) -> None:
         self._plan = plan
         self.steps = plan.arguments.step
         self._generators = plan.generators
@@ -86,10 +85,10 @@ class Engine:
         self._accumulates = False
         self._under_way: list[Work] = []  # sends that may not have arrived by the end of a call
         with plan.accelerator.chosen():
-            self.session: Session = Session(plan) if session is None else session
+            self.session: Session = Session(plan) if outer is None else outer.session
             self.session.take_up(plan)
             with self.session.together("making the executor"):
-                self._assemble(batch)
+                self._assemble(batch, None if outer is None else outer._handshake)
         # Decided once, so that a step does not look at features that the plan does not use.
         gradients, stages = self.gradients, self.stages.values()
         self._queues = plan.accelerator.queues
@@ -117,12 +116,12 @@ class Engine:
         self._leave = weakref.finalize(
             self, _arrive, self._under_way, self._progress, courier, plan.accelerator
         )
-        if session is None:
-            weakref.finalize(self, self.session.say_calls)
+        if outer is None:
             weakref.finalize(self, self.session.watch_no_longer)
 
-    def _assemble(self, batch: int | None) -> None:
-        """Compare with the other processes, connect to them, and make what runs the plan.
+    def _assemble(self, batch: int | None, handshake: Handshake | None) -> None:
+        """Compare with the other processes, connect to them, and make what runs the plan; the
+        `handshake` may be there already.
 
         The order is the same on all processes, because both sides make a connection. Raises
         ExecutionError if processes differ, or don't come in time.
@@ -133,6 +132,7 @@ class Engine:
         self._progress = Progress(patience, posted, accelerator, follows=plan.transport.queues)
         claims = compared(plan, session)
         session.warm_up()
+        self._handshake = handshake or Handshake(plan, session.control, session.stops)
         transports = session.transports()
         self.gradients = Gradients(
             plan, session.groups, claims, self.optimizers, self._progress.reach
@@ -180,7 +180,8 @@ class Engine:
                 plan.schedule if trains else forward_only(plan.schedule),
                 compiler,
                 transports,
-                session,
+                session.control,
+                self._handshake,
                 self._under_way,
                 None if trace is None else trace.observers,
                 batch if trains else None,
@@ -192,10 +193,6 @@ class Engine:
     def schedule(self) -> Schedule:
         """The list that the latest step has run, or that the first one would run."""
         return self.training.schedule
-
-    def check_usable(self) -> None:
-        """Raise ExecutionError if no call can be made now."""
-        self.session.check_usable()
 
     def check_frozen(self) -> None:
         """Raise ExecutionError where a parameter was frozen or thawed that must not be."""
@@ -213,14 +210,6 @@ class Engine:
         session = self.session
         if not self._plan.grid.alone:
             session.stop = any(self.gather(session.stops(), RUN))
-
-    def pause(self, reason: str | None) -> None:
-        """Refuse calls for this reason; None allows them again."""
-        self.session.paused = reason
-
-    def break_off(self, reason: str) -> None:
-        """Refuse all further calls: a stream of this executor has failed."""
-        self.session.break_off(reason)
 
     def cut(self, given: CallArguments) -> Feed:
         """Cut a step into microbatches. Raises ExecutionError for arguments that don't fit."""
@@ -547,7 +536,7 @@ class Engine:
         """Raise ExecutionError if another rank makes another call now."""
         session = self.session
         session.stand(HANDSHAKE)
-        session.handshake.exchange(kind.of_number(session.calls, self.steps))
+        self._handshake.exchange(kind.of_number(session.calls, self.steps))
         session.board.words[CODE] = OUTSIDE
 
     def timelines(self) -> list[Timeline]:
@@ -582,7 +571,7 @@ class Engine:
                     engine._progress.settle()  # on failure it names the place
                     wait_for(engine._under_way)
                 session.control.courier.finish()
-                session.handshake.last(CLOSE.of_number(session.calls))
+                self._handshake.last(CLOSE.of_number(session.calls))
                 for _ in range(2):  # the messages of the last step, and of the one before
                     session.control.settle()
                 for engine in engines:
@@ -592,10 +581,6 @@ class Engine:
                 session.leave()
                 for engine in engines:
                     engine._plan.accelerator.look(wait=True)
-
-    def abandon(self, error: BaseException) -> None:
-        """End all processes: an error of the caller's own code ends this one."""
-        self.session.abandon(error)
 
 
 def _at_once() -> bool:

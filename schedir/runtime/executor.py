@@ -490,7 +490,7 @@ class Executor:
         if error is None:
             self.close()
         else:
-            self._engine.abandon(error)
+            self._engine.session.abandon(error)
 
 
 def _step_of(timeline: Timeline) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from schedir.runtime.handshake import differ, fingerprint
+from schedir.runtime.program.handshake import differ, fingerprint
 
 Drawn = torch.Generator
 

@@ -43,10 +43,12 @@ from schedir.runtime.call import Call
 from schedir.runtime.feeding import Feed, ends_of_batches
 from schedir.runtime.microbatches import Batch
 from schedir.runtime.plan import Plan
+from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe, of_the_user
 from schedir.runtime.processes.noticeboard import CODE, Words, at_place, code, number_of, numbered
 from schedir.runtime.program.compiler import Compiler
 from schedir.runtime.program.first_call import DESCRIBED_TAGS
+from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.instruction import (
     Bound,
     Instruction,
@@ -56,7 +58,6 @@ from schedir.runtime.program.instruction import (
     profiler_ranges,
     unseen,
 )
-from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cells
 from schedir.runtime.transports.transport import Transport, Work
 
@@ -302,14 +303,15 @@ class Programs:
         schedule: Schedule,
         compiler: Compiler,
         transports: Mapping[int, Transport],
-        session: Session,
+        control: Control,
+        handshake: Handshake,
         under_way: list[Work],
         newcomers: Callable[[int, bool], Iterable[Observer]] | None = None,
         batch: int | None = None,
     ) -> None:
         self._batch = batch
-        self._plan, self._listed, self._session = plan, schedule, session
-        self._newcomers = newcomers
+        self._plan, self._listed, self._control = plan, schedule, control
+        self._handshake, self._newcomers = handshake, newcomers
         self.compiler, self._transports, self._under_way = compiler, transports, under_way
         self.schedule = plan.posted(schedule)
         self._lists: dict[int | None, Schedule] = {None: self.schedule}  # by the room for buffers
@@ -335,7 +337,7 @@ class Programs:
         if self._sees_input:
             self._signature = _signature_of(feed, inputs, call.precision)
             call.signature = self._numbers.get(self._signature, self._next)
-        self._session.handshake.open(call, inputs, target)
+        self._handshake.open(call, inputs, target)
         number = call.signature
         assert number is not None  # the first stage's rank has said it
         program = self._to_learn(call.precision) if number == self._next else self._known[number]
@@ -375,7 +377,7 @@ class Programs:
         """
         lessons = program.cells.lessons
         mask_gradients(lessons, program.schedule, self._plan.local_ranks)
-        room = min(self._session.control.share(self._room(lessons)))
+        room = min(self._control.share(self._room(lessons)))
         number, self._next = self._next, self._next + 1
         described = self.compiler.first.described
         self._known[number] = self._compiled(lessons, call.precision, described, number, room)
