@@ -43,11 +43,11 @@ WINGS = {
             "session",
             "feeding",
             "gradients",
-            "boundaries",
+            "boundary",
             "stage",
             "program",
         ),
-        *("recorder", "trace", "assembly", "engine", "segments", "executor"),
+        *("recorder", "trace", "engine", "segments", "executor"),
     ),
     "training": (
         *("cutting", "data", "collective", "whole_names", "huggingface", "checkpoint"),

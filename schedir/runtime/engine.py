@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
@@ -17,8 +17,8 @@ from schedir.diagnosis.verdict import END, HANDSHAKE, RESULTS
 from schedir.diagnosis.verdict import GATHER as GATHER_PLACE
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.runtime.accelerator import Accelerator, Mark
-from schedir.runtime.assembly import assemble
+from schedir.passes import forward_only
+from schedir.runtime.accelerator import Accelerator, Mark, Streams
 from schedir.runtime.call import (
     CLOSE,
     COLLECT,
@@ -28,9 +28,11 @@ from schedir.runtime.call import (
     TIMELINES,
     Call,
     Keep,
+    Now,
     autocast_kinds,
 )
 from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses, batches_of
+from schedir.runtime.gradients.gradients import Gradients, compared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control, Courier, Exchange
 from schedir.runtime.processes.failure import (
@@ -41,16 +43,21 @@ from schedir.runtime.processes.failure import (
     users_line,
 )
 from schedir.runtime.processes.noticeboard import CALL, CODE, OUTSIDE, at_place
-from schedir.runtime.program.compiler import set_autocast
+from schedir.runtime.program.compiler import Compiler, set_autocast
+from schedir.runtime.program.compute import on_several_streams
+from schedir.runtime.program.first_call import FirstCall, Messenger
+from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.program.progress import Progress
+from schedir.runtime.recorder import Recorder
 from schedir.runtime.result import CallLosses, StepResult
 from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cells
 from schedir.runtime.stage.rng import SavedRng
-from schedir.runtime.stage.stage import evaluating
+from schedir.runtime.stage.stage import evaluating, stages_of
 from schedir.runtime.stage.weights import NEWEST
-from schedir.runtime.transports.transport import Work, wait_for
+from schedir.runtime.trace import Trace
+from schedir.runtime.transports.transport import Transport, Work, wait_for
 from schedir.simulator import Timeline
 
 T = TypeVar("T")
@@ -63,51 +70,40 @@ class Engine:
 
     `steps` is the number of the next call that trains, which seeds its forwards. With several
     processes a failure breaks the engine for good. With `batch`, a call that trains has several
-    batches, of `batch` microbatches each; `stream` runs it. An engine of a segment shares the
-    `session` of its executor, which its executor's engine closes.
+    batches, of `batch` microbatches each; `stream` runs it. The engine of a segment shares
+    the session and the handshake of its executor's engine, `outer`, which closes them.
 
     Raises ExecutionError if processes differ, or if the others don't come in time.
     """
 
-    def __init__(
-        self, plan: Plan, batch: int | None = None, session: Session | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, batch: int | None = None, outer: Engine | None = None) -> None:
         self._plan = plan
         self.steps = plan.arguments.step
         self._generators = plan.generators
         self._device_type = plan.device.type
         self._autocast_kinds = autocast_kinds(plan.device)
+        self._accumulates = False
+        self._under_way: list[Work] = []  # sends that may not have arrived by the end of a call
         with plan.accelerator.chosen():
-            self.session: Session = Session(plan) if session is None else session
+            self.session: Session = Session(plan) if outer is None else outer.session
             self.session.take_up(plan)
             with self.session.together("making the executor"):
-                self.parts = parts = assemble(plan, self.session)
-                self._feeder = Feeder(plan, self.session.groups)
-                self.session.connect(parts.processors)
-            microbatches = plan.schedule.microbatches
-            self._losses = [
-                Losses(plan, self.session.control, own)
-                for own in batches_of(microbatches, batch or microbatches)
-            ]
-            self.training = parts.programs(trains=True, batch=batch)
-            self.evaluation = parts.programs(trains=False, batch=None)
-        self._accumulates = False
+                self._assemble(batch, None if outer is None else outer._handshake)
         # Decided once, so that a step does not look at features that the plan does not use.
-        accelerator, gradients = plan.accelerator, parts.gradients
-        self._queues = accelerator.queues
+        gradients, stages = self.gradients, self.stages.values()
+        self._queues = plan.accelerator.queues
         self._marks = self._queues or plan.traced
-        self._busy, self._scales = parts.busy, gradients.scaling.active
-        self._clock = parts.clock if parts.trace is None else parts.trace.recorder
-        self._stages = [*parts.stages.values()]
-        self._versioned = [stage.weights for stage in self._stages if stage.weights.stashes]
+        self._follows = self._progress.follows
+        self._scales = gradients.scaling.active
+        self._applies = gradients.nonfinite.active and (plan.updates or self._queues)
+        self._versioned = [stage.weights for stage in stages if stage.weights.stashes]
         self._checks = [*gradients.checks]
-        self._checks += [s.check_frozen for s in self._stages if plan.updates and not s.optimizer]
-        self._follows = parts.progress.follows
-        replicas = [stage.replicas for stage in self._stages if stage.replicas is not None]
+        self._checks += [s.check_frozen for s in stages if plan.updates and not s.optimizer]
+        replicas = [stage.replicas for stage in stages if stage.replicas is not None]
         self._begins = [*gradients.begin, *(each.begin for each in replicas)]
         self._ends = [
             *(each.restore for each in replicas),
-            *(stage.sharded.end for stage in self._stages if stage.sharded is not None),
+            *(stage.sharded.end for stage in stages if stage.sharded is not None),
             *gradients.end,
         ]
         self._restores = [
@@ -115,28 +111,88 @@ class Engine:
             *(each.restore for each in replicas),
             *gradients.restore,
         ]
-        self._applies = gradients.nonfinite.active and (plan.updates or self._queues)
         # Even without a close, the process must not end before its last sends have arrived.
+        courier = self.session.control.courier
         self._leave = weakref.finalize(
-            self,
-            _arrive,
-            parts.under_way,
-            parts.progress,
-            self.session.control.courier,
-            plan.accelerator,
+            self, _arrive, self._under_way, self._progress, courier, plan.accelerator
         )
-        if session is None:
-            weakref.finalize(self, self.session.say_calls)
+        if outer is None:
             weakref.finalize(self, self.session.watch_no_longer)
+
+    def _assemble(self, batch: int | None, handshake: Handshake | None) -> None:
+        """Compare with the other processes, connect to them, and make what runs the plan; the
+        `handshake` may be there already.
+
+        The order is the same on all processes, because both sides make a connection. Raises
+        ExecutionError if processes differ, or don't come in time.
+        """
+        plan, session, accelerator = self._plan, self.session, self._plan.accelerator
+        patience, posted = session.groups.patience, session.groups.posted
+        self.optimizers = plan.optimizers()
+        self._progress = Progress(patience, posted, accelerator, follows=plan.transport.queues)
+        claims = compared(plan, session)
+        session.warm_up()
+        self._handshake = handshake or Handshake(plan, session.control, session.stops)
+        transports = session.transports()
+        self.gradients = Gradients(
+            plan, session.groups, claims, self.optimizers, self._progress.reach
+        )
+        self._busy = [0.0]  # the seconds that the host computes; a recorder has a device's
+        streams = Streams(accelerator)
+        self.stages = stages_of(
+            plan, self.gradients, self.optimizers, self._busy, streams, on_several_streams(plan)
+        )
+        self.trace = Trace(plan, session, self.stages) if plan.traced else None
+        self._recorder = Recorder(accelerator, traces=False) if accelerator.queues else None
+        self._clock = self._recorder if self.trace is None else self.trace.recorder
+        self._feeder = Feeder(plan, session.groups)
+        session.connect(min(claim.processors for claim in claims))
+        microbatches = plan.schedule.microbatches
+        self._losses = [
+            Losses(plan, session.control, own)
+            for own in batches_of(microbatches, batch or microbatches)
+        ]
+        now = Now(session.board.words)
+        # The mark of a boundary, by any process, counts before an example.
+        described = frozenset[int]().union(*(claim.described for claim in claims))
+        given = plan.arguments.boundaries or {}
+        declared = {stage: given[stage] for stage in given if stage not in described}
+        beside = session.control.beside() if accelerator.queues and not plan.grid.alone else None
+
+        def programs(trains: bool) -> Programs:
+            """The programs of the plan's list, or of its forwards only."""
+            trace = self.trace if trains else None
+            clock = self._clock if trains else self._recorder
+            messengers = _messengers(session, transports, plan, trains, now)
+            compiler = Compiler(
+                accelerator,
+                self.stages,
+                self.gradients,
+                FirstCall(messengers, described, declared),
+                [self._progress] if clock is None else [clock, self._progress],
+                beside,
+                trains,
+                now,
+                streams,
+            )
+            return Programs(
+                plan,
+                plan.schedule if trains else forward_only(plan.schedule),
+                compiler,
+                transports,
+                session.control,
+                self._handshake,
+                self._under_way,
+                None if trace is None else trace.observers,
+                batch if trains else None,
+            )
+
+        self.training, self.evaluation = programs(trains=True), programs(trains=False)
 
     @property
     def schedule(self) -> Schedule:
         """The list that the latest step has run, or that the first one would run."""
         return self.training.schedule
-
-    def check_usable(self) -> None:
-        """Raise ExecutionError if no call can be made now."""
-        self.session.check_usable()
 
     def check_frozen(self) -> None:
         """Raise ExecutionError where a parameter was frozen or thawed that must not be."""
@@ -154,14 +210,6 @@ class Engine:
         session = self.session
         if not self._plan.grid.alone:
             session.stop = any(self.gather(session.stops(), RUN))
-
-    def pause(self, reason: str | None) -> None:
-        """Refuse calls for this reason; None allows them again."""
-        self.session.paused = reason
-
-    def break_off(self, reason: str) -> None:
-        """Refuse all further calls: a stream of this executor has failed."""
-        self.session.break_off(reason)
 
     def cut(self, given: CallArguments) -> Feed:
         """Cut a step into microbatches. Raises ExecutionError for arguments that don't fit."""
@@ -184,7 +232,7 @@ class Engine:
     def _in_mode(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
         """Make a call, with gradients on if it trains, otherwise off."""
         if not kind.trains:
-            with evaluating(self._stages):
+            with evaluating(self.stages.values()):
                 return self._call(kind, given, keeps)
         if torch.is_inference_mode_enabled():
             raise ExecutionError(
@@ -231,7 +279,7 @@ class Engine:
     ) -> Iterator[StepResult]:
         """Make a call; yield the result of each of its batches when the batch is over, and the last
         one when the call is over. What it is given may have been cut before."""
-        session, parts = self.session, self.parts
+        session = self.session
         if session.closed or session.broken is not None or session.paused is not None:
             session.check_usable()
         began, started = self._moment()
@@ -244,7 +292,7 @@ class Engine:
         call.keeps, call.autocast = keeps, autocast
         programs, clock = self.training, self._clock
         if not kind.trains:
-            programs, clock = self.evaluation, parts.clock
+            programs, clock = self.evaluation, self._recorder
         self._busy[0] = 0.0
         saved = SavedRng(self._generators)
         try:
@@ -275,7 +323,7 @@ class Engine:
                     if autocast:
                         set_autocast(autocast, enabled=True)
                 found, outputs = self._finish(programs, program, call, exchanges, feed)
-                ended = parts.progress.end() if self._follows else _at_once
+                ended = self._progress.end() if self._follows else _at_once
             except BaseException as error:
                 failure = self._failed(error, str(call))
                 if kind.trains:
@@ -292,10 +340,10 @@ class Engine:
         session.end_call(busy)
         if kind.trains:
             self._accumulates = not kind.updates
-        if kind.trains and parts.trace is not None and first is not None and taken is not None:
-            parts.trace.keep(call, program.schedule, first, taken, cells)
+        if kind.trains and self.trace is not None and first is not None and taken is not None:
+            self.trace.keep(call, program.schedule, first, taken, cells)
         programs.post_ahead(call)
-        clipping, nonfinite = parts.gradients.clipping, parts.gradients.nonfinite
+        clipping, nonfinite = self.gradients.clipping, self.gradients.nonfinite
         norm = clipping.norm if clipping and kind.updates else None
         skipped = nonfinite.skipped if kind.updates else ()
         read = partial(self._read, call, ended)
@@ -323,12 +371,11 @@ class Engine:
         started: float,
     ) -> StepResult:
         """The result of a finished batch in a call that goes on."""
-        parts = self.parts
         ended = self._plan.accelerator.mark().query if self._follows else _at_once
         busy: float | Callable[[], float] = math.nan
         if self._clock is None:
             busy, self._busy[0] = self._busy[0], 0.0
-        elif parts.trace is None:  # with a trace, times are those of the whole call
+        elif self.trace is None:  # with a trace, times are those of the whole call
             busy = self._clock.take().busy
         read = partial(self._read, call, ended)
         return StepResult(losses, None, None, (), busy, self._since(began, started), read)
@@ -338,9 +385,8 @@ class Engine:
     ) -> tuple[Program, Sequence[Exchange]]:
         """Announce a call, and prepare its list; returns the program to run, and the exchanges for
         the losses of its batches."""
-        parts = self.parts
         if self._follows:
-            parts.progress.begin()
+            self._progress.begin()
         if self._queues:
             self._plan.accelerator.look()
         exchanges = [losses.expect() for losses in self._losses] if kind.has_loss else []
@@ -350,18 +396,18 @@ class Engine:
         cells.fill(feed)
         shares = self._feeder.shares(feed.counts, kind)
         cells.set_loss_shares(shares)
-        for stage in self._stages:
+        for stage in self.stages.values():
             stage.seeds[:] = stage.draws.of(call.step)
         if kind.trains:
             if self._scales and kind.updates:
-                parts.gradients.scaling.begin()
+                self.gradients.scaling.begin()
             if self._applies:
-                parts.gradients.nonfinite.begin(kind.updates)
-                if (scale := parts.gradients.nonfinite.scale) is not None:
+                self.gradients.nonfinite.begin(kind.updates)
+                if (scale := self.gradients.nonfinite.scale) is not None:
                     cells.set_loss_shares([share * scale.now for share in shares])
             for begin in self._begins:
                 begin()
-            for stage in self._stages:
+            for stage in self.stages.values():
                 stage.weights.begin(0)
         return program, exchanges
 
@@ -403,7 +449,7 @@ class Engine:
         if is_between := place == OUTSIDE:  # or another thread is in the midst of a call
             words[CALL], words[CODE] = call.number << 1 | call.trains, _AT_RESULTS
         try:
-            self.parts.progress.reach(ended)
+            self._progress.reach(ended)
             return fetch()
         except WaitError as stalled:
             raise self._failed(stalled, f"the {what} of {call}") from None
@@ -416,13 +462,13 @@ class Engine:
         executor is broken."""
         for programs in (self.training, self.evaluation):
             programs.reset()
-        self.parts.gradients.reset()
-        for stage in self._stages:
+        self.gradients.reset()
+        for stage in self.stages.values():
             if stage.replicas is not None:
                 stage.replicas.reset()
             if stage.sharded is not None:
                 stage.sharded.reset()
-        self.parts.progress.drop()
+        self._progress.drop()
         failure = self.session.failure(error, where)
         if self.session.broken is not None:
             self._leave.detach()  # what is under way will not arrive
@@ -433,9 +479,9 @@ class Engine:
 
         Where earlier calls have left gradients, they have been added to in place, and go as well.
         """
-        for stage in self._stages:
+        for stage in self.stages.values():
             stage.weights.forget_gradients()
-        if self._accumulates and not self.parts.gradients.accumulated.active:
+        if self._accumulates and not self.gradients.accumulated.active:
             self._accumulates = False
             failure.add_note(
                 "the gradients that earlier calls with update=False had accumulated are lost: "
@@ -490,7 +536,7 @@ class Engine:
         """Raise ExecutionError if another rank makes another call now."""
         session = self.session
         session.stand(HANDSHAKE)
-        session.handshake.exchange(kind.of_number(session.calls, self.steps))
+        self._handshake.exchange(kind.of_number(session.calls, self.steps))
         session.board.words[CODE] = OUTSIDE
 
     def timelines(self) -> list[Timeline]:
@@ -502,18 +548,18 @@ class Engine:
             )
         with self._plan.accelerator.chosen(), self._message("timelines"):
             self._announce(TIMELINES)
-            if self.parts.trace is None:
+            if self.trace is None:
                 return []
             self._gathers()
-            self.parts.progress.settle()
-            return self.parts.trace.timelines()
+            self._progress.settle()
+            return self.trace.timelines()
 
     def close(self, segments: Sequence[Engine]) -> None:
         """Release the process groups that were made for this and the engines of its `segments`;
         safe to call twice."""
         engines = (*segments, self)
         for engine in engines:
-            for stage in engine._stages:
+            for stage in engine.stages.values():
                 stage.close()
         session = self.session
         with self._plan.accelerator.chosen(), session.closing() as still_works:
@@ -522,23 +568,19 @@ class Engine:
                 # Finish what is under way, and announce that there is no other call.
                 for engine in engines:
                     engine._leave.detach()
-                    engine.parts.progress.settle()  # on failure it names the place
-                    wait_for(engine.parts.under_way)
+                    engine._progress.settle()  # on failure it names the place
+                    wait_for(engine._under_way)
                 session.control.courier.finish()
-                session.handshake.last(CLOSE.of_number(session.calls))
+                self._handshake.last(CLOSE.of_number(session.calls))
                 for _ in range(2):  # the messages of the last step, and of the one before
                     session.control.settle()
                 for engine in engines:
-                    engine.parts.gradients.settle()
+                    engine.gradients.settle()
                     for programs in (engine.training, engine.evaluation):
                         programs.reset()  # receives posted ahead would hold connections
                 session.leave()
                 for engine in engines:
                     engine._plan.accelerator.look(wait=True)
-
-    def abandon(self, error: BaseException) -> None:
-        """End all processes: an error of the caller's own code ends this one."""
-        self.session.abandon(error)
 
 
 def _at_once() -> bool:
@@ -560,3 +602,16 @@ def _arrive(
         wait_for(works)
         accelerator.synchronize()
         courier.finish()
+
+
+def _messengers(
+    session: Session, transports: Mapping[int, Transport], plan: Plan, trains: bool, now: Now
+) -> dict[int, Messenger]:
+    """The messenger of each rank here, for payloads with their description."""
+    found = {}
+    for rank, transport in transports.items():
+        tagged = transport.tagged if transport.early else session.control.described
+        if plan.grid.alone:  # from host to host too
+            tagged = session.messages.of(rank).tagged
+        found[rank] = Messenger(tagged(trains), tagged(2 + trains), plan.device, now)
+    return found

@@ -268,7 +268,7 @@ class Executor:
         self.ties = tuple(ties)
         self._engine = Engine(plan)
         self._segments = Segments(self._engine, plan)
-        self.optimizers = self._engine.parts.optimizers
+        self.optimizers = self._engine.optimizers
         self._make_optimizer = optimizer
         self.nonfinite, self.scaler = nonfinite, scaler
 
@@ -490,7 +490,7 @@ class Executor:
         if error is None:
             self.close()
         else:
-            self._engine.abandon(error)
+            self._engine.session.abandon(error)
 
 
 def _step_of(timeline: Timeline) -> int:

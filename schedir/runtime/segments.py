@@ -45,16 +45,15 @@ class _Said:
     """What a process tells the others before each segment.
 
     `given` counts the results that it has handed out, and `drawn` the batches that it has drawn;
-    `prints` are their fingerprints, if it reads them. Or it has `left` the loop, was `interrupted`,
-    or `failed` to draw, for that reason.
+    `prints` are their fingerprints, if it reads them. Or it has `left` the loop, or has `ended`
+    it, for that reason in words.
     """
 
     given: int
     drawn: int = 0
     prints: Sequence[tuple[int, int]] = ()
     left: bool = False
-    interrupted: bool = False
-    failed: str = ""
+    ended: str = ""
 
 
 class Segments:
@@ -73,7 +72,7 @@ class Segments:
         """Begin a stream; see `Executor.run`. Raises ExecutionError for wrong arguments, at
         once."""
         plan, size = self._plan, self._plan.schedule.microbatches
-        self._engine.check_usable()
+        self._engine.session.check_usable()
         self._engine.check_frozen()
         if not plan.updates:
             raise ExecutionError(
@@ -129,9 +128,11 @@ class Segments:
                     if self._reads
                     else (),
                     left is not None,
-                    bool(interrupted),
-                    "" if error is None else describe(error),
+                    "was interrupted" if interrupted else "",
                 )
+                if error is not None:
+                    ended = f"could not draw its next batches: {describe(error)}"
+                    said = attrs.evolve(said, ended=ended)
                 self._agree(said, given, error)
                 if feed is None:
                     return
@@ -139,15 +140,14 @@ class Segments:
                     given += 1
                     if left is not None or interrupted:
                         continue  # the pipeline drains
-                    self._engine.pause(
-                        "in the midst of run; leave its loop, or close() what run gave"
-                    )
+                    session = self._engine.session
+                    session.paused = "in the midst of run; leave its loop, or close() what run gave"
                     try:
                         yield result
                     except GeneratorExit:
                         left = given
                     finally:
-                        self._engine.pause(None)
+                        session.paused = None
 
     def _draw(
         self, batches: Iterator[Any], most: int
@@ -171,17 +171,12 @@ class Segments:
         if error is not None:
             error.add_note(f"Executor.run: {done}")
             raise error
-        if own.interrupted:
+        if own.ended:
             raise KeyboardInterrupt(done)
         first = said[0]
         for number, other in enumerate(said):
-            if other.failed:
-                raise ExecutionError(
-                    f"process {number} could not draw its next batches: {other.failed}; {done}",
-                    one_line=True,
-                )
-            if other.interrupted:
-                raise ExecutionError(f"process {number} was interrupted; {done}", one_line=True)
+            if other.ended:
+                raise ExecutionError(f"process {number} {other.ended}; {done}", one_line=True)
             if (other.left, other.given) != (first.left, first.given) and (
                 other.drawn or first.drawn or other.given != first.given
             ):
@@ -189,7 +184,7 @@ class Segments:
                 parted = (
                     f"{', but '.join(stands)}; all ranks must leave the loop after the same result"
                 )
-                self._engine.break_off(parted)
+                self._engine.session.break_off(parted)
                 if own.left:  # the loop is over here, and nobody would catch an exception
                     logger.error("%s", parted)
                     return
@@ -231,8 +226,8 @@ class Segments:
     def _engine_of(self, microbatches: int, build: Build) -> Engine:
         """The engine for segments of this length, which all processes make at the same time."""
         if microbatches not in self._engines:
-            session, optimizers = self._engine.session, self._engine.parts.optimizers
-            with session.together("making the executor"):
+            optimizers = self._engine.optimizers
+            with self._engine.session.together("making the executor"):
                 arguments = attrs.evolve(
                     self._plan.arguments,
                     schedule=self._made(microbatches, build),
@@ -240,7 +235,7 @@ class Segments:
                 )
                 plan = plan_of(arguments)
             size = self._plan.schedule.microbatches
-            self._engines[microbatches] = Engine(plan, size, session)
+            self._engines[microbatches] = Engine(plan, size, self._engine)
         return self._engines[microbatches]
 
     def _made(self, microbatches: int, build: Build) -> Schedule:

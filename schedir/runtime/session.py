@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.diagnosis import Root
-from schedir.diagnosis.verdict import GATHER, HANDSHAKE
+from schedir.diagnosis.verdict import GATHER, HANDSHAKE, Standing
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, dumps, loads
 from schedir.runtime.accelerator import Host
@@ -39,7 +39,7 @@ from schedir.runtime.processes.failure import (
     waiting,
     within_stage,
 )
-from schedir.runtime.processes.groups import Groups, init_process_group
+from schedir.runtime.processes.groups import Groups, hello, init_process_group
 from schedir.runtime.processes.monitor import watch, watch_no_longer
 from schedir.runtime.processes.nccl import ABORT
 from schedir.runtime.processes.noticeboard import (
@@ -53,8 +53,7 @@ from schedir.runtime.processes.noticeboard import (
     Verdict,
     at_place,
 )
-from schedir.runtime.processes.watch import Lists, Member, Watch
-from schedir.runtime.program.handshake import Handshake
+from schedir.runtime.processes.watch import Member, Watch
 from schedir.runtime.sharded import local
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
@@ -102,34 +101,26 @@ class Session:
         self.messages = InProcessTransport(Host(torch.device("cpu")))
         self.control = Control(self.grid)
         with self.together("making the executor"):
-            with self.gathering():
-                said = self.groups.hello((Member.here(), secrets.token_hex(8)))
-            self.control.connect(self.groups)
             if not self.grid.alone:
-                self._begin_to_watch([member for member, _ in said], said[0][1])
-            # It must not hold the session, whose connections end with the executor.
-            self.handshake = Handshake(plan, self.control, partial(_stops, self.watch))
+                self._come_together()
+            self.control.connect(self.groups)
 
     @property
     def spans_hosts(self) -> bool:
         """Whether the processes are on several hosts."""
         return bool(self.board.far)
 
-    def _begin_to_watch(self, members: Sequence[Member], token: str) -> None:
-        """Show the others where this process stands, and begin to watch them."""
-        here = members[self.own].host
-        far = [number for number, member in enumerate(members) if member.host != here]
-        self.board.open(token, self.own, far)
-        number = self.grid.everyone.index
-        self.watch = Watch(
-            self.board,
-            members,
-            self.own,
-            [number(process) for layout in self.grid.slices for row in layout for process in row],
-            len(self.grid.slices),
-            partial(lists_of, self.plan),
-            self.groups.timeout.total_seconds(),
-        )
+    def _come_together(self) -> None:
+        """Wait for all others, show them where this process stands, and begin to watch them."""
+        own, everyone, timeout = Member.here(), self.grid.everyone, self.groups.timeout
+        with self.gathering():
+            said = own, secrets.token_hex(8)
+            heard = hello(self.groups.store, everyone, everyone[self.own], said, timeout)
+        members = [member for member, _ in heard]
+        far = [number for number, member in enumerate(members) if member.host != own.host]
+        self.board.open(heard[0][1], self.own, far)
+        empty = partial(empty_standing, self.plan)
+        self.watch = Watch(self.board, members, self.own, empty, timeout.total_seconds())
         watch(self.watch)
 
     def stand(self, index: int) -> None:
@@ -141,7 +132,7 @@ class Session:
         if plan is not self.plan:
             self.plan = plan
             if self.watch is not None:
-                self.watch.lists = partial(lists_of, plan)
+                self.watch.empty = partial(empty_standing, plan)
 
     def begin_call(self, plan: Plan, trains: bool, step: int) -> None:
         """A call of a plan begins here."""
@@ -176,7 +167,7 @@ class Session:
 
     def stops(self) -> bool:
         """Whether a process has been asked to end."""
-        return _stops(self.watch)
+        return self.watch is not None and self.watch.stop
 
     def stop_on_signal(self) -> None:
         """From now on SIGTERM asks all processes to stop after a call, and ends none."""
@@ -297,9 +288,8 @@ class Session:
             peer = error.process
             if peer is None and error.peer is not None:
                 peer = self.grid.number(error.peer)
-            return self.watch.explain(
-                None if error.timed_out else peer, error.timed_out, self._left
-            )
+            cut_from = None if error.timed_out else peer
+            return self.watch.explain(cut_from, error.timed_out, self.closed)
         own = self.root(error)
         roots = [own]
         if isinstance(error, ExecutionError):
@@ -308,17 +298,6 @@ class Session:
             # Of two sides that differ nobody knows which is wrong.
             roots += [attrs.evolve(own, rank=n) for n in error.processes if n != own.rank]
         return self.watch.blame(sorted(roots, key=lambda root: root.rank), str(error))
-
-    def _left(self) -> Root | None:
-        """The process that has closed after fewer calls than this one makes, if there is one."""
-        fewest = None if self.closed else self.board.fewest_calls(len(self.grid.everyone))
-        if fewest is None:
-            return None
-        calls, process = fewest
-        cause = (
-            f"has closed its executor, or ended, after {calls} calls; all ranks must make the same"
-        )
-        return Root(process, calls, None, None, cause)
 
     def root(self, error: BaseException) -> Root:
         """This process, as the one to blame for an error."""
@@ -343,7 +322,9 @@ class Session:
         """An error that says where this rank stands, what it waits for, and why that won't come."""
         awaited = stalled.what or "the other ranks"
         reason = None if verdict is None or verdict.by == self.own else verdict.reason
-        left = None if reason else self._left()
+        left = None
+        if self.watch is not None and not self.closed and not reason:
+            left = self.watch.left()
         if left is not None:
             said = (
                 f"process {left.rank} has closed its executor, or ended, after {left.call} calls, "
@@ -394,21 +375,13 @@ class Session:
 
     def leave(self) -> None:
         """Tell the others that this process makes no more calls, and end its connections."""
-        self.say_calls()
+        self.board.leave()
         self._let_go(abort=False)
-
-    def say_calls(self) -> None:
-        """Leave a note for the others that this process has made its last call."""
-        self.board.leave(self.own, self.calls)
 
     def _let_go(self, abort: bool) -> None:
         """End the connections to other processes."""
         self.control.drop()
         self.groups.close(abort)
-
-
-def _stops(watch: Watch | None) -> bool:
-    return watch is not None and watch.stop
 
 
 def _torch() -> dict[str, str]:
@@ -419,11 +392,13 @@ def _torch() -> dict[str, str]:
     }
 
 
-def lists_of(plan: Plan) -> Lists:
-    """What the ranks of a plan run, and wait for."""
-    clips = plan.arguments.clip_grad_norm is not None or plan.arguments.nonfinite == "skip"
+def empty_standing(plan: Plan) -> Standing:
+    """What the ranks of a plan run, and wait for, without where they stand."""
+    number = plan.grid.everyone.index
+    ranks = [number(process) for layout in plan.grid.slices for row in layout for process in row]
     ties = tuple(tuple(stage for stage, _ in tie) for tie in plan.arguments.ties)
-    return Lists(plan.schedule, ties, clips)
+    clips = plan.arguments.clip_grad_norm is not None or plan.arguments.nonfinite == "skip"
+    return Standing(plan.schedule, (), ranks, ties, clips, len(plan.grid.slices))
 
 
 @attrs.frozen

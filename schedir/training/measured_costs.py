@@ -18,7 +18,7 @@ from schedir.ir import is_number
 from schedir.runtime import rng
 from schedir.runtime.accelerator import current_accelerator
 from schedir.runtime.arguments import LossFunction
-from schedir.runtime.boundaries.learned import run_on, spreads, tensors_of
+from schedir.runtime.boundary import run_on, spreads, tensors_of
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.groups import init_process_group
 from schedir.training.collective import everywhere

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from schedir.runtime import StepResult, arguments, plan
 from schedir.runtime.accelerator import Host, Mark, Reach
-from schedir.runtime.boundaries import described
 from schedir.runtime.engine import Engine
 from schedir.runtime.gradients import copies
 from schedir.runtime.plan import Choice, transport_for
 from schedir.runtime.processes.groups import Group
+from schedir.runtime.program import first_call
 from schedir.runtime.transports.gloo import GlooTransport
 from schedir.runtime.transports.transport import Work
 
@@ -144,7 +144,7 @@ def far_meta(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
         real = getattr(GlooTransport, name)
         monkeypatch.setattr(GlooTransport, name, _of_something(real))
     # What first calls send goes through the host, on purpose.
-    monkeypatch.setattr(described, "_bytes_of", _made_up)
+    monkeypatch.setattr(first_call, "_bytes_of", _made_up)
     return _stand_for(META, monkeypatch)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.errors import ExecutionError
-from schedir.runtime.boundaries.boundary import boundary_of, meta_of, payload
+from schedir.runtime.boundary import boundary_of, meta_of, payload
 from tests.literals import listed
 from tests.runtime.kit import MSE, Calls, Twins, linear_stages, microbatches_of
 

@@ -20,9 +20,9 @@ import schedir
 from schedir.errors import LoadError
 from schedir.passes import offload
 from schedir.runtime import Executor, plan
-from schedir.runtime.boundaries.boundary import Boundary, boundary_of
-from schedir.runtime.boundaries.described import Message, Messenger
+from schedir.runtime.boundary import Boundary, boundary_of
 from schedir.runtime.call import STEP, Now
+from schedir.runtime.program.first_call import Message, Messenger
 from schedir.runtime.transports.transport import Work
 from tests.built_in import EVERY
 from tests.runtime.features import (

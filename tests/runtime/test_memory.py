@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import schedir
 from schedir.runtime import Executor, plan
 from schedir.runtime.accelerator import Host
-from schedir.runtime.boundaries.boundary import TensorMeta, meta_of
+from schedir.runtime.boundary import TensorMeta, meta_of
 from schedir.runtime.program import program
 from schedir.runtime.program.transfers import Batch
 from schedir.runtime.transports.buffers import FromBuffers, Pool

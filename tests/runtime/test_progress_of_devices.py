@@ -155,7 +155,9 @@ def test_where_a_wait_of_the_host_tells_nothing_is_followed() -> None:
 def test_what_nccl_says_is_not_lost() -> None:
     """Such as that two ranks have one GPU: no connection has ended."""
     session: Any = SimpleNamespace(
-        groups=SimpleNamespace(timeout=SECOND), grid=SimpleNamespace(rank=1), _left=lambda: None
+        groups=SimpleNamespace(timeout=SECOND),
+        grid=SimpleNamespace(rank=1),
+        watch=None,
     )
     stalled = WaitError(dist.DistBackendError("NCCL error: Duplicate GPU detected"))
     assert str(Session._explained(session, stalled, "making the executor", None)) == (

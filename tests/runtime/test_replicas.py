@@ -75,7 +75,7 @@ def test_on_ranks(rank: int, schedule: schedir.Schedule) -> None:
 def test_a_version_is_kept_while_a_replica_reads_it() -> None:
     stages = numbered(linear_stages(STALE_REPLICAS.stages))
     with Executor(STALE_REPLICAS, stages, MSE, sgd, in_process=True) as executor:
-        weights = executor._engine.parts.stages[0].weights
+        weights = executor._engine.stages[0].weights
         ((x, y),) = random_batches(1)
         executor.step(x, target=y)
         assert weights.stashes

@@ -117,7 +117,7 @@ def test_gradients_add_up_over_calls(rank: int, optimizer: Any) -> None:
             x, y = batches[2 * call + line]
             executor.step(x, target=y, update=optimizer is None)
         if optimizer is not None:
-            for reduction in executor._engine.parts.gradients.reductions.values():
+            for reduction in executor._engine.gradients.reductions.values():
                 reduction.post()
                 reduction.finish()
     mine = {name: p.grad for name, p in module[0].named_parameters()}

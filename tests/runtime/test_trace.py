@@ -142,7 +142,7 @@ def test_the_latest_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for most, kept in ((0, 2), (3, 3)):
         with executor() as traced:
             actions = len(traced.schedule.columns)
-            kept_here: Any = traced._engine.parts.trace
+            kept_here: Any = traced._engine.trace
             kept_here.most = most * actions
             for _ in range(4):
                 step(traced)

@@ -17,7 +17,7 @@ from schedir.graph.compile import graph_of
 from schedir.runtime import Executor
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Alignment
-from schedir.runtime.processes.watch import Watch
+from schedir.runtime.session import Session
 from tests.literals import listed
 from tests.runtime.features import check_timeline
 from tests.runtime.kit import MSE, everyone, message_of, random_batch, sgd
@@ -136,7 +136,7 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
 
     begun: int = everyone(perf_counter_ns())[0]
     monkeypatch.setattr(clocks, "now", lambda: own(perf_counter_ns()))
-    monkeypatch.setattr(Watch, "spans_hosts", True)  # else they have the same clock
+    monkeypatch.setattr(Session, "spans_hosts", True)  # else they have the same clock
     with executor(rank, ranks) as traced:
         control = traced._engine.session.control
         first = control.read_clocks()

@@ -14,6 +14,7 @@ from functools import cache
 from itertools import chain
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -179,6 +180,5 @@ def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
 @cache
 def _of_places(size: int, device: torch.device) -> Tensor:
     """Random odd numbers, the same everywhere."""
-    drawn = torch.Generator().manual_seed(0)
-    numbers = torch.randint(1 << 62, (size,), generator=drawn, device="cpu") * 2 + 1
-    return numbers.to(device)
+    numbers = np.random.Generator(np.random.PCG64(0)).integers(1 << 62, size=size) * 2 + 1
+    return torch.from_numpy(numbers).to(device)

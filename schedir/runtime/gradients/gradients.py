@@ -1,7 +1,7 @@
 """All that happens to the gradients of this process's stages between backward and update.
 
     begin          set aside what earlier calls have summed, for a caller who steps
-    before steps   sums over processes, ties, scaling, clipping, checks (`program.update`)
+    before steps   sums over processes, ties, scaling, clipping, checks (`program.compiler`)
     end            finish sums; sum ties, for a caller who steps; compare copies
     restore        add what was set aside
 

@@ -34,7 +34,7 @@ _PAUSE = 20e-6  # seconds from look to look
 _RARELY = 0.1  # the same over the network, if it takes long
 _ASK = 0.2  # seconds after which to ask whether another process has failed: over the network
 _SEEN = 1.0  # seconds within which a launcher sees that a process has ended
-_ROOTS = "_schedir_roots"  # of an error that is not printed: the process ids of those to blame
+_ROOTS = "schedir_roots"  # of an error that is not printed: the process ids of those to blame
 
 
 class WaitError(Exception):
@@ -69,7 +69,7 @@ class WaitError(Exception):
     @property
     def timed_out(self) -> bool:
         """Whether time ran out, as opposed to a lost connection."""
-        return _timed_out(self.cause)
+        return any(word in str(self.cause).lower() for word in ("timed out", "timeout"))
 
 
 @contextmanager
@@ -103,10 +103,6 @@ def interface_advice() -> str:
         "127.0.0.1: on each host set GLOO_SOCKET_IFNAME to the name of a network interface that "
         "the other hosts can reach"
     )
-
-
-def _timed_out(error: BaseException) -> bool:
-    return any(word in str(error).lower() for word in ("timed out", "timeout"))
 
 
 @attrs.frozen

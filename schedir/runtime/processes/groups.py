@@ -246,12 +246,11 @@ class Groups:
     _told_rank: ClassVar[bool] = False
 
     def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
-        self._everyone, self._name = everyone, Groups._named(everyone)
+        self._name = Groups.named(everyone)
         alone = len(everyone) == 1
         self.store = PrefixStore(self._name, HashStore() if alone else _get_default_store())
         self.timeout = _timeout_of_user() if timeout is None else timeout
-        self._board = Noticeboard(self.store)
-        self.patience = Patience(self.timeout, self._board.has_failed)
+        self.patience = Patience(self.timeout, Noticeboard(self.store).has_failed)
         self.posted: list[dist.Work] = []  # over NCCL, for whoever follows it
         self._asked: list[NcclGroup] = []
         self._groups: list[Group] = []
@@ -259,31 +258,11 @@ class Groups:
         self._purposes: Counter[str] = Counter()
 
     @classmethod
-    def _named(cls, everyone: tuple[int, ...]) -> str:
+    def named(cls, everyone: tuple[int, ...]) -> str:
         """The name of the next groups of these processes. All of them have made, or tried to make,
         the same number of executors together, so they use the same keys."""
         cls._made[everyone] += 1
         return f"schedir/{_attempt()}/{everyone}/{cls._made[everyone]}"
-
-    @classmethod
-    def decline(cls, everyone: tuple[int, ...], reason: str) -> None:
-        """In place of making groups, tell the other processes why this one can't."""
-        store = PrefixStore(cls._named(everyone), _get_default_store())
-        _decline(store, everyone.index(dist.get_rank()), reason)
-
-    def hello(self, said: Any) -> list[Any]:
-        """Tell the other processes something before there is any group, and hear what they tell, by
-        number.
-
-        Raises WaitError, with those that have not come, if they don't in time; ExecutionError if
-        one of them can't make its executor.
-        """
-        if len(self._everyone) == 1:
-            return [said]
-        try:
-            return hello(self.store, self._everyone, dist.get_rank(), said, self.patience)
-        except WaitError as stalled:
-            raise _declined(stalled, self._board, self._everyone) or stalled from None
 
     def make(
         self, purpose: str, processes: Sequence[int], device: torch.device | None = None
@@ -429,18 +408,26 @@ _kept: list[Store] = []  # until this process ends, so that others can read why
 
 
 def hello(
-    store: Store, everyone: Sequence[int], own: int, said: Any, patience: Patience
+    store: Store, everyone: Sequence[int], own: int, said: Any, timeout: timedelta
 ) -> list[Any]:
-    """Tell everyone something, as process `own`, and wait for what all tell.
+    """Tell all processes something, as process `own`, before there is any group, and wait for what
+    they tell, in the order of `everyone`.
 
-    Raises WaitError, with those that have not come, if they don't in time, or have failed.
+    Raises WaitError, with those that have not come, if they don't in time; ExecutionError if one of
+    them can't make its executor.
     """
+    board = Noticeboard(store)
     keys = {f"hello/{number}": f"process {number}" for number in everyone}
     with waiting(_MAKING, interface_advice()):
         store.set(f"hello/{own}", pickle.dumps(said))  # type: ignore[arg-type]  # bytes as well
         try:
+            patience = Patience(timeout, board.has_failed)
             patience.until(lambda: store.check([*keys]), lambda: _MAKING, over_network=True)
         except WaitError as stalled:
+            verdict = None if stalled.timed_out else board.verdict()
+            if verdict is not None:
+                line = f"{_NOT_ALL}: process {everyone[verdict.by]}: {verdict.reason}"
+                raise ExecutionError(line, one_line=True) from None
             away = (name for key, name in keys.items() if not store.check([key]))
             advice = (
                 f"missing: {', '.join(away)}; make the executor on all of them, with a mesh of the "
@@ -449,23 +436,6 @@ def hello(
             stalled.advice = "; ".join(filter(None, (advice, interface_advice())))
             raise
         return [pickle.loads(store.get(key)) for key in keys]
-
-
-def _declined(
-    stalled: WaitError, board: Noticeboard, everyone: Sequence[int]
-) -> ExecutionError | None:
-    """The error if one of the processes has said why it can't make its executor."""
-    verdict = None if stalled.timed_out else board.verdict()
-    if verdict is None:
-        return None
-    said = f"{_NOT_ALL}: process {everyone[verdict.by]}: {verdict.reason}"
-    return ExecutionError(said, one_line=True)
-
-
-def _decline(store: Store, number: int, reason: str) -> None:
-    """In place of saying hello, say why this process can't make its executor."""
-    _kept.append(store)
-    Noticeboard(store).give(Verdict((), reason, number))
 
 
 @contextmanager
@@ -477,18 +447,20 @@ def declining(
         yield
     except Exception as error:
         reason = str(error) if isinstance(error, SchedirError) else describe(error)
-        with suppress(
-            RuntimeError, ValueError, SchedirError
-        ):  # it may not be one of several, or be alone yet
+        # It may not be one of several, or be alone yet.
+        with suppress(RuntimeError, ValueError, SchedirError):
             if not dist.is_initialized():
                 store, rank, world = _joined(_SOON)
-                if world > 1:
-                    _decline(store, rank, reason)
-            elif mesh is None:
-                Groups.decline(tuple(range(dist.get_world_size())), reason)
+                everyone = tuple(range(world))
             else:
-                slices = slices_of(mesh, pipeline_dim, data_dims)
-                Groups.decline(tuple(sorted(slices.flatten().tolist())), reason)
+                rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
+                if mesh is not None:
+                    slices = slices_of(mesh, pipeline_dim, data_dims)
+                    everyone = tuple(sorted(slices.flatten().tolist()))
+                store = PrefixStore(Groups.named(everyone), _get_default_store())
+            if len(everyone) > 1:
+                _kept.append(store)
+                Noticeboard(store).give(Verdict((), reason, everyone.index(rank)))
         raise
 
 
@@ -509,18 +481,18 @@ def init_process_group(timeout: timedelta | None) -> None:
     """
     limit = default_pg_timeout if timeout is None else timeout
     store, rank, world = _joined(default_pg_timeout)
-    board = Noticeboard(store)
     try:
-        hello(store, range(world), rank, None, Patience(limit, board.has_failed))
+        hello(store, range(world), rank, None, limit)
         with waiting(advice=interface_advice()):
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world, timeout=timeout
             )
-    except WaitError as stalled:
-        advice = stalled.advice if stalled.timed_out else ""
-        line = "; ".join(filter(None, (f"{_NOT_ALL}: {stalled}", advice)))
-        found = _declined(stalled, board, range(world))
-        found = found or ExecutionError(line, cause=stalled.cause, one_line=True)
+    except (WaitError, ExecutionError) as error:
+        found = error
+        if isinstance(error, WaitError):
+            advice = error.advice if error.timed_out else ""
+            line = "; ".join(filter(None, (f"{_NOT_ALL}: {error}", advice)))
+            found = ExecutionError(line, cause=error.cause, one_line=True)
         record(found)
         end_quietly()
         raise found from None

@@ -216,4 +216,4 @@ def watch(made: Watch) -> None:
 def watch_no_longer(made: Watch) -> None:
     """Watch no longer for an executor, and remove its files."""
     _monitor.remove(made)
-    made.close()
+    made.board.close()

@@ -219,16 +219,11 @@ class Noticeboard:
         """Whether somebody has."""
         return self._noted(_STOP) is not None
 
-    def leave(self, own: int, calls: int) -> None:
-        """Note that this process, `own`, makes no more calls, after `calls` of them."""
-        with suppress(RuntimeError):
-            self._store.set(f"closed/{own}", str(calls))
-
-    def fewest_calls(self, processes: int) -> tuple[int, int] | None:
-        """Among the processes that make no more calls, the one with the fewest: (calls, process).
-        None if all still may call."""
-        found = [(n, self._in_store(f"closed/{n}")) for n in range(processes)]
-        return min(((int(calls), n) for n, calls in found if calls is not None), default=None)
+    def leave(self) -> None:
+        """Say that this process makes no more calls."""
+        if self.words[STATE] == ALIVE:
+            self.words[STATE] = LEFT
+            self.tell()
 
     def _in_store(self, key: str) -> str | None:
         with suppress(RuntimeError):
@@ -237,16 +232,10 @@ class Noticeboard:
         return None
 
     def close(self) -> None:
-        """Remove this process's file, and the folder with the last one."""
-        self.words[STATE] = LEFT
+        """Leave; the last process of this host that does removes the folder."""
+        self.leave()
         if self._folder is not None:
-            with suppress(OSError):
-                (self._folder / str(self._own)).unlink()
-                left = [*self._folder.iterdir()]
-                if not any(path.name.isdigit() for path in left):
-                    for path in left:
-                        path.unlink()
-                self._folder.rmdir()
+            _remove_unless_used(self._folder)
 
 
 def place_of(words: Sequence[int], age: float) -> Place:
@@ -271,15 +260,19 @@ def remove_stale() -> None:
     """Remove folders of jobs whose processes have all been killed, but none that a job may be about
     to fill."""
     for folder in Path("/dev/shm").glob("schedir-*"):
-        with suppress(OSError, struct.error):
-            if time() - folder.stat().st_mtime < _FRESH:
-                continue
-            words = [
-                struct.unpack(f"{_WORDS}q", path.read_bytes())
-                for path in folder.iterdir()
-                if path.name.isdigit()
-            ]
-            if not any(Path(f"/proc/{each[PROCESS]}").exists() for each in words):
-                for path in folder.iterdir():
-                    path.unlink()
-                folder.rmdir()
+        with suppress(OSError):
+            if time() - folder.stat().st_mtime > _FRESH:
+                _remove_unless_used(folder)
+
+
+def _remove_unless_used(folder: Path) -> None:
+    """Remove a folder, unless a process still takes part that has its place there."""
+    with suppress(OSError, struct.error):
+        for path in folder.iterdir():
+            if path.name.isdigit():
+                words = struct.unpack(f"{_WORDS}q", path.read_bytes())
+                if words[STATE] == ALIVE and Path(f"/proc/{words[PROCESS]}").exists():
+                    return
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()

@@ -24,16 +24,16 @@ from statistics import median_low
 from time import monotonic, sleep
 from typing import NoReturn
 
-from attrs import evolve, frozen
+from attrs import define, evolve, field, frozen
 
 from schedir.diagnosis import Root
 from schedir.diagnosis.verdict import END, Position, Standing, State
-from schedir.ir import Schedule
 from schedir.runtime.processes.failure import state_of, status_of
 from schedir.runtime.processes.noticeboard import (
     ALIVE,
     BROKEN,
     CALL,
+    CODE,
     LEFT,
     ORPHANED,
     STATE,
@@ -68,52 +68,42 @@ class Member:
         return cls(" ".join(sees), os.getpid())
 
 
-@frozen
-class Lists:
-    """The list that all ranks run, and what else they wait for."""
-
-    schedule: Schedule
-    ties: tuple[tuple[int, ...], ...]
-    clips: bool
-
-
+@define(eq=False)
 class Watch:
     """Watches the other processes of an executor, in all its pipelines.
 
-    `members` are all processes and `own` the number of this one; `ranks` are their numbers in the
-    order of the positions: slice by slice, and in it pipeline by pipeline. `timeout` is in seconds.
+    `members` are all processes and `own` the number of this one. `empty` makes the standing of what
+    all run now, without their positions. `timeout` is in seconds.
     """
 
-    def __init__(
-        self,
-        board: Noticeboard,
-        members: Sequence[Member],
-        own: int,
-        ranks: Sequence[int],
-        slices: int,
-        lists: Callable[[], Lists],
-        timeout: float,
-    ) -> None:
-        self._board, self._members, self.own = board, members, own
-        self._ranks, self._slices = ranks, slices
-        self.lists, self.timeout = lists, timeout
-        self.others: dict[int, int] = {}  # the process ids of those that can be watched, by number
-        if hasattr(os, "pidfd_open"):
-            near = {*range(len(members))} - board.far - {own}
-            self.others = {number: members[number].process for number in sorted(near)}
-        self._places: dict[int, Place] = {}  # the last that was read of each process
-        self._place(own)
-        self._gone: dict[int, str] = {}  # by number, how it has ended
-        self.verdict: Verdict | None = None
-        self._known = threading.Event()
-        self._lock = threading.RLock()
-        self._leave_at: float | None = None
-        self._told = self._looked = 0.0
-        self._no_progress = f"no progress for {timeout:.1f} s"
-        self._still = 0, 0.0  # where this process stands, and since when
-        self._slow_said = False
-        self.stops_on_signal = False  # otherwise SIGTERM ends the process
-        self.stop = False  # some process has got it
+    board: Noticeboard
+    _members: Sequence[Member]
+    own: int
+    empty: Callable[[], Standing]
+    timeout: float
+    others: dict[int, int] = field(init=False)
+    """The process ids of those that can be watched, by number."""
+    verdict: Verdict | None = None
+    stops_on_signal: bool = False  # otherwise SIGTERM ends the process
+    stop: bool = False  # some process has got it
+    _places: dict[int, Place] = field(factory=dict)  # the last that was read of each process
+    _gone: dict[int, str] = field(factory=dict)  # by number, how it has ended
+    _lock: threading.RLock = field(factory=threading.RLock)
+    _leave_at: float | None = None
+    _told: float = 0.0
+    _looked: float = 0.0
+    _still: tuple[object, float] = None, 0.0  # where this process stands, and since when
+    _slow_said: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        near = {*range(len(self._members))} - self.board.far - {self.own}
+        can = hasattr(os, "pidfd_open")
+        self.others = {n: self._members[n].process for n in sorted(near) if can}
+        self._place(self.own)
+
+    @property
+    def _no_progress(self) -> str:
+        return f"no progress for {self.timeout:.1f} s"
 
     # What the main thread tells, and asks.
 
@@ -124,26 +114,37 @@ class Watch:
         standing = self._standing()
         at = [
             evolve(each, state="gone", cause=causes[number]) if number in causes else each
-            for number, each in zip(self._ranks, standing.positions, strict=True)
+            for number, each in zip(standing.ranks, standing.positions, strict=True)
         ]
         verdict = Verdict(tuple(roots), reason, self.own)
         return self._give(verdict, evolve(standing, positions=tuple(at)))
 
-    def explain(
-        self, cut_from: int | None, timed_out: bool, left: Callable[[], Root | None]
-    ) -> Verdict | None:
-        """The verdict after this process has waited in vain: another's, or that a process has
-        `left`, or that the connection to one is cut, or by all positions. None if these do not
-        tell."""
+    def explain(self, cut_from: int | None, timed_out: bool, closes: bool) -> Verdict | None:
+        """The verdict after this process has waited in vain: another's, or that a process has left
+        unless this one closes too, or that the connection to one is cut, or by all positions. None
+        if these do not tell."""
         until = monotonic() + (PAUSE if timed_out else GRACE)
         while self.verdict is None and monotonic() < until:
-            self._known.wait(PAUSE / 10)
+            sleep(PAUSE / 10)
             self._read_verdict()
-        if self.verdict is None and (root := left()) is not None:
+        if self.verdict is None and not closes and (root := self.left()) is not None:
             self.blame([root], str(root))
         if self.verdict is None:
             self._judge(cut_from, cut=not timed_out)
         return self.verdict
+
+    def left(self) -> Root | None:
+        """Of the processes that make no more calls, the one with the fewest; None if all still may
+        call."""
+        places = {number: self._place(number) for number in range(len(self._members))}
+        left = [(at.position.call, n) for n, at in places.items() if at and at.state == LEFT]
+        if not left:
+            return None
+        calls, number = min(left)
+        cause = (
+            f"has closed its executor, or ended, after {calls} calls; all ranks must make the same"
+        )
+        return Root(number, calls, None, None, cause)
 
     def stragglers(self) -> tuple[tuple[int, float], ...]:
         """Each process whose compute lately took much longer than the median process's, and the
@@ -158,45 +159,45 @@ class Watch:
 
     def own_position(self) -> Position:
         """Where this process stands."""
-        place = self._board.read(self.own)
+        place = self._place(self.own)
         return Position(0, 0) if place is None else place.position
 
     def members_here(self, roots: Iterable[Root]) -> Sequence[int]:
         """The ids of the roots' processes on this host, without this process."""
-        numbers = {root.rank for root in roots} - self._board.far - {self.own}
+        numbers = {root.rank for root in roots} - self.board.far - {self.own}
         return [self._members[number].process for number in numbers]
 
     def break_off(self) -> None:
         """The main thread raises an error: its caller decides what comes then."""
-        self._board.words[STATE] = BROKEN
+        self.board.words[STATE] = BROKEN
 
     def be_orphaned(self) -> None:
         """This process ends because its launcher is gone."""
-        self._board.words[STATE] = ORPHANED
-        self._board.tell()
+        self.board.words[STATE] = ORPHANED
+        self.board.tell()
 
     @property
     def is_broken(self) -> bool:
         """Whether the main thread has taken over."""
-        return self._board.words[STATE] != ALIVE
+        return self.board.words[STATE] != ALIVE
 
     # What the watching thread does.
 
     def look(self, ended: Sequence[int]) -> None:
         """Look once; `ended` are the process ids that are known to have ended since."""
-        self._board.beat()
+        self.board.beat()
         for number, process in self.others.items():
             if process in ended and number not in self._gone:
                 self._see_gone(number, process)
         now = monotonic()
-        if now - self._looked > (TELL / 2 if self._board.far else 0.0):
+        if now - self._looked > (TELL / 2 if self.board.far else 0.0):
             self._looked = now
             self._read_verdict()
             if self.stops_on_signal and not self.stop:
-                self.stop = self._board.is_asked_to_stop()
+                self.stop = self.board.is_asked_to_stop()
         if now - self._told > TELL:
             self._told = now
-            self._board.tell()
+            self.board.tell()
         if self.verdict is None:
             self._look_for_slow(now)
         elif self._leave_at is None:
@@ -222,7 +223,7 @@ class Watch:
 
     def _read_verdict(self) -> None:
         """Look whether the verdict is there, and say it."""
-        if self.verdict is None and (found := self._board.verdict()) is not None:
+        if self.verdict is None and (found := self.board.verdict()) is not None:
             self._take(found)
 
     def _judge(self, cut_from: int | None = None, cut: bool = False) -> None:
@@ -240,24 +241,20 @@ class Watch:
 
     def _standing(self, cut: bool = False) -> Standing:
         """Where all ranks stand."""
-        lists = self.lists()
+        empty = self.empty()
         places = {n: self._place(n) for n in range(len(self._members))}
         own = places[self.own]
         assert own is not None  # this process has a file
-        at = [self._position(number, places[number], own) for number in self._ranks]
+        at = [self._position(number, places[number], own) for number in empty.ranks]
         if cut:
-            here = self._ranks.index(self.own)
+            here = empty.ranks.index(self.own)
             at[here] = evolve(at[here], cut=True)
-        found = [places[number] for number in self._ranks]
         evaluating = tuple(
             turn
-            for turn, place in enumerate(found)
+            for turn, place in enumerate(map(places.get, empty.ranks))
             if place is not None and not place.trains and 0 <= place.position.index < END
         )
-        ranks, slices = tuple(self._ranks), self._slices
-        return Standing(
-            lists.schedule, tuple(at), ranks, lists.ties, lists.clips, slices, evaluating
-        )
+        return evolve(empty, positions=tuple(at), evaluating=evaluating)
 
     def _position(self, number: int, place: Place | None, own: Place) -> Position:
         """Where a process stands, and what has become of it."""
@@ -265,10 +262,10 @@ class Watch:
             state: State = "gone" if place is None or place.state != BROKEN else "ended"
             position = Position(own.position.call, 0) if place is None else place.position
             return evolve(position, state=state, cause=self._gone[number])
-        if place is None:
+        if place is None or place.state == LEFT:
             cause = "it has closed its executor, or ended"
             return Position(own.position.call, 0, "outside", cause=cause)
-        position = evolve(place.position, behind=number in self._board.far)
+        position = evolve(place.position, behind=number in self.board.far)
         if place.state == ORPHANED:
             return evolve(position, state="gone", cause="launcher gone")
         if number != self.own and place.is_silent:
@@ -284,7 +281,7 @@ class Watch:
         return Root(number, at.call, None, None, f"lost its connection to rank {other}", at.step)
 
     def _place(self, number: int) -> Place | None:
-        if (place := self._board.read(number)) is not None:
+        if (place := self.board.read(number)) is not None:
             self._places[number] = place
         return self._places.get(number)
 
@@ -293,7 +290,7 @@ class Watch:
         with self._lock:
             if self.verdict is not None:
                 return self.verdict
-            given = self._board.give(verdict)
+            given = self.board.give(verdict)
             if (folder := os.environ.get("SCHEDIR_DUMP_DIR")) and given.by == self.own:
                 with suppress(OSError):
                     standing.save(Path(folder))
@@ -306,7 +303,6 @@ class Watch:
             if self.verdict is not None:
                 return
             self.verdict = verdict
-        self._known.set()
         roots = {root.rank for root in verdict.roots}
         if verdict.by == self.own:
             for root in verdict.roots:
@@ -326,7 +322,7 @@ class Watch:
         the interpreter's lock has the time to print its stack."""
         until = monotonic() + again(self.timeout) + 2 * PAUSE
         for number in roots & self.others.keys() - self._gone.keys():
-            place, process = self._board.read(number), self.others[number]
+            place, process = self.board.read(number), self.others[number]
             if place is not None and place.is_silent:
                 while monotonic() < until and state_of(process) not in ("T", "Z", ""):
                     sleep(PAUSE)
@@ -340,24 +336,21 @@ class Watch:
 
     def _look_for_slow(self, now: float) -> None:
         """Say once, after a part of the timeout, who is waited for."""
-        here = self._board.words[CALL], self._board.words[0]
-        key = hash(here)
-        if key != self._still[0]:
-            self._still, self._slow_said = (key, now), False
+        here = self.board.words[CALL], self.board.words[CODE]
+        if here != self._still[0]:
+            self._still, self._slow_said = (here, now), False
         patience = min(self.timeout / 4, 60.0)
         if self._slow_said or now - self._still[1] < patience:
             return
         self._slow_said = True
-        place = self._board.read(self.own)
-        if place is None:
-            return
         found = self._standing().diagnosis()
         at = {rank: stand.words for rank, stand in found.stands.items()}
         waiting = [rank for rank in found.waits_for if at[rank].startswith("waits")]
         roots = [r.rank for r in found.roots if not at[r.rank].startswith("waits")]
         if not waiting or not roots:
             return
-        silent = not any(self._is_heard(rank) for rank in roots)
+        places = map(self._place, roots)
+        silent = all(place is None or place.is_silent for place in places)
         if self.own in roots or (silent and self.own == min(waiting)):
             first, root, where = min(waiting), roots[0], ""
             if self.own in roots:
@@ -367,21 +360,13 @@ class Watch:
             said = f"for {patience:.1f} s now rank {first} {at[first]}"
             say(f"slow: {said}; rank {root} {at[root]}{where}")
 
-    def _is_heard(self, number: int) -> bool:
-        place = self._place(number)
-        return place is not None and not place.is_silent
-
     def terminated(self) -> bool:
         """This process has got SIGTERM; returns whether it goes on until a call is over. A launcher
         sends it as well when a process is gone: then nothing can be saved."""
         if self.stops_on_signal and not self._gone and self.verdict is None:
-            self._board.ask_to_stop()
+            self.board.ask_to_stop()
             self.stop = True
         return self.stop
-
-    def close(self) -> None:
-        """Remove the file of this process."""
-        self._board.close()
 
 
 def _ending(process: int) -> tuple[str, bool]:
@@ -420,7 +405,7 @@ def say_ended(own: int, roots: Sequence[Root]) -> None:
 def leave(status: int, watches: Sequence[Watch]) -> NoReturn:
     """End this process now, whatever its main thread does."""
     for watch in watches:
-        watch.close()
+        watch.board.close()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

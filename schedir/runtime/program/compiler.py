@@ -37,8 +37,7 @@ from schedir.ir import (
     Together,
 )
 from schedir.runtime.accelerator import Accelerator, Streams
-from schedir.runtime.boundaries.boundary import crossed
-from schedir.runtime.boundaries.described import Messenger
+from schedir.runtime.boundary import crossed
 from schedir.runtime.call import Now
 from schedir.runtime.gradients.gradients import Gradients
 from schedir.runtime.gradients.reduction import Barrier
@@ -50,11 +49,13 @@ from schedir.runtime.program.compute import (
     forward,
     forwards_aside,
     hand_back,
+    optim_step,
     recompute,
     wait_of,
 )
 from schedir.runtime.program.first_call import (
     FirstCall,
+    Messenger,
     describe_activations,
     describe_gradients,
     first_forward,
@@ -62,7 +63,7 @@ from schedir.runtime.program.first_call import (
     take_activations,
     take_gradients,
 )
-from schedir.runtime.program.instruction import Bound, Instruction, Observer
+from schedir.runtime.program.instruction import Bound, Instruction, Observer, nothing
 from schedir.runtime.program.offloading import (
     Copier,
     offload_activation,
@@ -79,12 +80,6 @@ from schedir.runtime.program.transfers import (
     send_activations,
     send_gradients,
     waiting,
-)
-from schedir.runtime.program.update import (
-    if_updating,
-    optim_step,
-    reduce_grad,
-    until_gathered,
 )
 from schedir.runtime.sharded import Sharded, settle
 from schedir.runtime.stage.activations import Cell, Cells
@@ -212,12 +207,12 @@ class _List:
         elif action.kind is Kind.REDUCE_GRAD:
             if stage.replicas is not None:
                 meeting = [stage.replicas.barrier]
-                run = reduce_grad(meeting[0].arrive, False, self._now)
+                run = _if_updating([meeting[0].arrive], self._now)
                 yield Instruction(*place, run, after=self._over(meeting), does=meeting)
                 self._came.update(meeting)
             elif stage.reduction is not None:
                 sums = stage.reduction
-                run = reduce_grad(sums.post, sums.each_call, self._now)
+                run = _if_updating([sums.post], self._now, sums.each_call)
                 yield Instruction(*place, run, sums=(sums,))
         elif action.kind in COPIES:
             run = self._copy(action, stage)
@@ -280,14 +275,14 @@ class _List:
             batch = self._batches.get(receive, [receive])  # all of it is waited for
             after = [(transfer.counterpart, 1) for transfer in batch]
         if stage.sharded is not None and turn in self._gathered:
-            wait = until_gathered(stage.sharded, stage.weights, wait)
+            wait = _until_gathered(stage.sharded, stage.weights, wait)
         return Instruction(
             *place, run, wait, receives, after, computes=True, cell=cell, stage=stage
         )
 
     def _of_sharded(self, kind: Kind, sharded: Sharded) -> Bound:
         if kind is Kind.REDUCE_GRAD:
-            return reduce_grad(sharded.reduce, sharded.each_call, self._now)
+            return _if_updating([sharded.reduce], self._now, sharded.each_call)
         return sharded.gather if kind is Kind.UNSHARD else sharded.release
 
     def _earlier(self, turn: int, action: Action) -> Sequence[Cell] | None:
@@ -362,7 +357,7 @@ class _List:
         ]
         yield Instruction(
             *place,
-            if_updating(arrive, self._now),
+            _if_updating(arrive, self._now),
             after=self._over(summed),
             does=barriers,
             listed=False,
@@ -372,7 +367,7 @@ class _List:
         leave: list[Bound] = [barrier.leave for barrier in barriers]
         if gradients.nonfinite.looks_alone:
             leave.append(partial(gradients.nonfinite.look, steps))
-        run = if_updating(leave, self._now)
+        run = _if_updating(leave, self._now)
         yield Instruction(*place, run, after=self._over(barriers), listed=False)
 
     def _over(self, barriers: Iterable[Barrier]) -> list[tuple[object, int]]:
@@ -460,6 +455,31 @@ def early_additions(actions: Sequence[Action]) -> dict[int, list[int]]:
                 del found[begun.pop(0)]  # overtaken
             del begun[:1]
     return found
+
+
+def _until_gathered(sharded: Sharded, weights: StageWeights, wait: Bound | None) -> Bound:
+    """The wait of the first action that uses the weights, after its own wait: torch puts others in
+    the module's place."""
+
+    def call() -> None:
+        if wait is not None:
+            wait()
+        sharded.wait()
+        weights.compute_with(sharded.parameters)
+
+    return call
+
+
+def _if_updating(calls: Sequence[Bound], now: Now, each_call: bool = False) -> Bound:
+    """The calls where OPTIM_STEPs are carried out; with `each_call` in any case. Without an update
+    sums can wait, because gradients add up here until there is one."""
+
+    def call() -> None:
+        if each_call or now.call.updates:
+            for each in calls:
+                each()
+
+    return call if calls else nothing
 
 
 def _at_version(run: Bound, weights: StageWeights, version: int, last_read: bool) -> Bound:

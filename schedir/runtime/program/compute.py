@@ -1,5 +1,5 @@
-"""F, R, B, I and W as bound calls: one function for each kind. It looks up once everything that
-stays the same from call to call.
+"""F, R, B, I, W and OPTIM_STEP as bound calls: one function for each kind. It looks up once
+everything that stays the same from call to call.
 
     F    seed, run the module on the cell's input, pass its output on
     B    take the gradients of the outputs, run autograd, pass the gradients of the inputs on
@@ -40,8 +40,9 @@ from torch.utils._pytree import tree_map_only
 from schedir.errors import ExecutionError
 from schedir.ir import Entry, Kind, Together
 from schedir.runtime.accelerator import Accelerator
-from schedir.runtime.boundaries.learned import EVERY, run_on
+from schedir.runtime.boundary import EVERY, run_on
 from schedir.runtime.call import Now
+from schedir.runtime.plan import Plan
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
 from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.split_backward import input_part
@@ -409,6 +410,27 @@ def backward_weight(stage: Stage, cell: Cell, version: int) -> Bound:
     return call
 
 
+def optim_step(stage: Stage, step: int, now: Now) -> Bound:
+    """OPTIM_STEP number `step` of a stage in a call: applies the accumulated gradients to the
+    newest weights, unless it is left out, and clears them. This makes the next version, unless a
+    replica here has."""
+    makes, weights, optimizer = step + 1, stage.weights, stage.optimizer
+    nonfinite = stage.nonfinite
+
+    def call() -> None:
+        if not now.call.updates or weights.latest >= makes:
+            return
+        began = perf_counter()
+        if optimizer is not None:  # a stage without parameters has none
+            if not nonfinite.leaves_out:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        weights.begin(makes)
+        stage.busy[0] += perf_counter() - began
+
+    return call
+
+
 def wait_of(instruction: Instruction) -> Instruction:
     """What an instruction waits for, by itself: listed first, it has nothing left to wait for."""
     return attrs.evolve(instruction, run=nothing, computes=False, listed=False)
@@ -431,11 +453,16 @@ def forwards_aside(entries: Iterable[Entry]) -> set[int]:
     return found
 
 
-def on_two_streams(entries: Sequence[Entry]) -> set[int]:
-    """The stages of a rank's list whose forwards run on the side stream, and on its own."""
-    pairs = (entries[index] for index in forwards_aside(entries))
+def on_several_streams(plan: Plan) -> set[int]:
+    """The stages here that several streams of a device compute: those of several ranks, or of
+    pairs, whose forwards run on the side stream and on the rank's own."""
+    if not plan.accelerator.queues:
+        return set()
+    lists = [plan.schedule.actions[rank] for rank in plan.local_ranks]
+    pairs = (entries[index] for entries in lists for index in forwards_aside(entries))
     parts = (action for pair in pairs if isinstance(pair, Together) for action in pair.actions)
-    return {action.stage for action in parts if action.kind is Kind.FORWARD}
+    held = {stage for stage in plan.local_stages if len(plan.local_holders(stage)) > 1}
+    return held | {action.stage for action in parts if action.kind is Kind.FORWARD}
 
 
 class Pair:

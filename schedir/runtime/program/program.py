@@ -38,9 +38,7 @@ from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Kind, S
 from schedir.lazy import collector_held_off
 from schedir.passes.receives import SPARE_BYTES
 from schedir.runtime.accelerator import Accelerator
-from schedir.runtime.boundaries.boundary import crossed, meta_of
-from schedir.runtime.boundaries.described import DESCRIBED_TAGS
-from schedir.runtime.boundaries.learned import EVERY, Learned, Lessons, mask_gradients
+from schedir.runtime.boundary import EVERY, Learned, Lessons, crossed, mask_gradients, meta_of
 from schedir.runtime.call import Call
 from schedir.runtime.feeding import Feed, ends_of_batches
 from schedir.runtime.microbatches import Batch
@@ -49,6 +47,7 @@ from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe, of_the_user
 from schedir.runtime.processes.noticeboard import CODE, Words, at_place, code, number_of, numbered
 from schedir.runtime.program.compiler import Compiler
+from schedir.runtime.program.first_call import DESCRIBED_TAGS
 from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.instruction import (
     Bound,
@@ -529,24 +528,11 @@ def _signature_of(feed: Feed, inputs: Batch | None, precision: torch.dtype | Non
     """
     if isinstance(inputs, Tensor) and not feed.extras:  # which says it for all of its pieces
         return inputs.shape, inputs.stride(), inputs.dtype, inputs.requires_grad, precision
-    return (*_signatures(feed), precision)
-
-
-def _signatures(feed: Feed) -> Iterator[object]:
-    """One for each microbatch."""
-    for m, batch in enumerate(feed.inputs):
-        leaves, spec = pytree.tree_flatten(batch)
-        extras = [
-            (stage, *pytree.tree_flatten(feed.extras[stage][m])) for stage in sorted(feed.extras)
-        ]
-        yield (
-            tuple(_looks(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
-            spec,
-            tuple(
-                (stage, structure, *(_looks(x) for x in given if isinstance(x, Tensor)))
-                for stage, given, structure in extras
-            ),
-        )
+    given, form = pytree.tree_flatten(feed.inputs)
+    beside, around = pytree.tree_flatten(dict(sorted(feed.extras.items())))
+    looks = (_looks(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in given)
+    of_extras = (_looks(leaf) for leaf in beside if isinstance(leaf, Tensor))
+    return tuple(looks), form, tuple(of_extras), around, precision
 
 
 def _looks(tensor: Tensor) -> object:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.runtime.arguments import DESCRIBED
-from schedir.runtime.boundaries.boundary import Grads, empty, payload
+from schedir.runtime.boundary import Grads, empty, payload
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Post
 from schedir.runtime.program.instruction import Bound, Instruction

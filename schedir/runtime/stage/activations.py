@@ -9,7 +9,7 @@ import attrs
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from schedir.runtime.boundaries.learned import Learned, Lessons
+from schedir.runtime.boundary import Learned, Lessons
 from schedir.runtime.feeding import Feed
 from schedir.runtime.microbatches import Count
 from schedir.runtime.stage.buffers import Kept

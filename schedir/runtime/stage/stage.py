@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ExecutionError
+from schedir.runtime.accelerator import Streams
 from schedir.runtime.gradients.gradients import Gradients
 from schedir.runtime.memory import is_plain
 from schedir.runtime.plan import Plan
@@ -21,7 +22,7 @@ from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.buffers import Buffers
 from schedir.runtime.stage.replicas import Replicas
 from schedir.runtime.stage.rng import Seeds, seeder
-from schedir.runtime.stage.weights import StageWeights
+from schedir.runtime.stage.weights import StageWeights, readers_of
 
 
 class Stage:
@@ -105,6 +106,27 @@ class Stage:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
             raise no_loss(loss)
         return loss
+
+
+def stages_of(
+    plan: Plan,
+    gradients: Gradients,
+    optimizers: Mapping[int, torch.optim.Optimizer],
+    busy: list[float],
+    streams: Streams,
+    apart: Collection[int],
+) -> dict[int, Stage]:
+    """The stages here; several `streams` compute those that are `apart`."""
+    readers = readers_of(plan.schedule, plan.local_ranks) if plan.updates else {}
+    found = {}
+    for stage in plan.local_stages:
+        accumulators = None
+        if stage in apart:
+            stream = streams.of("gradients", stage)
+            accumulators = partial(plan.accelerator.accumulate_on, stream)
+        weights = StageWeights(plan.trained[stage], readers.get(stage, {}), accumulators)
+        found[stage] = Stage(plan, stage, weights, gradients, optimizers.get(stage), busy)
+    return found
 
 
 def no_loss(loss: object) -> ExecutionError:

@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.runtime import rng
-from schedir.runtime.boundaries.boundary import meta_of
-from schedir.runtime.boundaries.learned import run_on, spreads
+from schedir.runtime.boundary import meta_of, run_on, spreads
 from schedir.training.cutting.cuts import cut
 from schedir.training.cutting.layers import (
     Deferred,
