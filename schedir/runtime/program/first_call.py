@@ -11,10 +11,10 @@ tensors that may be changed in place are copied first.
 
 So an action waits only for the rank that makes its input, in any list. How long a message is, only
 the sender knows. So its first part is as long as the longest message over the same boundary in the
-call before, and the rest follows, if there is one:
+call before, at first 4 KiB, and the rest follows, if there is one:
 
-    call 7    first part, 16 bytes: the lengths    rest
-    call 8    first part, 812 bytes: all of it
+    call 7    first part, 4,096 bytes     rest
+    call 8    first part, 9,812 bytes: all of it
 
 Messages go from host to host, under tags of their own.
 """
@@ -246,6 +246,7 @@ Key: TypeAlias = tuple[str, int, int]
 _Place: TypeAlias = tuple[int, int, Key]  # whose message it is, and of which call
 _FORMAT = Struct("=qq")  # the bytes of the description, and of the whole message
 _LENGTHS = _FORMAT.size
+_FIRST = 1 << 12  # bytes
 
 
 @attrs.define(eq=False)
@@ -257,8 +258,8 @@ class _Room:
     """
 
     call: int = -1
-    room: int = _LENGTHS
-    longest: int = _LENGTHS
+    room: int = _FIRST
+    longest: int = _FIRST
     described: tuple[Any, Sequence[TensorMeta]] | None = None
 
     def begin(self, call: int) -> None:

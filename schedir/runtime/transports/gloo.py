@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
 from schedir.runtime.processes.failure import WaitError
-from schedir.runtime.processes.groups import Groups, Post
-from schedir.runtime.transports.transport import Work, one_by_one
+from schedir.runtime.processes.groups import Groups
+from schedir.runtime.transports.transport import Transport, Work
 
 
-class GlooTransport:
+class GlooTransport(Transport):
     """Transfers between the processes of a pipeline; `processes[rank]` runs a rank.
 
     Traffic to higher ranks and traffic to lower ranks each have a group, and so a connection. With
@@ -44,20 +44,14 @@ class GlooTransport:
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send."""
-        try:
-            work: Work = self._to[peer].backend.send([tensor], self._numbers[peer], self._tag)
-        except RuntimeError as error:
-            raise WaitError(error) from error
-        return work
+        return self._posted(self._to[peer].backend.send, tensor, peer)
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
+        return self._posted(self._from[peer].backend.recv, buffer, peer)
+
+    def _posted(self, post: Callable[..., Work], tensor: Tensor, peer: int) -> Work:
         try:
-            work: Work = self._from[peer].backend.recv([buffer], self._numbers[peer], self._tag)
+            return post([tensor], self._numbers[peer], self._tag)
         except RuntimeError as error:
             raise WaitError(error) from error
-        return work
-
-    def together(self, posts: Sequence[Post]) -> list[Work]:
-        """Post several: none of them can block another."""
-        return one_by_one(self, posts)

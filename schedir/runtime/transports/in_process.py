@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import ClassVar, TypeAlias
 
 import attrs
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import Accelerator, Mark
-from schedir.runtime.processes.groups import Post
-from schedir.runtime.transports.transport import Work, one_by_one
+from schedir.runtime.transports.transport import Transport, Work
 
 Channel: TypeAlias = tuple[int, int, int]
 """The sender, the receiver and the tag."""
@@ -83,7 +81,7 @@ class InProcessTransport:
 
 
 @attrs.frozen
-class Endpoint:
+class Endpoint(Transport):
     """One rank's side of the transfers within a process."""
 
     channel: ClassVar[str] = "async"
@@ -104,7 +102,3 @@ class Endpoint:
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
         return self.hub.post((peer, self.rank, self.tag), buffer, sends=False)
-
-    def together(self, posts: Sequence[Post]) -> list[Work]:
-        """Post several: none of them can block another."""
-        return one_by_one(self, posts)

@@ -28,7 +28,7 @@ from torch import Tensor
 from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
 from schedir.runtime.processes.groups import Asked, Groups, NcclGroup, Post
-from schedir.runtime.transports.transport import Work
+from schedir.runtime.transports.transport import Transport, Work
 
 Channel: TypeAlias = tuple[int, int]
 """The ranks that it leads from and to."""
@@ -49,7 +49,7 @@ _TAKEN = frozenset(
 """What every GPU's NCCL takes; of the newer ones' some take float8 as well."""
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Transfers between the processes of a pipeline; `processes[rank]` runs a rank.
 
     `communicators` has the channels of each communicator, all channels of the schedule. `groups` is
@@ -90,25 +90,20 @@ class NcclTransport:
             lane = _Lane(groups.ask(asked, warm_up), positions)
             self._lanes.update(dict.fromkeys(channels, lane))
 
-    def tagged(self, tag: int) -> NcclTransport:
-        """NCCL has no tags: what is posted in order meets in order."""
-        return self
-
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send, after the compute that is queued."""
-        return self._lanes[self._rank, peer].post([Post(tensor, peer, sends=True)])[0]
+        return self.together([Post(tensor, peer, sends=True)])[0]
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive; waiting for it has the compute that is queued next wait."""
-        return self._lanes[peer, self._rank].post([Post(buffer, peer, sends=False)])[0]
+        return self.together([Post(buffer, peer, sends=False)])[0]
 
     def together(self, posts: Sequence[Post]) -> list[Work]:
         """Post several as one, on the communicator that their channels share."""
-        (lane,) = {self._lane(post) for post in posts}
+        own = self._rank
+        channels = [(own, post.peer) if post.sends else (post.peer, own) for post in posts]
+        (lane,) = {self._lanes[channel] for channel in channels}
         return [*lane.post(posts)]
-
-    def _lane(self, post: Post) -> _Lane:
-        return self._lanes[(self._rank, post.peer) if post.sends else (post.peer, self._rank)]
 
 
 @attrs.frozen(eq=False)

@@ -46,7 +46,10 @@ class BatchPoster(Poster, Protocol):
 
     def together(self, posts: Sequence[Post]) -> list[Work]:
         """Post several sends and receives as one, so that no order among them can block; returns
-        the work of each."""
+        the work of each. Where posts never block each other, that is one after the other."""
+        return [
+            (self.send if post.sends else self.receive)(post.tensor, post.peer) for post in posts
+        ]
 
 
 class Transport(BatchPoster, Protocol):
@@ -64,14 +67,7 @@ class Transport(BatchPoster, Protocol):
     def tagged(self, tag: int) -> Transport:
         """The same transport for traffic under a tag, a small integer that both sides agree on. A
         transport without tags returns itself, and is not `early`."""
-
-
-def one_by_one(transport: Transport, posts: Sequence[Post]) -> list[Work]:
-    """Post several sends and receives, none of which can block another."""
-    return [
-        (transport.send if post.sends else transport.receive)(post.tensor, post.peer)
-        for post in posts
-    ]
+        return self
 
 
 def wait_for(works: list[Work]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from schedir.runtime.processes.groups import Post
-from schedir.runtime.transports.transport import Work, one_by_one
+from schedir.runtime.transports.transport import Transport, Work
 from tests.runtime.streams.clocks import FakeDevice, Mark, Stream, advance
 
 
@@ -103,7 +103,7 @@ class Communicators:
 
 
 @attrs.frozen
-class Communicator:
+class Communicator(Transport):
     """One rank's side."""
 
     channel: ClassVar[str] = "rank"
@@ -112,9 +112,6 @@ class Communicator:
     hub: Communicators
     rank: int
 
-    def tagged(self, tag: int) -> Communicator:
-        return self
-
     def send(self, tensor: Tensor, peer: int) -> Posted:
         return self.hub.post(self.rank, peer, tensor, sends=True)
 
@@ -122,5 +119,5 @@ class Communicator:
         return self.hub.post(peer, self.rank, buffer, sends=False)
 
     def together(self, posts: Sequence[Post]) -> list[Work]:
-        batch: Work = Batch(one_by_one(self, posts))
+        batch: Work = Batch(super().together(posts))
         return [batch] * len(posts)
