@@ -93,7 +93,6 @@ def test_the_calls_after_a_failed_one_train_as_if_it_had_not_been(seed: int) -> 
 
 @pytest.mark.parametrize("struck", [0, 1])
 def test_accumulated_gradients_that_are_lost_are_told_of(struck: int) -> None:
-    """And few frames stand between the call and the stage's own."""
     schedule = schedir.build("1f1b", ranks=2, microbatches=2)
     stages = [Fails(), Fails()]
     inputs, target = torch.randn(2, 4, 3)
