@@ -37,7 +37,7 @@ def listed(schedule: schedir.Schedule, *but: Kind) -> list[list[schedir.Action]]
 def test_the_list_is_torchs(name: str, ranks: int, microbatches: int, chunks: int) -> None:
     if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") and chunks != 2:
         chunks = 2  # a V has no other number
-    shape = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
+    shape: Any = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     found = from_torch(getattr(torch_schedules, name), **shape)
     assert schedir.check(found).ok
     assert (found.ranks, found.stages, found.microbatches) == (ranks, ranks * chunks, microbatches)
