@@ -24,7 +24,7 @@ def single(name: str, ranks: int = 2, microbatches: int = 4) -> Any:
     return getattr(torch_schedules, name)(stage, microbatches, loss_fn=lambda *_: None)
 
 
-def listed(schedule: schedir.Schedule, *but: Kind) -> list[list[schedir.Action]]:
+def listed(schedule: schedir.Schedule, *but: Kind) -> list[list[Any]]:
     """The entries of each rank, without some kinds."""
     return [
         [one for one in own if not (isinstance(one, schedir.Action) and one.kind in but)]
