@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from schedir.finder import Comparison, ReplicaPlan, compare, plan_replicas, search
     from schedir.finder.comparing import steady_state
     from schedir.library.blocks import repeat_block
+    from schedir.library.from_torch import from_torch
     from schedir.passes.rerouting import without
     from schedir.simulator import Band, CostModel, Timeline, forecast, simulate
     from schedir.simulator.steady_state import SteadyState
@@ -128,6 +129,7 @@ __all__ = [
     "equal_groups",
     "forecast",
     "forward",
+    "from_torch",
     "insert_communication",
     "loads",
     "mirrored",
@@ -164,6 +166,7 @@ _ON_DEMAND = {
     "schedir.finder": ("Comparison", "ReplicaPlan", "compare", "plan_replicas", "search"),
     "schedir.finder.comparing": ("steady_state",),
     "schedir.library.blocks": ("repeat_block",),
+    "schedir.library.from_torch": ("from_torch",),
     "schedir.passes.rerouting": ("without",),
     "schedir.render": (),
     "schedir.simulator": ("Band", "CostModel", "Timeline", "forecast", "simulate"),

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from schedir import Schedule
-from schedir.ir import loads_torch_csv
+from schedir import Schedule, from_torch
 
 CHUNKS = 2  # stages on each rank: a V has no other number
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -65,11 +64,12 @@ def dumped(name: str, ranks: int, microbatches: int, deferred: bool = False) -> 
 
 
 def lowered(name: str, ranks: int, microbatches: int, deferred: bool = False) -> Schedule:
-    """The same, read back."""
-    return loads_torch_csv(dumped(name, ranks, microbatches, deferred), f"{name}.csv")
+    """The same, read."""
+    theirs = made(name, ranks, microbatches, deferred)
+    return from_torch(theirs, communication=True, steps=False)
 
 
 def computed(name: str, ranks: int, microbatches: int) -> Schedule:
-    """What torch's schedule computes, without its communication, read back."""
-    text = written(made(name, ranks, microbatches).pipeline_order)
-    return loads_torch_csv(text, f"{name}.csv")
+    """What torch's schedule computes, without its communication."""
+    theirs = getattr(torch_schedules, name)
+    return from_torch(theirs, ranks=ranks, microbatches=microbatches, chunks=CHUNKS, steps=False)

@@ -42,6 +42,7 @@ _FROM_TORCH = {
     "SEND_B": Kind.SEND_GRAD,
     "RECV_B": Kind.RECV_GRAD,
 }
+_LISTED_ANEW = GATHERS | RELEASES
 _TO_TORCH = {kind: token for token, kind in _FROM_TORCH.items()}
 _OLD_BACKWARD = (
     "older torch wrote B for the gradient of the input alone, which is I now, and BW for the full "
@@ -91,10 +92,14 @@ def dumps_torch_csv(schedule: Schedule, compute_only: bool = False) -> tuple[str
     return text, lost
 
 
-def loads_torch_csv(text: str | bytes, file: str = "<string>") -> Schedule:
+def loads_torch_csv(
+    text: str | bytes, file: str = "<string>", *, keeps_gathers: bool = False
+) -> Schedule:
     """Parse torch's CSV, either dialect. The highest microbatch decides how many there are.
 
-    A stage lives on the ranks that run its FORWARD. Raises ParseError with line and column.
+    A stage lives on the ranks that run its FORWARD. UNSHARDs and RESHARDs are left out with a
+    warning, unless the caller knows that their stages are sharded (`keeps_gathers`). Raises
+    ParseError with line and column.
     """
     reader = Reader(text, file)
     left_out: Counter[str] = Counter()  # how many, by kind
@@ -106,7 +111,7 @@ def loads_torch_csv(text: str | bytes, file: str = "<string>") -> Schedule:
         for match in _CELL.finditer(reader.text, start, end):
             cell = match[0].rstrip(" \t")
             entry = reader.read(_entry, cell, match.start())
-            if entry is not None:
+            if keeps_gathers or not isinstance(entry, Action) or entry.kind not in _LISTED_ANEW:
                 yield entry
             else:
                 left_out[cell.strip("0123456789")] += 1
@@ -165,8 +170,8 @@ def _placement(reader: Reader, columns: Columns) -> Iterator[tuple[int, ...]]:
         yield tuple(each % columns.ranks for each in of_stage)
 
 
-def _entry(cell: str) -> Entry | None:
-    """The entry of a cell; None if it gathers weights.
+def _entry(cell: str) -> Entry:
+    """The entry of a cell.
 
     Raises ValueError, a TokenError if the fault is not at the cell's beginning.
     """
@@ -182,22 +187,20 @@ def _entry(cell: str) -> Entry | None:
 def _part(token: str) -> Action:
     """The part of an overlapped pair that a token names. Raises ValueError."""
     action = _action(token)
-    if action is None or action.kind not in COMPUTE:
+    if action.kind not in COMPUTE:
         raise ValueError(f"{clip(token)} can't be a part of an overlapped pair")
     return action
 
 
 @lru_cache(maxsize=1 << 16)
-def _action(token: str) -> Action | None:
-    """The action of a token; None if it gathers weights. Raises ValueError."""
+def _action(token: str) -> Action:
+    """The action of a token. Raises ValueError."""
     if _OLD_BATCH.fullmatch(token):
         raise ValueError(f"{clip(token)} is older torch's: write its send and receive as two cells")
     if token.strip("0123456789") == "BW":
         raise ValueError(f"{clip(token)}: {_OLD_BACKWARD}")
     such = " of torch's CSV, such as 2F0 or 3SEND_F1"
     action = read_action(token, _TOKEN, _FROM_TORCH, such)
-    if action.kind in GATHERS | RELEASES:
-        return None
     if action.microbatch == MAX_NUMBER:  # their number is one more
         raise ValueError(f"{clip(token)}: a schedule has at most {MAX_NUMBER} microbatches")
     return action

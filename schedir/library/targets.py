@@ -12,7 +12,7 @@ import logging
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from os.path import isdir, isfile
 from pathlib import Path
 from types import ModuleType
@@ -94,9 +94,7 @@ def load(
 ) -> Schedule:
     """Like `build`, but the actions as written, neither checked nor completed."""
     shape = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
-    for what, number in shape.items():
-        if number is not None and (type(number) is not int or number < 1):
-            raise LoadError(f"{what} must be an int >= 1, not {number!r}")
+    expect_shape(shape)
     if isinstance(costs, (str, int)):
         raise LoadError(f"costs must be a CostModel, or a function to one, not {costs!r}")
     if isinstance(target, (str, Path)) and is_list(target):
@@ -131,6 +129,13 @@ def load(
         )
 
     return attrs.evolve(found, rebuild=rebuild)
+
+
+def expect_shape(shape: Mapping[str, object]) -> None:
+    """Raise LoadError for a part of a pipeline's shape that is given, and is no number."""
+    for what, number in shape.items():
+        if number is not None and (type(number) is not int or number < 1):
+            raise LoadError(f"{what} must be an int >= 1, not {number!r}")
 
 
 def expect_fewer(ranks: int, chunks: int, microbatches: int) -> None:
