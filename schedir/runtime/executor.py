@@ -459,10 +459,10 @@ class Executor:
         gradients start and end as transfers do; with several pipelines they include the wait for
         the other pipelines, which are not recorded. On a GPU the times are those of the device.
 
-        The clocks of the ranks are compared when the executor is made and at each call of this
-        method; between the two their drift is taken to be even. `measured.clock_error` is the error
-        that may remain between two clocks, in seconds. `sizes` has the bytes that each stage kept
-        in the first step of its input shape.
+        Ranks on one host share its clock. Those of several hosts are compared when the executor is
+        made and at each call of this method; between the two their drift is taken to be even.
+        `measured.clock_error` is the error that may remain between two clocks, in seconds. `sizes`
+        has the bytes that each stage kept in the first step of its input shape.
 
         With `in_process` all ranks take turns on one thread. Durations of compute are real, but
         their starts show the turns and not the schedule, and no transfer is waited for.

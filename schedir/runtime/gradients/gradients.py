@@ -27,7 +27,6 @@ from schedir.runtime.gradients.nonfinite import NonFinite
 from schedir.runtime.gradients.reduction import (
     Accumulated,
     Barrier,
-    Barriers,
     Reduction,
     Tie,
     reduction_groups,
@@ -122,7 +121,7 @@ class Gradients:
         self.scaling = Scaling(plan)
         self.nonfinite = NonFinite(plan, groups, optimizers, reach)
         self.clipping = self._clipping(claims)
-        self.barriers = self._barriers(ties)
+        self._barriers = self._made_barriers(ties)
         self._drift = DriftCheck(plan, groups, [*copies_of_stages(plan), *copies_of_ties(plan)])
         self.accumulated = Accumulated(self._accumulated())
         fixed = {*self.reductions, *(stage for _, held in plan.tied for stage in held)}
@@ -205,8 +204,9 @@ class Gradients:
         dtype = torch.float64 if any(claim.doubles for claim in claims) else torch.float32
         return Clipping(plan, self._groups, sizes, dtype, _skipped(plan), self.nonfinite)
 
-    def _barriers(self, ties: Sequence[Tie]) -> Barriers:
-        """The barriers before the steps of the ranks here: ties, and what all ranks do together."""
+    def _made_barriers(self, ties: Sequence[Tie]) -> list[tuple[Collection[int], Barrier]]:
+        """The barriers before the steps of the ranks here: ties, and what all ranks do together;
+        each with the stages whose OPTIM_STEPs come after it."""
         plan, accelerator = self._plan, self._plan.accelerator
         found: list[tuple[Collection[int], Barrier]] = []
         for tie in ties:
@@ -221,7 +221,11 @@ class Gradients:
             )
             every = range(plan.schedule.stages)
             found.append((every, Barrier(steps, together, accelerator)))
-        return Barriers(found)
+        return found
+
+    def barriers(self, stages: Collection[int]) -> list[Barrier]:
+        """The barriers before consecutive OPTIM_STEPs of these stages, on one rank."""
+        return [barrier for own, barrier in self._barriers if not set(own).isdisjoint(stages)]
 
     def _check_frozen(self) -> None:
         """Raise ExecutionError where a parameter was frozen or thawed since the executor was made,
@@ -242,7 +246,8 @@ class Gradients:
 
     def reset(self) -> None:
         """A call has failed: nobody answers any more."""
-        self.barriers.reset()
+        for _, barrier in self._barriers:
+            barrier.reset()
         self._drift.reset()
         for reduction in self._sums:
             reduction.reset()

@@ -42,9 +42,8 @@ class NonFinite:
 
     `optimizers` are those of the stages here. `leaves_out` says whether the current call leaves its
     OPTIM_STEPs out. `agreement` is what ranks that don't clip do together before they step, if
-    anything. `active` says whether anything is checked, `ends` whether `end` has
-    anything to do. `scale` is the loss scale, if there is one. With `reach` the host waits for a
-    device.
+    anything. `active` says whether anything is checked, `ends` whether `end` has anything to do.
+    `scale` is the loss scale, if there is one. With `reach` the host waits for a device.
     """
 
     def __init__(

@@ -201,22 +201,6 @@ class Barrier:
         self._arrived.clear()
 
 
-@attrs.frozen
-class Barriers:
-    """All barriers of this process, each with the stages whose OPTIM_STEPs come after it."""
-
-    all: Sequence[tuple[Collection[int], Barrier]]
-
-    def before(self, stages: Collection[int]) -> list[Barrier]:
-        """Those before consecutive OPTIM_STEPs of these stages, on one rank."""
-        return [barrier for own, barrier in self.all if not set(own).isdisjoint(stages)]
-
-    def reset(self) -> None:
-        """A step has failed: nobody waits any more."""
-        for _, barrier in self.all:
-            barrier.reset()
-
-
 def reduction_groups(schedule: Schedule, sharded: Collection[int] = ()) -> list[tuple[int, ...]]:
     """The stages with sums, together with those that they share a process group with; but for those
     that are sharded, which have groups of their own.

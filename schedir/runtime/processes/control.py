@@ -74,35 +74,28 @@ class Control:
         self._group = groups.make("control", self._everyone)
 
     def gather(self, value: Any, begin: Callable[[], object] = int) -> list[Any]:
-        """The values of all processes, by number, on each of them. The value is packed before this
-        process waits for others, which it tells by `begin`."""
+        """The values of all processes, by number, on each of them; as in `collect`."""
         if len(self._everyone) == 1:
             return [value]
-        content = packed(value)
-        begin()
-        if self._own:
-            self._post(content, 0)
-            return [*map(pickle.loads, self._receive(0))]
-        contents = self._contents(content)
-        answer = packed([each.numpy().tobytes() for each in contents])
+        values = self.collect(value, begin)
+        if values is None:
+            return list(self._receive(0))
+        answer = packed(values)
         for number in range(1, len(self._everyone)):
             self._post(answer, number)
-        return [*map(unpacked, contents)]
+        return values
 
     def collect(self, value: Any, begin: Callable[[], object] = int) -> list[Any] | None:
-        """The values of all processes, by number, on the first one alone; as in `gather`."""
+        """The values of all processes, by number, on the first one alone. The value is packed
+        before this process waits for others, which it tells by `begin`."""
+        # By hand, not as a collective: gloo's threads drop a collective's tensors some time after
+        # it is done, and abort the process if Python is shutting down by then.
         content = packed(value)
         begin()
         if self._own:
             self._post(content, 0)
             return None
-        return [*map(unpacked, self._contents(content))]
-
-    def _contents(self, own: Tensor) -> list[Tensor]:
-        """The packed values of all processes, on the first one."""
-        # By hand, not as a collective: gloo's threads drop a collective's tensors some time after
-        # it is done, and abort the process if Python is shutting down by then.
-        return [own, *map(self._content, range(1, len(self._everyone)))]
+        return [unpacked(content), *map(self._receive, range(1, len(self._everyone)))]
 
     def meet(self, processes: Sequence[int]) -> None:
         """Wait until all of these processes, this one among them, have called this. Raises
@@ -157,12 +150,9 @@ class Control:
             self._group.tell(part, number, _OBJECT_TAG, "a message").wait()
 
     def _receive(self, number: int) -> Any:
-        return unpacked(self._content(number))
-
-    def _content(self, number: int) -> Tensor:
         place = number, _OBJECT_TAG, "a message from"
         size = int(self._group.expect(1, *place).wait())
-        return self._group.expect(size, *place, torch.uint8).wait()
+        return unpacked(self._group.expect(size, *place, torch.uint8).wait())
 
     def share(self, value: int) -> list[int]:
         """A number of each rank of this pipeline, by rank, on each of them."""

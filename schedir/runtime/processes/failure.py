@@ -37,26 +37,26 @@ _SEEN = 1.0  # seconds within which a launcher sees that a process has ended
 _ROOTS = "schedir_roots"  # of an error that is not printed: the process ids of those to blame
 
 
+@attrs.define(eq=False)
 class WaitError(Exception):
-    """A wait for other processes has failed.
+    """A wait for other processes has failed; within the runtime alone, which tells its user why.
 
     `what` says in words what was waited for; empty if the rank's current action says it. `advice`
     says what may help if nothing came in time. `process` is the number of the one that was waited
     for, `peer` its rank in the pipeline; None if unknown.
     """
 
-    def __init__(
-        self, cause: BaseException, what: str = "", advice: str = "", process: int | None = None
-    ) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-        self.what = what
-        self.advice = advice
-        self.process = process
-        self.peer: int | None = None
-        self.rank: int | None = None
-        self.index: int | None = None
-        self.action: Action | None = None
+    cause: BaseException
+    what: str = ""
+    advice: str = ""
+    process: int | None = None
+    peer: int | None = None
+    rank: int | None = None
+    index: int | None = None
+    action: Action | None = None
+
+    def __str__(self) -> str:
+        return str(self.cause)
 
     def forget_frames(self) -> None:
         """Drop the traceback, whose frames hold a work, and so a connection."""

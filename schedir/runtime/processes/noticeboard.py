@@ -33,9 +33,9 @@ from schedir.ir.tokens import parse_action
 
 Words: TypeAlias = "list[int] | memoryview[int]"
 CODE, CALL, STEP, BEAT, STATE, PROCESS = range(6)
-ALIVE, BROKEN, LEFT, ORPHANED = range(4)
-"""States of a process: it takes part, its own failure is told to its caller, it has closed, or it
-has ended because its launcher is gone."""
+ALIVE, BROKEN, LEFT, ORPHANED, ABSENT = range(5)
+"""States of a process: it takes part, its own failure is told to its caller, it has closed, it has
+ended because its launcher is gone, or it has not come yet."""
 BUSY, BUSY_OF = 8, 8
 """Where the nanoseconds of compute of the latest calls begin, and how many there are."""
 _WORDS = BUSY + BUSY_OF
@@ -91,6 +91,10 @@ class Place:
     def is_silent(self) -> bool:
         """Whether the process has not answered for long."""
         return self.age > SILENT
+
+
+NOWHERE = Place(Position(0, HANDSHAKE, "outside"), False, 0, ABSENT, float("inf"), 0.0)
+"""The place of a process that has not come yet."""
 
 
 @frozen

@@ -30,11 +30,13 @@ from schedir.diagnosis import Root
 from schedir.diagnosis.verdict import END, Position, Standing, State
 from schedir.runtime.processes.failure import state_of, status_of
 from schedir.runtime.processes.noticeboard import (
+    ABSENT,
     ALIVE,
     BROKEN,
     CALL,
     CODE,
     LEFT,
+    NOWHERE,
     ORPHANED,
     STATE,
     TELL,
@@ -136,8 +138,8 @@ class Watch:
     def left(self) -> Root | None:
         """Of the processes that make no more calls, the one with the fewest; None if all still may
         call."""
-        places = {number: self._place(number) for number in range(len(self._members))}
-        left = [(at.position.call, n) for n, at in places.items() if at and at.state == LEFT]
+        places = self._all_places()
+        left = [(at.position.call, n) for n, at in places.items() if at.state == LEFT]
         if not left:
             return None
         calls, number = min(left)
@@ -149,8 +151,7 @@ class Watch:
     def stragglers(self) -> tuple[tuple[int, float], ...]:
         """Each process whose compute lately took much longer than the median process's, and the
         ratio."""
-        places = {number: self._place(number) for number in range(len(self._members))}
-        busy = {n: place.busy for n, place in places.items() if place is not None and place.busy}
+        busy = {n: place.busy for n, place in self._all_places().items() if place.busy}
         if not busy:
             return ()
         usual = median_low(busy.values())
@@ -159,8 +160,7 @@ class Watch:
 
     def own_position(self) -> Position:
         """Where this process stands."""
-        place = self._place(self.own)
-        return Position(0, 0) if place is None else place.position
+        return self._place(self.own).position
 
     def members_here(self, roots: Iterable[Root]) -> Sequence[int]:
         """The ids of the roots' processes on this host, without this process."""
@@ -208,17 +208,17 @@ class Watch:
     def _see_gone(self, number: int, process: int) -> None:
         place = self._place(number)
         how, failed = _ending(process)
-        if place is not None and place.state == ALIVE and place.is_silent:  # its timer in C
+        if place.state == ALIVE and place.is_silent:  # its timer in C
             how = self._no_progress
-        if place is not None and place.state == ORPHANED:
+        if place.state == ORPHANED:
             how = "launcher gone"
-        if place is not None and place.state == LEFT and not failed:
+        if place.state == LEFT and not failed:
             self.others = {n: p for n, p in self.others.items() if n != number}
             return
         self._gone[number] = how
-        if self.verdict is None and (place is None or place.state == ALIVE or failed):
+        if self.verdict is None and (place.state in (ALIVE, ABSENT) or failed):
             self._read_verdict()
-            if self.verdict is None and (place is None or place.state != BROKEN):
+            if self.verdict is None and place.state != BROKEN:
                 self._judge()
 
     def _read_verdict(self) -> None:
@@ -241,31 +241,28 @@ class Watch:
 
     def _standing(self, cut: bool = False) -> Standing:
         """Where all ranks stand."""
-        empty = self.empty()
-        places = {n: self._place(n) for n in range(len(self._members))}
-        own = places[self.own]
-        assert own is not None  # this process has a file
-        at = [self._position(number, places[number], own) for number in empty.ranks]
+        empty, places = self.empty(), self._all_places()
+        at = [self._position(number, places[number]) for number in empty.ranks]
         if cut:
             here = empty.ranks.index(self.own)
             at[here] = evolve(at[here], cut=True)
         evaluating = tuple(
             turn
-            for turn, place in enumerate(map(places.get, empty.ranks))
-            if place is not None and not place.trains and 0 <= place.position.index < END
+            for turn, number in enumerate(empty.ranks)
+            if not places[number].trains and 0 <= places[number].position.index < END
         )
         return evolve(empty, positions=tuple(at), evaluating=evaluating)
 
-    def _position(self, number: int, place: Place | None, own: Place) -> Position:
+    def _position(self, number: int, place: Place) -> Position:
         """Where a process stands, and what has become of it."""
+        position = place.position
         if number in self._gone:
-            state: State = "gone" if place is None or place.state != BROKEN else "ended"
-            position = Position(own.position.call, 0) if place is None else place.position
+            state: State = "ended" if place.state == BROKEN else "gone"
             return evolve(position, state=state, cause=self._gone[number])
-        if place is None or place.state == LEFT:
-            cause = "it has closed its executor, or ended"
-            return Position(own.position.call, 0, "outside", cause=cause)
-        position = evolve(place.position, behind=number in self.board.far)
+        if place.state in (LEFT, ABSENT):
+            call = self.own_position().call
+            return Position(call, 0, "outside", cause="it has closed its executor, or ended")
+        position = evolve(position, behind=number in self.board.far)
         if place.state == ORPHANED:
             return evolve(position, state="gone", cause="launcher gone")
         if number != self.own and place.is_silent:
@@ -276,14 +273,17 @@ class Watch:
 
     def _cut(self, number: int, other: int) -> Root:
         """One end of a connection that was cut."""
-        place = self._place(number)
-        at = Position(0, 0) if place is None else place.position
+        at = self._place(number).position
         return Root(number, at.call, None, None, f"lost its connection to rank {other}", at.step)
 
-    def _place(self, number: int) -> Place | None:
-        if (place := self.board.read(number)) is not None:
-            self._places[number] = place
-        return self._places.get(number)
+    def _place(self, number: int) -> Place:
+        """The place of a process, or the last one that could be read."""
+        found = self.board.read(number) or self._places.get(number, NOWHERE)
+        self._places[number] = found
+        return found
+
+    def _all_places(self) -> dict[int, Place]:
+        return {number: self._place(number) for number in range(len(self._members))}
 
     def _give(self, verdict: Verdict, standing: Standing, lines: Sequence[str] = ()) -> Verdict:
         """Give a verdict, unless another process was first; returns the one that stands."""
@@ -309,8 +309,9 @@ class Watch:
                 say(f"root: {root}")
             for line in lines:
                 say(line)
-        elif verdict.roots:
-            say_ended(self.own, verdict.roots)
+        elif roots:
+            what = "roots are ranks" if len(roots) > 1 else "root is rank"
+            say(f"rank {self.own} ended: {what} {', '.join(map(str, sorted(roots)))}")
         else:
             say(f"rank {self.own} ended: {verdict.reason}")
         self._end_the_silent(roots)
@@ -322,8 +323,8 @@ class Watch:
         the interpreter's lock has the time to print its stack."""
         until = monotonic() + again(self.timeout) + 2 * PAUSE
         for number in roots & self.others.keys() - self._gone.keys():
-            place, process = self.board.read(number), self.others[number]
-            if place is not None and place.is_silent:
+            place, process = self._place(number), self.others[number]
+            if place.is_silent and place.state != ABSENT:
                 while monotonic() < until and state_of(process) not in ("T", "Z", ""):
                     sleep(PAUSE)
                 with suppress(OSError):
@@ -349,8 +350,7 @@ class Watch:
         roots = [r.rank for r in found.roots if not at[r.rank].startswith("waits")]
         if not waiting or not roots:
             return
-        places = map(self._place, roots)
-        silent = all(place is None or place.is_silent for place in places)
+        silent = all(self._place(rank).is_silent for rank in roots)
         if self.own in roots or (silent and self.own == min(waiting)):
             first, root, where = min(waiting), roots[0], ""
             if self.own in roots:
@@ -376,30 +376,17 @@ def _ending(process: int) -> tuple[str, bool]:
     if not found:
         return "ended without a word", True
     status = int(found[-1])
-    if status & 0x7F:
-        return f"killed by {_signal(status & 0x7F)}", True
+    if number := status & 0x7F:
+        names = {each.value: each.name for each in signal.Signals}
+        return f"killed by {names.get(number, f'signal {number}')}", True
     ended = status >> 8
     return f"exited with code {ended}", bool(ended)
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def say(line: str) -> None:
     """Print a line of this process on stderr, at once."""
     with suppress(OSError, ValueError):
         os.write(2, f"schedir: {line}\n".encode())
-
-
-def say_ended(own: int, roots: Sequence[Root]) -> None:
-    """Print the one line of a process that is not to blame."""
-    ranks = ", ".join(str(rank) for rank in sorted({root.rank for root in roots}))
-    several = len({root.rank for root in roots}) > 1
-    say(f"rank {own} ended: {f'roots are ranks {ranks}' if several else f'root is rank {ranks}'}")
 
 
 def leave(status: int, watches: Sequence[Watch]) -> NoReturn:

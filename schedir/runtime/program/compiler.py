@@ -332,7 +332,7 @@ class RankList:
         reductions = [stage.reduction for stage in stages if stage.reduction is not None]
         summed = [stage.replicas.barrier for stage in stages if stage.replicas is not None]
         split = [p for stage in stages for p in stage.weights.newest if isinstance(p, DTensor)]
-        barriers = gradients.barriers.before([stage.index for stage in stages])
+        barriers = gradients.barriers([stage.index for stage in stages])
         arrive: list[Bound] = [
             *(reduction.finish for reduction in reductions),
             *(barrier.leave for barrier in summed),

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from threading import Thread
 
 import attrs
 import torch.distributed as dist
 
 from schedir.ir import RECEIVES
 from schedir.runtime.accelerator import Accelerator
+from schedir.runtime.processes.control import Courier
 from schedir.runtime.processes.failure import Patience, WaitError
 from schedir.runtime.processes.nccl import ABORT
 from schedir.runtime.program.instruction import Instruction, nothing
@@ -142,25 +142,24 @@ class Progress:
 def _check(done: Sequence[_Step]) -> None:
     """Raise WaitError for the first of these that has failed."""
     asked: list[_Step] = []
-    found: list[BaseException] = []
 
     def ask() -> None:
-        try:
-            for step in done:
-                asked.append(step)
-                step.check()
-        except Exception as error:
-            found.append(error)
+        for step in done:
+            asked.append(step)
+            step.check()
 
     if not done:
         return
-    asking = Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(ABORT)
-    if asking.is_alive():
-        found.append(RuntimeError("it has failed, and its communicator does not end"))
-    for error in found:
-        raise _at(WaitError(error, asked[-1].awaited()), asked[-1])
+    courier = Courier()
+    try:
+        courier.send(ask).result(ABORT)
+    except TimeoutError:
+        never = RuntimeError("it has failed, and its communicator does not end")
+        raise _at(WaitError(never, asked[-1].awaited()), asked[-1]) from None
+    except Exception as error:
+        raise _at(WaitError(error, asked[-1].awaited()), asked[-1]) from None
+    finally:
+        courier.stop()
 
 
 def _at(stalled: WaitError, step: _Step) -> WaitError:
