@@ -43,7 +43,7 @@ from schedir.runtime.processes.failure import (
     users_line,
 )
 from schedir.runtime.processes.noticeboard import CALL, CODE, OUTSIDE, at_place
-from schedir.runtime.program.compiler import Compiler, set_autocast
+from schedir.runtime.program.compiler import Parts, set_autocast
 from schedir.runtime.program.compute import on_several_streams
 from schedir.runtime.program.first_call import FirstCall, Messenger
 from schedir.runtime.program.handshake import Handshake
@@ -164,7 +164,7 @@ class Engine:
             trace = self.trace if trains else None
             clock = self._clock if trains else self._recorder
             messengers = _messengers(session, transports, plan, trains, now)
-            compiler = Compiler(
+            parts = Parts(
                 accelerator,
                 self.stages,
                 self.gradients,
@@ -178,7 +178,7 @@ class Engine:
             return Programs(
                 plan,
                 plan.schedule if trains else forward_only(plan.schedule),
-                compiler,
+                parts,
                 transports,
                 session.control,
                 self._handshake,

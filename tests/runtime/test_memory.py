@@ -321,7 +321,7 @@ def test_buffers_that_are_used_again_train_as_one_process(
         monkeypatch.setattr(plan, "accelerator_of", device)
         with Executor(schedule, numbered(here), MSE, sgd, in_process=True) as executor:
             losses.append([executor.step(x, target=y).loss for x, y in random_batches(3)])
-            pools = {**executor._engine.training.compiler.pools}  # closing lets go of them
+            pools = {**executor._engine.training.parts.pools}  # closing lets go of them
         keeps = here[1]
         assert isinstance(keeps, Keeps)
         assert len(keeps.given) == 24

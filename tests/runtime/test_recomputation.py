@@ -248,7 +248,7 @@ def held_at(
 
 def buffers_of(executor: Executor) -> list[Tensor]:
     """The host's memory for what is moved there."""
-    copiers = executor._engine.training.compiler.copiers.values()
+    copiers = executor._engine.training.parts.copiers.values()
     return [own for copier in copiers for each in copier._buffers.values() for own in each]
 
 

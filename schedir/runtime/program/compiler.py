@@ -90,7 +90,7 @@ from schedir.runtime.transports.transport import BatchPoster, Poster, Transport,
 
 
 @attrs.frozen
-class Compiler:
+class Parts:
     """The parts that actions are bound to.
 
     `now` is the current call, which `trains` or not. `gradients` has the work before OPTIM_STEPs.
@@ -112,32 +112,18 @@ class Compiler:
     pools: dict[int, Pool] = attrs.field(factory=dict)
     copiers: dict[int, Copier] = attrs.field(factory=dict)
 
-    def compile(
-        self,
-        schedule: Schedule,
-        rank: int,
-        transport: Transport,
-        listed_at: Sequence[int],
-        cells: Cells,
-        autocast: bool,
-        described: Collection[int],
-    ) -> Sequence[Instruction]:
-        """The instructions of a rank here, in the order of its list in `schedule`.
 
-        `listed_at` has the place of each in the list before its receives were moved. `cells` know
-        what is sent, except over the `described` boundaries. `autocast` where the caller may
-        compute in lower precision.
-        """
-        list_ = _List(self, schedule, rank, transport, listed_at, cells, autocast, described)
-        return list_.instructions()
+class RankList:
+    """The list of a rank here in `schedule`, to be compiled with these parts.
 
-
-class _List:
-    """One rank's list, with the parts that its actions are bound to."""
+    `listed_at` has the place of each entry in the list before its receives were moved. `cells` know
+    what is sent, except over the `described` boundaries. `autocast` where the caller may compute in
+    lower precision.
+    """
 
     def __init__(
         self,
-        compiler: Compiler,
+        parts: Parts,
         schedule: Schedule,
         rank: int,
         transport: Transport,
@@ -146,13 +132,13 @@ class _List:
         autocast: bool,
         described: Collection[int],
     ) -> None:
-        self._compiler, self._stages, self._now = compiler, compiler.stages, compiler.now
+        self._parts, self._stages, self._now = parts, parts.stages, parts.now
         self._graph, self._rank, self._listed_at = graph_of(schedule), rank, listed_at
         self._cells, self._autocast, self._described = cells, autocast, described
         self._entries, self._actions = schedule.actions[rank], schedule.flat[rank]
         self._versions: Mapping[int, StageVersions] = weight_versions(schedule.columns, rank)
         self._arrived = arrivals(schedule, rank)
-        self._beside = compiler.beside or transport
+        self._beside = self._parts.beside or transport
         self._batches = {
             a: e.actions for e in self._entries if isinstance(e, Together) for a in e.actions
         }
@@ -160,15 +146,14 @@ class _List:
         self._poster: BatchPoster = transport
         self._gathered = first_uses(self._actions)
         self._early = early_additions(self._actions)
-        accelerator = compiler.accelerator
+        accelerator = self._parts.accelerator
         self._make: Make = partial(torch.empty_strided, device=accelerator.device)
         if accelerator.queues:
-            pool = compiler.pools.setdefault(rank, Pool(accelerator.device))
+            pool = self._parts.pools.setdefault(rank, Pool(accelerator.device))
             self._poster, self._make = FromBuffers(transport, pool), pool.empty
 
     def instructions(self) -> Sequence[Instruction]:
-        """All of them."""
-        compiler = self._compiler
+        """The instructions, in the order of the list."""
         aside = forwards_aside(self._entries)
         found: list[Instruction] = []
         turn = 0
@@ -185,7 +170,7 @@ class _List:
                 made.append(post_of(batch, made))
             elif len(parts) > 1:
                 wait, made[1] = wait_of(made[1]), attrs.evolve(made[1], wait=None)
-                if compiler.accelerator.queues:
+                if self._parts.accelerator.queues:
                     made = self._abreast(made, index in aside)
                 made.insert(0, wait)
             found += made
@@ -196,7 +181,7 @@ class _List:
         place = self._rank, index, self._listed_at[index], action
         stage = self._stages[action.stage]
         if action.kind is Kind.OPTIM_STEP:
-            if self._compiler.gradients.updates:
+            if self._parts.gradients.updates:
                 if not turn or self._actions[turn - 1].kind is not Kind.OPTIM_STEP:
                     yield from self._before_steps(place, turn)
                 step = self._step(action.stage, turn)
@@ -230,7 +215,7 @@ class _List:
     def _compute(
         self, place: tuple[int, int, int, Action], turn: int, action: Action, stage: Stage
     ) -> Instruction:
-        cell, kind, trains = self._cell(action), action.kind, self._compiler.trains
+        cell, kind, trains = self._cell(action), action.kind, self._parts.trains
         versions = self._versions[cell.stage]
         version = versions.reads[cell.microbatch]
         last_read = versions.last_read[version] == turn
@@ -241,7 +226,7 @@ class _List:
         replayed = self._lists(Kind.RECOMPUTE, cell)
         if kind is Kind.FORWARD:
             if before or beyond:
-                first = self._compiler.first
+                first = self._parts.first
                 run = first_forward(stage, cell, self._now, trains, replayed, first, beyond)
             else:
                 run = forward(stage, cell, self._now, trains, replayed)
@@ -262,7 +247,7 @@ class _List:
             if kind is (Kind.RECOMPUTE if replayed else Kind.FORWARD):
                 run = saving(cell, run)
             elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-                run = using(cell, self._compiler.accelerator, run)
+                run = using(cell, self._parts.accelerator, run)
         if self._autocast and kind in (Kind.FORWARD, Kind.RECOMPUTE):
             run = _under_autocast(run, self._now)
         if stage.weights.stashes:
@@ -297,9 +282,9 @@ class _List:
         return cells if len(versions) == 1 else None
 
     def _copy(self, action: Action, stage: Stage) -> Bound:
-        cell, copiers = self._cell(action), self._compiler.copiers
+        cell, copiers = self._cell(action), self._parts.copiers
         if self._rank not in copiers:
-            copiers[self._rank] = Copier(self._compiler.accelerator)
+            copiers[self._rank] = Copier(self._parts.accelerator)
         copier = copiers[self._rank]
         if action.kind is Kind.OFFLOAD:
             return offload_activation(cell, stage, copier)
@@ -312,12 +297,12 @@ class _List:
     def _transfer(self, action: Action, poster: Poster, peer: int) -> Bound:
         cell, kind = self._cell(action), action.kind
         if crossed(action) in self._described:
-            first = self._compiler.first
+            first = self._parts.first
             messenger = first.messengers[self._rank]
             if kind is Kind.SEND_GRAD:
                 return describe_gradients(cell, messenger, peer, first)
             return _DESCRIBED[kind](cell, messenger, peer)
-        device = self._compiler.accelerator.device
+        device = self._parts.accelerator.device
         if kind is Kind.SEND_ACT:
             return send_activations(cell, poster, peer)
         if kind is Kind.SEND_GRAD:
@@ -336,7 +321,7 @@ class _List:
 
         The ranks of this process come to the barriers one after the other, and then all leave them.
         """
-        gradients = self._compiler.gradients
+        gradients = self._parts.gradients
         steps = [
             (action.stage, self._step(action.stage, at))
             for at, action in enumerate(
@@ -376,7 +361,7 @@ class _List:
 
     def _scale(self, stage: int, step: int) -> Callable[[], None]:
         weights, replicas = self._stages[stage].weights, self._stages[stage].replicas
-        scale = partial(self._compiler.gradients.scaling.scale, weights.newest, stage, step)
+        scale = partial(self._parts.gradients.scaling.scale, weights.newest, stage, step)
         return scale if replicas is None else partial(replicas.scale, step, scale)
 
     def _step(self, stage: int, turn: int) -> int:
@@ -386,11 +371,11 @@ class _List:
     def _abreast(self, pair: Sequence[Instruction], forward_aside: bool) -> list[Instruction]:
         """The two of an overlapped pair on two streams."""
         first, second = pair
-        side = self._compiler.streams.of("pairs", self._rank)
+        side = self._parts.streams.of("pairs", self._rank)
         (aside,) = (
             one.action.kind for one in pair if (one.action.kind is Kind.FORWARD) == forward_aside
         )
-        made = Pair(self._compiler.accelerator, side, self._cell(first.action))
+        made = Pair(self._parts.accelerator, side, self._cell(first.action))
         return made.abreast(first, second, aside)
 
     def _in_turn(self, made: Instruction, adds: bool) -> Instruction:

@@ -46,7 +46,7 @@ from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe, of_the_user
 from schedir.runtime.processes.noticeboard import CODE, Words, at_place, code, number_of, numbered
-from schedir.runtime.program.compiler import Compiler
+from schedir.runtime.program.compiler import Parts, RankList
 from schedir.runtime.program.first_call import DESCRIBED_TAGS
 from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.instruction import (
@@ -301,7 +301,7 @@ class Programs:
         self,
         plan: Plan,
         schedule: Schedule,
-        compiler: Compiler,
+        parts: Parts,
         transports: Mapping[int, Transport],
         control: Control,
         handshake: Handshake,
@@ -312,13 +312,13 @@ class Programs:
         self._batch = batch
         self._plan, self._listed, self._control = plan, schedule, control
         self._handshake, self._newcomers = handshake, newcomers
-        self.compiler, self._transports, self._under_way = compiler, transports, under_way
+        self.parts, self._transports, self._under_way = parts, transports, under_way
         self.schedule = plan.posted(schedule)
         self._lists: dict[int | None, Schedule] = {None: self.schedule}  # by the room for buffers
         self._sees_input = 0 in plan.local_stages
         accelerator = plan.accelerator
         apart = transports if accelerator.queues and len(transports) > 1 else ()
-        streams = {rank: compiler.streams.of("lists", rank) for rank in apart}
+        streams = {rank: parts.streams.of("lists", rank) for rank in apart}
         self._streams = RankStreams(accelerator, streams)
         self._known: OrderedDict[int, Program] = OrderedDict()
         self._numbers: dict[object, int] = {}
@@ -355,14 +355,14 @@ class Programs:
 
         Raises ExecutionError, or WaitError for what never comes.
         """
-        self.compiler.now.call = call
+        self.parts.now.call = call
         # What the call before sent last; its receivers have posted their part within that one.
         if self._under_way:
-            self.compiler.now.at[CODE] = at_place(SENDS)
+            self.parts.now.at[CODE] = at_place(SENDS)
             self._wait_for_sends("the call before")
-        for pool in self.compiler.pools.values():
+        for pool in self.parts.pools.values():
             pool.trim()
-        for copier in self.compiler.copiers.values():
+        for copier in self.parts.copiers.values():
             copier.trim()
         yield from program.run()
         self._under_way += program.cells.take_sends()
@@ -379,7 +379,7 @@ class Programs:
         mask_gradients(lessons, program.schedule, self._plan.local_ranks)
         room = min(self._control.share(self._room(lessons)))
         number, self._next = self._next, self._next + 1
-        described = self.compiler.first.described
+        described = self.parts.first.described
         self._known[number] = self._compiled(lessons, call.precision, described, number, room)
         if self._sees_input:
             self._numbers[self._signature] = number
@@ -405,12 +405,12 @@ class Programs:
     def reset(self) -> None:
         """A call has failed: the next one, where there can be one, starts anew."""
         self._under_way.clear()
-        for messenger in self.compiler.first.messengers.values():
+        for messenger in self.parts.first.messengers.values():
             messenger.drop()
-        self.compiler.pools.clear()
-        for copier in self.compiler.copiers.values():
+        self.parts.pools.clear()
+        for copier in self.parts.copiers.values():
             copier.end()
-        self.compiler.copiers.clear()
+        self.parts.copiers.clear()
         for program in (*self._known.values(), self._latest):
             if program is not None:
                 program.cells.drop()
@@ -448,12 +448,13 @@ class Programs:
             self._lists[room] = self._plan.posted(self._listed, room)
         schedule = self._lists[room]
         cells = Cells(lessons, self._plan.last_stage, graph_of(schedule).runs)
-        tag = DESCRIBED_TAGS + 2 * number + self.compiler.trains
+        tag = DESCRIBED_TAGS + 2 * number + self.parts.trains
         lists: list[Sequence[Instruction]] = []
         ahead: list[Bound] = []
         for rank, transport in self._transports.items():
             listed_at = _listed_at(self._listed.actions[rank], schedule.actions[rank])
-            instructions = self.compiler.compile(
+            instructions = RankList(
+                self.parts,
                 schedule,
                 rank,
                 transport.tagged(tag),
@@ -461,7 +462,7 @@ class Programs:
                 cells,
                 precision is not None or self._plan.accelerator.queues,
                 described,
-            )
+            ).instructions()
             if transport.early:
                 leading = takewhile(
                     lambda entry: _is_receive(entry) and crossed(entry) not in described,
@@ -474,10 +475,10 @@ class Programs:
                 ahead = [one.run for one in instructions[:first_of]]
                 posted = (attrs.evolve(one, run=nothing) for one in instructions[:first_of])
                 instructions = [*posted, *instructions[first_of:]]
-            lists.append(observed(instructions, self.compiler.observers))
+            lists.append(observed(instructions, self.parts.observers))
         of_each = self._ends(schedule, lists)
         listed, ends = in_one_list(lists, of_each) if len(lists) > 1 else (lists[0], of_each[0])
-        at = self.compiler.now.at
+        at = self.parts.now.at
         return Program(schedule, cells, listed, at, self._streams, room is None, ahead, ends)
 
     def _ends(self, schedule: Schedule, lists: Sequence[Sequence[Instruction]]) -> list[list[int]]:
