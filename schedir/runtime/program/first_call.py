@@ -304,10 +304,10 @@ class Messenger:
             content[begin : begin + len(part)] = part.data
             begin += len(part)
         whole = torch.frombuffer(content, dtype=torch.uint8)
-        works = [self._poster.send(whole[: room.room], peer)]
-        if size > room.room:
-            works.append(self._rests.send(whole[room.room :], peer))
-        return works
+        if size <= room.room:
+            return [self._poster.send(whole, peer)]
+        first, rest = whole[: room.room], whole[room.room :]
+        return [self._poster.send(first, peer), self._rests.send(rest, peer)]
 
     def expect(self, key: Key, peer: int) -> None:
         """Post a receive for the first part of the next message from a peer, of this key."""

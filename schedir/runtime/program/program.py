@@ -18,7 +18,7 @@ another.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -195,7 +195,7 @@ def in_one_list(
     Each rank goes on until it would wait for another one. Past the end of a batch it goes only
     where another rank needs that to come to its own end. A list that was proved never stops here.
     """
-    happened: Counter[object] = Counter()
+    happened: dict[object, int] = {}
     reached = [0] * len(lists)
     found: list[Instruction] = []
     stops = []
@@ -207,9 +207,10 @@ def in_one_list(
             for number, instructions in enumerate(lists):
                 for at in range(reached[number], limits[number]):
                     instruction = instructions[at]
-                    if any(happened[event] < times for event, times in instruction.after):
+                    if any([happened.get(e, 0) < times for e, times in instruction.after]):
                         break
-                    happened.update(instruction.does)
+                    for event in instruction.does:
+                        happened[event] = happened.get(event, 0) + 1
                     found.append(instruction)
                     reached[number] += 1
             if len(found) == before:
@@ -250,10 +251,12 @@ def _flat(
         # What stands before an action, but a batch, waits for others.
         waits = not instruction.listed and not instruction.parts
         run: Phase = "waiting" if waits else "running"
-        phases: list[tuple[Bound | None, Phase]]
-        phases = [(instruction.run, run), (instruction.wait, "waiting")]
-        if not place or instructions[place - 1].rank != rank:
-            phases.append((streams.enters(rank), "running"))
+        comes = not place or instructions[place - 1].rank != rank
+        phases: tuple[tuple[Bound | None, Phase], ...] = (
+            (instruction.run, run),
+            (instruction.wait, "waiting"),
+            (streams.enters(rank) if comes else None, "running"),
+        )
         for call, phase in phases:
             if call is not None and call is not nothing:
                 calls.append(call)
