@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 _CPU = torch.device("cpu")
-_ATEN: Any = torch.ops.aten
 
 
 class Lazy(Tensor):
@@ -44,7 +43,7 @@ class Lazy(Tensor):
     ) -> Any:
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} changes a tensor of the files in place")
-        if func in (_ATEN.alias.default, _ATEN.detach.default):
+        if func._schema.name in ("aten::alias", "aten::detach"):
             return cls(args[0].like, args[0].compute)  # quickly: it happens to each tensor of files
         given = (args, kwargs or {})
         like_args, like_kwargs = pytree.tree_map_only(Lazy, lambda x: x.like, given)
