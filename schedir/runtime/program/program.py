@@ -207,7 +207,8 @@ def in_one_list(
             for number, instructions in enumerate(lists):
                 for at in range(reached[number], limits[number]):
                     instruction = instructions[at]
-                    if any([happened.get(e, 0) < times for e, times in instruction.after]):
+                    after = instruction.after
+                    if after and any(happened.get(event, 0) < times for event, times in after):
                         break
                     for event in instruction.does:
                         happened[event] = happened.get(event, 0) + 1
