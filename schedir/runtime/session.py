@@ -114,9 +114,9 @@ class Session:
         """Wait for all others, show them where this process stands, and begin to watch them."""
         own, everyone, timeout = Member.here(), self.grid.everyone, self.groups.timeout
         with self.gathering():
-            said = own, secrets.token_hex(8)
+            said = attrs.astuple(own), secrets.token_hex(8)
             heard = hello(self.groups.store, everyone, everyone[self.own], said, timeout)
-        members = [member for member, _ in heard]
+        members = [Member(*fields) for fields, _ in heard]
         far = [number for number, member in enumerate(members) if member.host != own.host]
         self.board.open(heard[0][1], self.own, far)
         empty = partial(empty_standing, self.plan)

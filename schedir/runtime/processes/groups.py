@@ -6,8 +6,8 @@ other, and then made together: how much of a GPU each may take depends on all.
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -410,8 +410,8 @@ _kept: list[Store] = []  # until this process ends, so that others can read why
 def hello(
     store: Store, everyone: Sequence[int], own: int, said: Any, timeout: timedelta
 ) -> list[Any]:
-    """Tell all processes something, as process `own`, before there is any group, and wait for what
-    they tell, in the order of `everyone`.
+    """Tell all processes something that JSON can hold, as process `own`, before there is any group,
+    and wait for what they tell, in the order of `everyone`.
 
     Raises WaitError, with those that have not come, if they don't in time; ExecutionError if one of
     them can't make its executor.
@@ -419,7 +419,7 @@ def hello(
     board = Noticeboard(store)
     keys = {f"hello/{number}": f"process {number}" for number in everyone}
     with waiting(_MAKING, interface_advice()):
-        store.set(f"hello/{own}", pickle.dumps(said))  # type: ignore[arg-type]  # bytes as well
+        store.set(f"hello/{own}", json.dumps(said))
         try:
             patience = Patience(timeout, board.has_failed)
             patience.until(lambda: store.check([*keys]), lambda: _MAKING, over_network=True)
@@ -435,7 +435,7 @@ def hello(
             )
             stalled.advice = "; ".join(filter(None, (advice, interface_advice())))
             raise
-        return [pickle.loads(store.get(key)) for key in keys]
+        return [json.loads(store.get(key)) for key in keys]
 
 
 @contextmanager
