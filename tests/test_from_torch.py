@@ -54,9 +54,7 @@ def test_the_list_is_torchs(name: str) -> None:
 
 def test_a_class_takes_a_number_of_chunks() -> None:
     theirs = torch_schedules.ScheduleInterleaved1F1B
-    found = from_torch(theirs, ranks=4, microbatches=8, chunks=3)
-    assert schedir.check(found).ok
-    assert found.stages == 12
+    assert from_torch(theirs, ranks=4, microbatches=8, chunks=3).stages == 12
 
 
 @pytest.mark.parametrize(
