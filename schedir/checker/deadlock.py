@@ -8,6 +8,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from schedir.checker.communication import mis_paired
 from schedir.checker.diagnostics import Change, Excerpt, Faults, Finding, Side, in_short
 from schedir.checker.repairs import in_turn, reorder, slide, windows
 from schedir.checker.rules import MEETS, WAIT_CYCLE
@@ -18,12 +19,14 @@ from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
     COMPUTE,
+    DEFAULT_CHANNEL,
     GROUPS,
     RECEIVES,
     Columns,
     Ints,
     Schedule,
     Ties,
+    enforces,
 )
 
 _AROUND = 2
@@ -31,10 +34,15 @@ _ENDS = 4  # rows of a long way that are shown of each end
 
 
 def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
-    """The channel models under which the schedule runs to its end, strictest first.
+    """The channel models under which the schedule runs to its end, each send with its own receive,
+    strictest first.
 
     Expects matched communication.
     """
+    if mis_paired(schedule, DEFAULT_CHANNEL).many:
+        alone = "direction"  # where fewer transfers share a channel
+        paired = not mis_paired(schedule, alone).many
+        return (alone,) if paired and runs(schedule, alone, ties) else ()
     # Without ties and batches, two models block as the stricter one before them does. What `host`
     # has compute wait for, `rank` has the communication after it wait for, and compute only matters
     # to that. What `edge` has a transfer wait for, the one before it on its channel, waits for
@@ -43,11 +51,13 @@ def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
     columns = schedule.columns
     batched = columns.joined & columns.is_kind(*COMMUNICATION)
     known = () if ties or batched.any() else ("rank", "async")
-    # Each enforces a part of what the one before does.
-    for strictest, channel in enumerate(CHANNELS):
-        if channel not in known and runs(schedule, channel, ties):
-            return CHANNELS[strictest:]
-    return ()
+    clean: list[str] = []
+    for channel in CHANNELS:
+        if any(enforces(stricter, channel) for stricter in clean) or (
+            channel not in known and runs(schedule, channel, ties)
+        ):
+            clean.append(channel)
+    return tuple(clean)
 
 
 def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
@@ -68,7 +78,7 @@ def deadlock(
     *,
     given: Schedule | None = None,
 ) -> Iterator[Faults]:
-    """A deadlock under `channel`, if there is one; `clean` are the models without one.
+    """A deadlock under `channel`, if there is one; `clean` are the models that are clean.
 
     A compute-only schedule is judged by its compute, collectives and ties: a cycle of these exists
     under every model. `given` is the schedule as its author gave it, if communication was inserted
@@ -76,13 +86,15 @@ def deadlock(
     """
     # What blocks under every model does so for the reasons that the weakest has, too: these are the
     # ones to see to first.
-    waiting = waits(schedule, channel if clean else CHANNELS[-1], ties)
-    if waiting.blocks:
-        yield Faults(
-            rule=WAIT_CYCLE,
-            keys=np.zeros(1, np.int64),
-            findings=_shortest(schedule, waiting, (channel, clean), ties, given),
-        )
+    for model in (channel,) if clean else dict.fromkeys((CHANNELS[-1], channel)):
+        waiting = waits(schedule, model, ties)
+        if waiting.blocks:
+            yield Faults(
+                rule=WAIT_CYCLE,
+                keys=np.zeros(1, np.int64),
+                findings=_shortest(schedule, waiting, (channel, clean), ties, given),
+            )
+            return
 
 
 def _shortest(

@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 import attrs
 
-from schedir.checker.communication import collectives, communication
+from schedir.checker.communication import collectives, communication, mis_paired
 from schedir.checker.deadlock import blocked, clean_channels, deadlock
 from schedir.checker.diagnostics import (
     Batch,
@@ -131,15 +131,15 @@ def prove(
 
 
 def sound(schedule: Schedule) -> Schedule | None:
-    """The complete form of a schedule, None if it has an error other than a deadlock. `prove` names
-    the error, and says whether the schedule blocks.
+    """The complete form of a schedule, None if it has an error other than a deadlock under the
+    default channel model. `prove` names the error, and says whether the schedule blocks.
 
     This is for callers that run the schedule to its end anyway, and so see whether it blocks.
     """
-    if (_COMPLETE, ()) in schedule.memo:
-        return schedule.memo[_COMPLETE, ()] or schedule
-    found, complete = _judged(schedule, Terms())
-    return None if _errors(found) else complete
+    key = _COMPLETE, ()
+    if key not in schedule.memo:
+        _judged(schedule, Terms())
+    return (schedule.memo[key] or schedule) if key in schedule.memo else None
 
 
 def _report(
@@ -159,7 +159,7 @@ def _report(
         clean = complete.once(("clean channels", ties), partial(clean_channels, complete, ties))
         if channel not in clean:
             given = None if complete is schedule else schedule
-            found += deadlock(complete, channel, clean, ties, given=given)
+            found += _of_the_channel(complete, channel, clean, ties, given)
     proved = None if _errors(found) else complete
     if proved is not None and advise:
         found += without_steps(schedule)
@@ -170,9 +170,9 @@ def _report(
 
 
 def _judged(schedule: Schedule, terms: Terms) -> tuple[list[Faults], Schedule | None]:
-    """The faults of a schedule, deadlock excepted, and its complete form, in which to look for
-    deadlocks. That is None if some wait has no meaning yet. It is stored with the schedule if there
-    is no error."""
+    """The faults of a schedule under every channel model, and its complete form, in which to look
+    for those of one. That is None if some wait has no meaning yet. It is stored with the schedule
+    if it has no error but deadlocks."""
     key = _COMPLETE, terms.ties
     if key in schedule.memo:
         # Limits may be others now, and notes name places in this very list.
@@ -183,11 +183,25 @@ def _judged(schedule: Schedule, terms: Terms) -> tuple[list[Faults], Schedule | 
     found = _present(chain(ordering(schedule, terms.ties), memory(schedule, terms)))
     blocking, complete = _completed(schedule, terms.ties, found)
     found += blocking
-    if complete is not None and not _errors(found):
+    paired = complete is not None and not len(graph_of(complete).transfers.swapped)
+    if complete is not None and paired and not _errors(found):
         # Both have the same compute, and the communication is the complete one's; that does not
         # remember itself, so that memory is freed as soon as nobody has it.
         schedule.memo[key], complete.memo[key] = complete, None
     return found, complete
+
+
+def _of_the_channel(
+    complete: Schedule,
+    channel: str,
+    clean: tuple[str, ...],
+    ties: Ties,
+    given: Schedule | None = None,
+) -> list[Faults]:
+    """The faults of a complete schedule under a channel model: wrong pairs of sends and receives,
+    otherwise a deadlock. The other arguments are those of `deadlock`."""
+    wrong = _present([mis_paired(complete, channel)])
+    return wrong or [*deadlock(complete, channel, clean, ties, given=given)]
 
 
 def _ties_that_hold(ties: Ties, found: Iterable[Faults]) -> Ties:
@@ -230,7 +244,7 @@ def _trial(schedule: Schedule, channel: str, terms: Terms) -> list[Faults]:
     """The errors of a changed schedule."""
     found, complete = _judged(schedule, terms)
     if complete is not None:
-        found += deadlock(complete, channel, CHANNELS, _ties_that_hold(terms.ties, found))
+        found += _of_the_channel(complete, channel, CHANNELS, _ties_that_hold(terms.ties, found))
     return _errors(found)
 
 
