@@ -172,7 +172,7 @@ def test_a_cycle_through_a_batch_names_its_parts() -> None:
     batched = "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0;1RECV_ACT1) 1F1 1B1 1SEND_GRAD1"
     both = "0F0 0SEND_ACT0 0F1 (0SEND_ACT1;0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1"
     batch = listed(2, "0 1", both, batched)
-    assert schedir.check(batch).clean_channels == ("rank", "pair", "edge", "async")
+    assert schedir.check(batch).clean_channels == CHANNELS[1:]
     (finding,) = schedir.check(batch, "host").errors
     assert str(finding.locations[0]) == "rank 0 #3 0SEND_ACT1 of (0SEND_ACT1;0RECV_GRAD0)"
     # Rank 0 asks for the gradient of microbatch 0 before it sends what comes with it there.
@@ -215,7 +215,7 @@ def test_no_lint_proposes_to_tear_a_batch() -> None:
         "0F0 0SEND_ACT0 0F1 0SEND_ACT1 0RECV_GRAD0 0B0 0RECV_GRAD1 0B1",
         "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0;1RECV_ACT1) 1F1 1B1 1SEND_GRAD1",
     )
-    for channel in ("rank", "pair", "edge", "async"):
+    for channel in CHANNELS[1:]:
         assert [d.code for d in schedir.check(batch, channel).diagnostics] == ["S213"]
 
 

@@ -84,7 +84,7 @@ def test_a_wrong_schedule_has_none() -> None:
 
 @pytest.mark.parametrize(
     ("crossed", "clean"),
-    [(CROSSED, ("edge", "async")), (CROSSED_SUMS, ("pair", "edge", "async"))],
+    [(CROSSED, ("edge", "direction", "async")), (CROSSED_SUMS, schedir.CHANNELS[2:])],
     ids=["transfers", "sums"],
 )
 def test_what_does_not_run_on_nccl_is_built_and_simulated(

@@ -17,8 +17,9 @@ from schedir.ir import Schedule
 _ROWS_AROUND = 2
 
 
-def communication(schedule: Schedule) -> Iterator[Faults]:
-    """The faults of sends and receives under every channel model. Expects a sound structure."""
+def communication(schedule: Schedule, channel: str) -> Iterator[Faults]:
+    """The faults of sends and receives, paired as under a channel model. Expects a sound
+    structure."""
     graph = graph_of(schedule)
     lone, columns = graph.lone, schedule.columns
     if len(lone):
@@ -32,6 +33,7 @@ def communication(schedule: Schedule) -> Iterator[Faults]:
         )
     yield from values(schedule, of_transfers=True)
     yield from _unmatched(schedule, graph.transfers)
+    yield mis_paired(schedule, channel)
     yield from collectives(schedule)
 
 

@@ -8,7 +8,6 @@ from operator import itemgetter
 
 import numpy as np
 
-from schedir.checker.communication import mis_paired
 from schedir.checker.diagnostics import Change, Excerpt, Faults, Finding, Side, in_short
 from schedir.checker.repairs import in_turn, reorder, slide, windows
 from schedir.checker.rules import MEETS, WAIT_CYCLE
@@ -19,7 +18,6 @@ from schedir.ir import (
     CHANNELS,
     COMMUNICATION,
     COMPUTE,
-    DEFAULT_CHANNEL,
     GROUPS,
     RECEIVES,
     Columns,
@@ -34,15 +32,12 @@ _ENDS = 4  # rows of a long way that are shown of each end
 
 
 def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
-    """The channel models under which the schedule runs to its end, each send with its own receive,
-    strictest first.
+    """The channel models under which the schedule runs to its end, strictest first.
 
-    Expects matched communication.
+    Expects matched communication, which is paired rightly under some model.
     """
-    if mis_paired(schedule, DEFAULT_CHANNEL).many:
-        alone = "direction"  # where fewer transfers share a channel
-        paired = not mis_paired(schedule, alone).many
-        return (alone,) if paired and runs(schedule, alone, ties) else ()
+    # What is paired rightly under one model only is so where the fewest transfers share a channel.
+    alone = len(graph_of(schedule).transfers.swapped) > 0
     # Without ties and batches, two models block as the stricter one before them does. What `host`
     # has compute wait for, `rank` has the communication after it wait for, and compute only matters
     # to that. What `edge` has a transfer wait for, the one before it on its channel, waits for
@@ -52,7 +47,7 @@ def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
     batched = columns.joined & columns.is_kind(*COMMUNICATION)
     known = () if ties or batched.any() else ("rank", "async")
     clean: list[str] = []
-    for channel in CHANNELS:
+    for channel in ("direction",) if alone else CHANNELS:
         if any(enforces(stricter, channel) for stricter in clean) or (
             channel not in known and runs(schedule, channel, ties)
         ):

@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 import attrs
 
-from schedir.checker.communication import collectives, communication, mis_paired
+from schedir.checker.communication import collectives, communication
 from schedir.checker.deadlock import blocked, clean_channels, deadlock
 from schedir.checker.diagnostics import (
     Batch,
@@ -136,10 +136,10 @@ def sound(schedule: Schedule) -> Schedule | None:
 
     This is for callers that run the schedule to its end anyway, and so see whether it blocks.
     """
-    key = _COMPLETE, ()
-    if key not in schedule.memo:
-        _judged(schedule, Terms())
-    return (schedule.memo[key] or schedule) if key in schedule.memo else None
+    if (_COMPLETE, ()) in schedule.memo:
+        return schedule.memo[_COMPLETE, ()] or schedule
+    found, complete = _judged(schedule, Terms())
+    return None if _errors(found) else complete
 
 
 def _report(
@@ -152,14 +152,14 @@ def _report(
 ) -> Report:
     """The errors; if there are none and `advise` is set, the warnings and notes."""
     channel = channel_model(channel)
-    found, complete = _judged(schedule, terms)
+    found, complete = _judged(schedule, terms, channel)
     ties = _ties_that_hold(terms.ties, found)
     clean: tuple[str, ...] = ()
     if complete is not None:
         clean = complete.once(("clean channels", ties), partial(clean_channels, complete, ties))
         if channel not in clean:
             given = None if complete is schedule else schedule
-            found += _of_the_channel(complete, channel, clean, ties, given)
+            found += deadlock(complete, channel, clean, ties, given=given)
     proved = None if _errors(found) else complete
     if proved is not None and advise:
         found += without_steps(schedule)
@@ -169,10 +169,12 @@ def _report(
     return Report(channel, diagnostics, clean, proved)
 
 
-def _judged(schedule: Schedule, terms: Terms) -> tuple[list[Faults], Schedule | None]:
-    """The faults of a schedule under every channel model, and its complete form, in which to look
-    for those of one. That is None if some wait has no meaning yet. It is stored with the schedule
-    if it has no error but deadlocks."""
+def _judged(
+    schedule: Schedule, terms: Terms, channel: str = DEFAULT_CHANNEL
+) -> tuple[list[Faults], Schedule | None]:
+    """The faults of a schedule, deadlock excepted, and its complete form, in which to look for
+    deadlocks. That is None if some wait has no meaning yet. It is stored with the schedule if there
+    is no error under any channel model."""
     key = _COMPLETE, terms.ties
     if key in schedule.memo:
         # Limits may be others now, and notes name places in this very list.
@@ -181,27 +183,14 @@ def _judged(schedule: Schedule, terms: Terms) -> tuple[list[Faults], Schedule | 
     if found:
         return found, None
     found = _present(chain(ordering(schedule, terms.ties), memory(schedule, terms)))
-    blocking, complete = _completed(schedule, terms.ties, found)
+    blocking, complete = _completed(schedule, terms.ties, found, channel)
     found += blocking
-    paired = complete is not None and not len(graph_of(complete).transfers.swapped)
-    if complete is not None and paired and not _errors(found):
+    wrong = complete is None or _errors(found) or len(graph_of(complete).transfers.swapped)
+    if complete is not None and not wrong:
         # Both have the same compute, and the communication is the complete one's; that does not
         # remember itself, so that memory is freed as soon as nobody has it.
         schedule.memo[key], complete.memo[key] = complete, None
     return found, complete
-
-
-def _of_the_channel(
-    complete: Schedule,
-    channel: str,
-    clean: tuple[str, ...],
-    ties: Ties,
-    given: Schedule | None = None,
-) -> list[Faults]:
-    """The faults of a complete schedule under a channel model: wrong pairs of sends and receives,
-    otherwise a deadlock. The other arguments are those of `deadlock`."""
-    wrong = _present([mis_paired(complete, channel)])
-    return wrong or [*deadlock(complete, channel, clean, ties, given=given)]
 
 
 def _ties_that_hold(ties: Ties, found: Iterable[Faults]) -> Ties:
@@ -215,7 +204,7 @@ def _present(found: Iterable[Faults]) -> list[Faults]:
 
 
 def _completed(
-    schedule: Schedule, ties: Ties, found: list[Faults]
+    schedule: Schedule, ties: Ties, found: list[Faults], channel: str
 ) -> tuple[list[Faults], Schedule | None]:
     """The faults of a schedule's communication, and its complete form, given the faults found in
     its compute. There is no complete form if some wait has no meaning yet, or would only echo an
@@ -236,15 +225,15 @@ def _completed(
             blocking = blocking or [*deadlock(schedule, _WEAKEST, (), ties)]
         if blocking:
             return blocking, None
-    blocking = _present(communication(complete))
+    blocking = _present(communication(complete, channel))
     return blocking, None if blocking else complete
 
 
 def _trial(schedule: Schedule, channel: str, terms: Terms) -> list[Faults]:
     """The errors of a changed schedule."""
-    found, complete = _judged(schedule, terms)
+    found, complete = _judged(schedule, terms, channel)
     if complete is not None:
-        found += _of_the_channel(complete, channel, CHANNELS, _ties_that_hold(terms.ties, found))
+        found += deadlock(complete, channel, CHANNELS, _ties_that_hold(terms.ties, found))
     return _errors(found)
 
 
