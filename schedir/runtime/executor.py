@@ -113,7 +113,8 @@ class Executor:
     - `timeout`: how long a rank waits for another, in seconds or as a timedelta. By default it is
       the timeout of the default process group.
     - `channel`: the channel model under which the list is proved and posted. By default it is the
-      transport's: "async" for gloo, "rank" for NCCL. You may name a stricter one.
+      transport's: "async" for gloo, "rank" for NCCL. You may name a stricter one, but not
+      "direction".
     - `in_process`: run all ranks in this process, in turn, without torchrun. It is for tests and to
       look inside, not for speed.
     - `trace`: record when each entry of the list runs in each call of `step`, on every rank of the

@@ -229,7 +229,8 @@ def check_sharded(
         if not listed[stage]:
             raise ExecutionError(
                 f"stage {stage} is wrapped by fully_shard, but {schedule.name} never gathers its "
-                f"weights: pass schedir.shard(schedule, stages=[{stage}, …])"
+                "weights: pass schedir.shard(schedule), or name the wrapped stages of all ranks in "
+                "its stages="
             )
         if len(schedule.placement[stage]) > 1 or grid.alone:
             raise ExecutionError(
