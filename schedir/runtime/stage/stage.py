@@ -53,7 +53,9 @@ class Stage:
         self.optimizer = optimizer
         self.sharded = self.replicas = None
         if isinstance(self.module, FSDPModule):
-            self.sharded = Sharded(index, self.module, not plan.updates)
+            given = plan.arguments
+            free, weighs = given.gathers == "free", given.weigh is not None
+            self.sharded = Sharded(index, self.module, not plan.updates, free, weighs)
         if len(ranks := plan.local_holders(index)) > 1:
             self.replicas = Replicas(ranks, weights, plan.accelerator)
         self.buffers = Buffers(plan.trained[index])
