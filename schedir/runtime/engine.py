@@ -53,8 +53,7 @@ from schedir.runtime.recorder import Recorder
 from schedir.runtime.result import CallLosses, StepResult
 from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cells
-from schedir.runtime.stage.rng import SavedRng
-from schedir.runtime.stage.stage import evaluating, stages_of
+from schedir.runtime.stage.stage import SavedRng, evaluating, stages_of
 from schedir.runtime.stage.weights import NEWEST
 from schedir.runtime.trace import Trace
 from schedir.runtime.transports.transport import Transport, Work, wait_for

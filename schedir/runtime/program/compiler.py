@@ -450,7 +450,7 @@ def _until_gathered(sharded: Sharded, weights: StageWeights, wait: Bound | None)
         if wait is not None:
             wait()
         sharded.wait()
-        weights.compute_with(sharded.parameters)
+        weights.expect_gradients(sharded.parameters)
 
     return call
 

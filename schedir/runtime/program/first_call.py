@@ -112,7 +112,7 @@ def first_forward(
     def loss(stage: Stage, cell: Cell, output: Any) -> Tensor:
         target, keywords = copy_of(cell.target), copy_of(cell.loss_keywords)
         given = Watched(tensors_of((target, keywords)))
-        found = stage.loss_of(cell, output, target, keywords)
+        found = stage.loss(cell, output, target, keywords)
         cell.learned.changes_target = any(given.changed())
         return found
 
