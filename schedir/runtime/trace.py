@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from schedir.ir import Ints, Kind, Schedule
 from schedir.runtime.accelerator import Mark
 from schedir.runtime.call import Call
-from schedir.runtime.memory import plain_parts
+from schedir.runtime.memory import Saved, plain_parts
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Alignment, Nanoseconds, Reading
@@ -30,7 +30,6 @@ from schedir.runtime.program.instruction import Bound, Instruction, Observer
 from schedir.runtime.recorder import COLUMNS, Anchor, Recorder, Taken, timeline
 from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cell, Cells
-from schedir.runtime.stage.saved import Saved
 from schedir.runtime.stage.stage import Stage
 from schedir.simulator import Measured, Sizes, Timeline
 

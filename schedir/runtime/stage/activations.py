@@ -11,9 +11,9 @@ from torch.autograd.graph import GradientEdge
 
 from schedir.runtime.boundary import Learned, Lessons
 from schedir.runtime.feeding import Feed
+from schedir.runtime.memory import Saved
 from schedir.runtime.microbatches import Count
 from schedir.runtime.stage.buffers import Kept
-from schedir.runtime.stage.saved import Saved
 from schedir.runtime.stage.split_backward import WeightPart
 from schedir.runtime.transports.transport import Work
 

@@ -16,7 +16,7 @@ Some gradients I computes as well, since leaving them to W would do work twice:
   from the upper place would come by the lower one;
 * from a custom Function: it computes all its gradients at once;
 * where saved tensors come from hooks: activation checkpointing would recompute for every place.
-  Those of what is offloaded (`saved`) do nothing of the kind, and count as none.
+  Those of what is offloaded (`memory`) do nothing of the kind, and count as none.
 
 I adds these to `.grad` at once where microbatches are still added in the order of their Ws: if the
 list allows it, and no earlier microbatch has a gradient of the parameter left for its W. Otherwise
@@ -46,8 +46,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from schedir.runtime.memory import Occupied, keep_apart
-from schedir.runtime.stage.saved import unpacked
+from schedir.runtime.memory import Occupied, keep_apart, unpacked
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
 
