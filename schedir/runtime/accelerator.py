@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from socket import gethostname
 from time import perf_counter
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -243,23 +244,16 @@ class Host(Accelerator):
         return ()
 
 
-class Streams:
+Streams: TypeAlias = Callable[[str, int], Any]
+"""The stream of a rank or stage for a purpose; None on a device without streams."""
+
+
+def streams_of(accelerator: Accelerator) -> Streams:
     """The streams of this process's ranks and stages, each made when it is first asked for.
 
     Calls that train and others share them: cuBLAS keeps tens of MiB for each.
     """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._made: dict[tuple[str, int], Any] = {}
-
-    def of(self, what: str, number: int) -> Any:
-        """The stream of a rank or stage for the purpose `what`; None on a device without
-        streams."""
-        key = what, number
-        if key not in self._made:
-            self._made[key] = self._accelerator.stream()
-        return self._made[key]
+    return cache(lambda purpose, number: accelerator.stream())
 
 
 class Late(Generic[T]):

@@ -18,7 +18,7 @@ from schedir.diagnosis.verdict import GATHER as GATHER_PLACE
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.passes import forward_only
-from schedir.runtime.accelerator import Accelerator, Mark, Streams
+from schedir.runtime.accelerator import Accelerator, Mark, streams_of
 from schedir.runtime.call import (
     CLOSE,
     COLLECT,
@@ -137,7 +137,7 @@ class Engine:
             plan, session.groups, claims, self.optimizers, self._progress.reach
         )
         self._busy = [0.0]  # the seconds that the host computes; a recorder has a device's
-        streams = Streams(accelerator)
+        streams = streams_of(accelerator)
         self.stages = stages_of(
             plan, self.gradients, self.optimizers, self._busy, streams, on_several_streams(plan)
         )

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from types import SimpleNamespace
 from typing import TypeGuard
 from weakref import ref
@@ -72,55 +73,32 @@ class Aliases:
 NO_ALIASES = Aliases()
 
 
-@attrs.frozen
-class Sharing:
-    """The owners of the memory of a stage's outputs, by the outputs' numbers.
-
-    `kept` are in the module's memory, `lent` in the user's. `passed` pairs outputs with inputs that
-    they share memory with, `pairs` outputs with each other.
-    """
-
-    kept: frozenset[int] = frozenset()
-    lent: frozenset[int] = frozenset()
-    passed: frozenset[tuple[int, int]] = frozenset()
-    pairs: frozenset[tuple[int, int]] = frozenset()
-
-    @property
-    def changeable(self) -> frozenset[int]:
-        """The outputs that may be changed before the next stage has used them."""
-        return self.kept | self.lent
-
-    def aliases_after(self, before: Aliases) -> Aliases:
-        """The aliases among the outputs, if those among the inputs are `before`."""
-        return Aliases(
-            self.kept | {output for output, given in self.passed if given in before.kept},
-            self.pairs
-            | {
-                (one, other)
-                for one, i in self.passed
-                for other, j in self.passed
-                if one < other and tuple(sorted((i, j))) in before.pairs
-            },
-        )
-
-
 def sharing(
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     held: Iterable[Tensor],
     lent: Iterable[Tensor],
-) -> Sharing:
-    """Whose memory the outputs of a module are."""
+    before: Aliases,
+) -> tuple[frozenset[int], Aliases]:
+    """The outputs of a module that may be changed before the next stage has used them, because
+    their memory is `held` by the module or `lent` by the user; and the aliases among the outputs,
+    if those among the inputs are `before`."""
     of_module, of_user = storages(held), storages(lent)
     given = [storages([tensor]) for tensor in inputs]
-    numbered = list(enumerate(storages([tensor]) for tensor in outputs))
-    return Sharing(
-        frozenset(o for o, own in numbered if own & of_module),
-        frozenset(o for o, own in numbered if own & of_user),
-        frozenset((o, i) for o, own in numbered for i, theirs in enumerate(given) if own & theirs),
-        frozenset(
-            (o, other) for o, own in numbered for other, same in numbered[o + 1 :] if own & same
-        ),
+    own = [storages([tensor]) for tensor in outputs]
+    kept = {o for o, memory in enumerate(own) if memory & of_module}
+    changeable = kept.union(o for o, memory in enumerate(own) if memory & of_user)
+    # The inputs whose memory each output has.
+    passed = [{i for i, theirs in enumerate(given) if memory & theirs} for memory in own]
+
+    def shared(o: int, other: int) -> bool:
+        return bool(own[o] & own[other]) or any(
+            (min(i, j), max(i, j)) in before.pairs for i in passed[o] for j in passed[other]
+        )
+
+    return frozenset(changeable), Aliases(
+        frozenset(kept.union(o for o, numbers in enumerate(passed) if numbers & before.kept)),
+        frozenset(pair for pair in combinations(range(len(own)), 2) if shared(*pair)),
     )
 
 

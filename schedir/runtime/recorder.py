@@ -26,10 +26,9 @@ from operator import attrgetter
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, COPIES, Action, Bools, Ints, Schedule, Together
+from schedir.ir import COMPUTE, COPIES, Action, Ints, Schedule, Together
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.processes import clocks
@@ -190,14 +189,15 @@ class Recorder:
     def anchor(self) -> Anchor:
         """An anchor at the current time, after the device has finished its queued work."""
         self._accelerator.synchronize()
-        return min((self._attempt() for _ in range(8)), key=attrgetter("error"))
 
-    def _attempt(self) -> Anchor:
-        before = clocks.now()
-        mark = self._accelerator.mark(timed=True)
-        mark.synchronize()
-        after = clocks.now()
-        return Anchor((before + after) // 2, (after - before) / 2, mark)
+        def attempt() -> Anchor:
+            before = clocks.now()
+            mark = self._accelerator.mark(timed=True)
+            mark.synchronize()
+            after = clocks.now()
+            return Anchor((before + after) // 2, (after - before) / 2, mark)
+
+        return min((attempt() for _ in range(8)), key=attrgetter("error"))
 
     def read(
         self, calls: Iterable[tuple[Mark, Taken]], first: Anchor, last: Anchor
@@ -240,56 +240,34 @@ def timeline(
 ) -> Timeline:
     """The timeline of a step from the stamps of all places, by one clock; shape [places, 4], 0 for
     no stamp."""
-    starts, ends = stamps[:, BEGAN].copy(), stamps[:, ENDED].copy()
+    posted, ended, waits, found = stamps.T
+    starts, ends = posted.copy(), ended.copy()
     # The parts of an overlapped pair run one after the other; each gets the time of both.
     for second in np.flatnonzero(schedule.columns.joined & (ends > 0)).tolist():
         first = second - 1
         starts[second], ends[first] = starts[first], ends[second]
     # The entries that had to wait for their input.
-    waited = stamps[:, FOUND] - stamps[:, WAITED] > _AT_ONCE
-    _transfer(schedule, stamps, waited, starts, ends)
-    _reduce(schedule, stamps, waited, starts, ends)
+    waited = found - waits > _AT_ONCE
+    graph = graph_of(schedule)
+    transfers = graph.transfers
+    send, receive, user = transfers.send, transfers.receive, transfers.user
+    known = (posted[send] > 0) & (posted[receive] > 0)
+    for side in (send, receive):
+        starts[side] = np.where(known, np.maximum(posted[send], posted[receive]), 0)
+        ends[side] = np.where(waited[user] & known, found[user], 0)
+    # Sums start once all ranks have posted them, and end when the first rank that had to wait,
+    # before its OPTIM_STEPs, finds them there.
+    for turn in graph.collectives:
+        places = np.array(turn)
+        seen = found[places[waited[places]]]
+        all_there = posted[places].min() > 0
+        starts[places] = posted[places].max() if all_there else 0
+        ends[places] = seen.min() if all_there and len(seen) else 0
     # Two clocks may differ by more than a transfer takes.
     both = (starts > 0) & (ends > 0)
     starts[both] = np.minimum(starts[both], ends[both])
     begun = starts[starts > 0].min(initial=np.iinfo(np.int64).max)
-    return Timeline(
-        schedule,
-        _seconds(starts, begun),
-        _seconds(ends, begun),
-        sizes=sizes,
-        unit="s",
-        measured=measured,
+    from_begin, to_end = (
+        np.where(times > 0, 1e-9 * (times - begun), np.nan) for times in (starts, ends)
     )
-
-
-def _seconds(times: Nanoseconds, begun: int) -> NDArray[np.float64]:
-    return np.where(times > 0, 1e-9 * (times - begun), np.nan)
-
-
-def _transfer(
-    schedule: Schedule, stamps: Nanoseconds, waited: Bools, starts: Nanoseconds, ends: Nanoseconds
-) -> None:
-    transfers = graph_of(schedule).transfers
-    send, receive, user = transfers.send, transfers.receive, transfers.user
-    posted = stamps[:, BEGAN]
-    start = np.where(
-        (posted[send] > 0) & (posted[receive] > 0), np.maximum(posted[send], posted[receive]), 0
-    )
-    end = np.where(waited[user] & (start > 0), stamps[user, FOUND], 0)
-    for side in (send, receive):
-        starts[side], ends[side] = start, end
-
-
-def _reduce(
-    schedule: Schedule, stamps: Nanoseconds, waited: Bools, starts: Nanoseconds, ends: Nanoseconds
-) -> None:
-    """Place the sums. They start once all ranks have posted them, and end when the first rank that
-    had to wait, before its OPTIM_STEPs, finds them there."""
-    posted, found = stamps[:, BEGAN], stamps[:, FOUND]
-    for turn in graph_of(schedule).collectives:
-        places = np.array(turn)
-        known = posted[places].min() > 0
-        starts[places] = posted[places].max() if known else 0
-        seen = found[places[waited[places]]]
-        ends[places] = seen.min() if known and len(seen) else 0
+    return Timeline(schedule, from_begin, to_end, sizes=sizes, unit="s", measured=measured)

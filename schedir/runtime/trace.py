@@ -37,6 +37,7 @@ _FEWEST_STEPS = 8
 """The steps that are kept at least, however many actions they have."""
 
 _MOST_SHAPES = 64
+_WEIGHED = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.OPTIM_STEP
 _MEASURED = "boundary", "input", "activation", "deferred", "gradient", "early_gradient"
 
 
@@ -219,66 +220,52 @@ class Gauge:
 
     def __call__(self, instruction: Instruction) -> Instruction:
         """Observe an instruction."""
-        kind, run = instruction.action.kind, instruction.run
-        stage, cell = instruction.stage, instruction.cell
-        if stage is None:
+        kind, run, cell = instruction.action.kind, instruction.run, instruction.cell
+        stage = instruction.stage
+        if stage is None or not (instruction.listed and kind in _WEIGHED):
             return instruction
-        if kind is Kind.OPTIM_STEP:
-            run = self._before_step(stage, run)
-        elif cell is not None and kind in (Kind.FORWARD, Kind.RECOMPUTE):
-            run = self._weighed(kind, stage, cell, run)
-        elif cell is not None and kind is Kind.BACKWARD_INPUT:
-            run = self._split(stage, cell, run)
-        return attrs.evolve(instruction, run=run)
-
-    def _weighed(self, kind: Kind, stage: Stage, cell: Cell, run: Bound) -> Bound:
-        """Measure the first forward of a stage, and its first recomputation: no later microbatch
-        has more rows."""
-        key = stage.index, kind
 
         def weighed() -> None:
-            if key in self._seen:
+            # Of each stage the first is measured: no later microbatch has more rows.
+            if (stage.index, kind) in self._seen:
                 run()
                 return
-            self._seen.add(key)
-            inputs, saved = cell.leaves, Saved()
-            with saved.hooks():
+            self._seen.add((stage.index, kind))
+            if cell is None:
+                self._gradients_of(stage)
                 run()
-            if cell.saved is not None:  # by hooks within these, which saw nothing
-                saved = cell.saved
-            self._note("input", stage.index, _size(inputs))
-            self._note("activation", stage.index, _left(stage, cell, [*inputs, *saved.tensors()]))
+            elif kind is Kind.BACKWARD_INPUT:
+                self._split(stage, cell, run)
+            else:
+                self._forward(stage, cell, run)
 
-        return weighed
+        return attrs.evolve(instruction, run=weighed)
 
-    def _split(self, stage: Stage, cell: Cell, run: Bound) -> Bound:
-        """Around the first I of a stage."""
-
-        def weighed() -> None:
-            if stage.index in self.kept["deferred"]:
-                run()
-                return
-            roots = [
-                root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
-                for root in cell.outputs
-                if root is not None and (isinstance(root, GradientEdge) or root.requires_grad)
-            ]
+    def _forward(self, stage: Stage, cell: Cell, run: Bound) -> None:
+        """Run a forward, or a recomputation."""
+        inputs, saved = cell.leaves, Saved()
+        with saved.hooks():
             run()
-            part = cell.weight_part
-            assert part is not None  # the I has left it
-            late = (cast(Any, node).variable for node in part.accumulators())
-            self._late[stage.index] = _size(late)
-            left = _left(stage, cell, [*part.kept(), *_still_saved(roots)])
-            self._note("deferred", stage.index, left)
+        if cell.saved is not None:  # by hooks within these, which saw nothing
+            saved = cell.saved
+        self._note("input", stage.index, _size(inputs))
+        self._note("activation", stage.index, _left(stage, cell, [*inputs, *saved.tensors()]))
 
-        return weighed
-
-    def _before_step(self, stage: Stage, run: Bound) -> Bound:
-        def weighed() -> None:
-            self._gradients_of(stage)
-            run()
-
-        return weighed
+    def _split(self, stage: Stage, cell: Cell, run: Bound) -> None:
+        """Run an I."""
+        roots = [
+            root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
+            for root in cell.outputs
+            if root is not None and (isinstance(root, GradientEdge) or root.requires_grad)
+        ]
+        run()
+        part = cell.weight_part
+        assert part is not None  # the I has left it
+        late = (cast(Any, node).variable for node in part.accumulators())
+        self._late[stage.index] = _size(late)
+        self._note(
+            "deferred", stage.index, _left(stage, cell, [*part.kept(), *_still_saved(roots)])
+        )
 
     def _gradients_of(self, stage: Stage) -> None:
         grads = (p.grad for p in stage.weights.newest)

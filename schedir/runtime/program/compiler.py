@@ -371,7 +371,7 @@ class RankList:
     def _abreast(self, pair: Sequence[Instruction], forward_aside: bool) -> list[Instruction]:
         """The two of an overlapped pair on two streams."""
         first, second = pair
-        side = self._parts.streams.of("pairs", self._rank)
+        side = self._parts.streams("pairs", self._rank)
         (aside,) = (
             one.action.kind for one in pair if (one.action.kind is Kind.FORWARD) == forward_aside
         )

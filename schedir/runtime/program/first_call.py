@@ -102,10 +102,11 @@ def first_forward(
         passed, lent = inputs.tensors, beside.tensors
         if stage.index == 0:
             passed, lent = [], [*passed, *lent]
-        found = sharing(tensors_of(made), passed, held_by([stage.module]), lent)
-        learned.copied = found.changeable
+        learned.copied, aliases_after = sharing(
+            tensors_of(made), passed, held_by([stage.module]), lent, learned.aliases
+        )
         if stage.loss_fn is None and described:
-            learned.aliases_after = found.aliases_after(learned.aliases)
+            learned.aliases_after = aliases_after
             _describe(stage, cell, made, [*passed, *lent], first)
         return made
 

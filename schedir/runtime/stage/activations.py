@@ -133,16 +133,11 @@ class Cells:
                 cell.extra = None
 
     def drop(self) -> None:
-        """Forget all: a call has failed."""
+        """Forget all: a call has failed, and nobody uses these cells again."""
         for cell in self:
-            cell.batch = cell.extra = cell.target = cell.result = cell.loss = None
-            cell.loss_keywords = {}
-            cell.weight_part = cell.saved = cell.kept = cell.mask = None
-            cell.leaves = cell.outputs = cell.outputs_to_send = ()
-            cell.output_grads = cell.input_grads = ()
-            cell.computed_grads.clear()
             for works in (
                 *(cell.input_receives, cell.grad_receives),
                 *(cell.output_sends, cell.grad_sends),
             ):
                 works.clear()
+            Cell.__init__(cell, cell.stage, cell.microbatch, cell.learned)

@@ -117,7 +117,7 @@ def stages_of(
     for stage in plan.local_stages:
         accumulators = None
         if stage in apart:
-            stream = streams.of("gradients", stage)
+            stream = streams("gradients", stage)
             accumulators = partial(plan.accelerator.accumulate_on, stream)
         weights = StageWeights(plan.trained[stage], readers.get(stage, {}), accumulators)
         found[stage] = Stage(plan, stage, weights, gradients, optimizers.get(stage), busy)
