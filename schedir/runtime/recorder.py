@@ -89,19 +89,16 @@ class Recorder:
         if not (self._traces or instruction.computes):
             return instruction
         run, wait, row = instruction.run, instruction.wait, self._row(instruction)
-        if not self._traces:
-            return attrs.evolve(instruction, run=self._around_run(run, row))
-        if instruction.sums and not instruction.listed:
-            return attrs.evolve(instruction, run=self._after_sums(instruction.sums, run))
-        if wait is not None:
+        if wait is not None and self._traces:
             wait = self._around_wait(instruction, wait, row)
-        if not instruction.listed:
-            return attrs.evolve(instruction, wait=wait)
-        # A GPU copies beside its compute, and nobody sees when a copy ends.
-        copies = instruction.action.kind in COPIES and not self._accelerator.queues
-        if not (instruction.computes or copies):
-            return attrs.evolve(instruction, run=self._before_run(run, row, instruction.sums))
-        return attrs.evolve(instruction, wait=wait, run=self._around_run(run, row))
+        if instruction.listed:
+            # A GPU copies beside its compute, and nobody sees when a copy ends.
+            copies = instruction.action.kind in COPIES and not self._accelerator.queues
+            ends = instruction.computes or copies
+            run = self._around_run(run, row, ends, instruction.sums)
+        elif instruction.sums:
+            run = self._after_sums(instruction.sums, run)
+        return attrs.evolve(instruction, wait=wait, run=run)
 
     def _row(self, instruction: Instruction) -> int:
         """The start of an instruction's row."""
@@ -113,15 +110,21 @@ class Recorder:
                 self._computes.append(self._rows[key])
         return self._rows[key]
 
-    def _around_run(self, run: Bound, row: int) -> Bound:
-        marks, mark = self._marks, self._accelerator.mark
+    def _around_run(self, run: Bound, row: int, ends: bool, posted: Sequence[Reduction]) -> Bound:
+        """Mark a run, and its end where it `ends` with it; note the order of posted sums, and their
+        rows."""
+        marks, mark, sums = self._marks, self._accelerator.mark, self._sums
         begin, end = row + BEGAN, row + ENDED
 
         def timed() -> None:
-            if marks[begin] is None:
+            if not ends or marks[begin] is None:  # else its wait has ended there
                 marks[begin] = mark(timed=True)
+            for reduction in posted:
+                sums.pop(reduction, None)
+                sums[reduction] = row
             run()
-            marks[end] = mark(timed=True)
+            if ends:
+                marks[end] = mark(timed=True)
 
         return timed
 
@@ -138,19 +141,6 @@ class Recorder:
             wait_for(receives)
             marks[found] = marks[begin] = mark(timed=True)
             wait()  # for the sends that have arrived by then, to free their memory
-
-        return timed
-
-    def _before_run(self, run: Bound, row: int, posted: Sequence[Reduction]) -> Bound:
-        """Mark the begin of what is posted; note the order of sums, and their rows."""
-        marks, mark, sums = self._marks, self._accelerator.mark, self._sums
-
-        def timed() -> None:
-            marks[row + BEGAN] = mark(timed=True)
-            for reduction in posted:
-                sums.pop(reduction, None)
-                sums[reduction] = row
-            run()
 
         return timed
 

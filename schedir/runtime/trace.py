@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, cast
 
 import attrs
@@ -133,24 +134,23 @@ class Trace:
         self._clocks = last, end
         alignment = Alignment(first, last)
         taken, error = self.recorder.read([step.marks for step in steps], begin, end)
-        lists = {
-            schedule: np.concatenate(
-                [self.recorder.of_list(schedule, rank) for rank in self._plan.local_ranks]
-            )
-            for schedule in {step.schedule for step in steps}
-        }
-        kept = {gauge: self._kept(gauge) for gauge in {step.gauge for step in steps}}
+        rows, kept = cache(self._rows), cache(self._kept)
         stamps = [
-            self._placed(step, lists[step.schedule], alignment.aligned(times))
+            self._placed(step, rows(step.schedule), alignment.aligned(times))
             for step, times in zip(steps, taken, strict=True)
         ]
-        return _Report(alignment.error + error, stamps, [kept[step.gauge] for step in steps])
+        return _Report(alignment.error + error, stamps, [kept(step.gauge) for step in steps])
 
     def _read_clocks(self) -> tuple[Reading, Anchor]:
         """Read the clocks; the processes of one host have the same."""
-        reads = self._control.read_clocks
-        reading = reads() if self._spans_hosts else Reading(clocks.now())
+        reading = self._control.read_clocks() if self._spans_hosts else Reading(clocks.now())
         return reading, self.recorder.anchor()
+
+    def _rows(self, schedule: Schedule) -> Ints:
+        """The starts of the rows of the places of the ranks here; see `Recorder.of_list`."""
+        return np.concatenate(
+            [self.recorder.of_list(schedule, rank) for rank in self._plan.local_ranks]
+        )
 
     def _placed(self, step: _Step, rows: Ints, times: Nanoseconds) -> Nanoseconds:
         """The stamps of the places of the ranks here, whose rows start at `rows`; shape
