@@ -27,8 +27,10 @@ from schedir.runtime.call import (
     STEP,
     TIMELINES,
     Call,
+    CallLosses,
     Keep,
     Now,
+    StepResult,
     autocast_kinds,
 )
 from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses, batches_of
@@ -50,7 +52,6 @@ from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.program.progress import Progress
 from schedir.runtime.recorder import Recorder
-from schedir.runtime.result import CallLosses, StepResult
 from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cells
 from schedir.runtime.stage.stage import SavedRng, evaluating, stages_of

@@ -31,6 +31,7 @@ from schedir.runtime.program.instruction import Bound, Instruction, Observer
 from schedir.runtime.recorder import COLUMNS, Anchor, Recorder, Taken, timeline
 from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cell, Cells
+from schedir.runtime.stage.split_backward import nodes_below
 from schedir.runtime.stage.stage import Stage
 from schedir.simulator import Measured, Sizes, Timeline
 
@@ -296,17 +297,12 @@ def _left(stage: Stage, cell: Cell, tensors: Iterable[Any]) -> int:
 
 def _still_saved(roots: Iterable[Node]) -> Iterator[Tensor]:
     """The tensors that the nodes of a graph have saved, and not freed."""
-    nodes, seen = list(roots), set(roots)
-    while nodes:
-        node = nodes.pop()
+    for node in nodes_below(roots):
         for name in dir(node):
             if name.startswith("_saved_") or name == "saved_tensors":
                 with suppress(RuntimeError):  # it is freed already
                     found = getattr(node, name)
                     yield from found if isinstance(found, tuple) else (found,)
-        below = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= below
-        nodes += below
 
 
 def _held(modules: Iterable[nn.Module]) -> list[Tensor]:
