@@ -3,8 +3,8 @@
 Of schedir's packages only this one and `schedir.training` import torch.
 """
 
+from schedir.runtime.call import StepResult
 from schedir.runtime.executor import Executor
-from schedir.runtime.result import StepResult
-from schedir.runtime.stage.rng import rng
+from schedir.runtime.stage.stage import rng
 
 __all__ = ["Executor", "StepResult", "rng"]
