@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, UnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -241,6 +242,12 @@ def check_sharded(
                 part.reshard()  # a forward before may have left the full weights
         for group in _groups(module):
             _check_group(stage, group, grid)
+
+
+def mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """The mesh over which fully_shard has split a module's parameters; None if it has none."""
+    group = next(iter(_groups(module)), None)
+    return None if group is None else group.mesh_info.mesh
 
 
 def _groups(module: nn.Module) -> Iterable[FSDPParamGroup]:
