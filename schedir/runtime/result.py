@@ -23,8 +23,8 @@ class Read(Protocol):
 
 @attrs.frozen
 class CallLosses:
-    """The losses of a call: their mean over its samples, the number of samples, and the losses by
-    microbatch."""
+    """The losses of a call: their mean over its samples, or their sum, as they are weighed; the
+    number of samples; and the losses by microbatch."""
 
     mean: float
     samples: float
@@ -87,7 +87,8 @@ class StepResult(Displayed):
 
     @property
     def loss(self) -> float:
-        """The mean loss over the samples of the step. Reading it waits for it to arrive."""
+        """The mean loss over the samples of the step; the sum of the losses with `weigh=None`.
+        Reading it waits for it to arrive."""
         return self._found.mean
 
     @property
@@ -98,7 +99,8 @@ class StepResult(Displayed):
 
     @property
     def samples(self) -> float:
-        """The number of samples that the loss is the mean over, by the executor's `count`."""
+        """The number of samples that the loss is the mean over, by the executor's `count`; the
+        number of microbatches unless they are weighed by samples."""
         return self._found.samples
 
     @cached_property

@@ -176,6 +176,8 @@ class RankStreams:
     def meet(self) -> None:
         """Have the caller's stream come after those of all ranks; after an error too, as what was
         computed is given up then, and its memory given out again."""
+        if not self._streams:
+            return
         self._current.close()
         for stream in self._streams.values():
             with self._accelerator.on(stream):
