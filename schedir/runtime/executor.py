@@ -515,7 +515,7 @@ def _step_of(timeline: Timeline) -> int:
 
 def _kept(outputs: bool | Keep) -> Keep | None:
     if isinstance(outputs, bool):
-        return _whole if outputs else None
+        return whole if outputs else None
 
     def kept(output: Any, target: Any) -> Any:
         return outputs(output, tree_map_only(Tensor, torch.clone, target))
@@ -523,5 +523,6 @@ def _kept(outputs: bool | Keep) -> Keep | None:
     return kept
 
 
-def _whole(output: Any, target: Any) -> Any:
+def whole(output: Any, target: Any) -> Any:
+    """Keep the whole output of a microbatch."""
     return output

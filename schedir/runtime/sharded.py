@@ -258,6 +258,12 @@ def check_sharded(
             _check_group(stage, group, grid)
 
 
+def mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """The mesh over which fully_shard has split a module's parameters; None if it has none."""
+    group = next(iter(_groups(module)), None)
+    return None if group is None else group.mesh_info.mesh
+
+
 def _groups(module: nn.Module) -> Iterable[FSDPParamGroup]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
