@@ -273,7 +273,11 @@ def _normalised(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch
     # A PackedSequence is a tuple by type, but its tensors have no rows.
-    return pytree.tree_map(normalised, batch, is_leaf=lambda x: isinstance(x, PackedSequence))
+    return pytree.tree_map(normalised, batch, is_leaf=_is_packed)
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 _CONSTANTS = (type(None), Number, str, bytes, Enum, type, torch.Size)

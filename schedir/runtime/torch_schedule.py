@@ -29,8 +29,10 @@ from schedir.runtime.processes.groups import timeout_of_user
 from schedir.runtime.sharded import mesh_of
 
 _THEIRS = frozenset(
-    ("optimizer", "weigh", "count", "batch_dim", "args_chunk_spec", "kwargs_chunk_spec")
-    + ("pipeline_dim", "in_process")
+    (
+        *("optimizer", "weigh", "count", "batch_dim", "args_chunk_spec", "kwargs_chunk_spec"),
+        *("pipeline_dim", "in_process"),
+    )
 )
 """The executor's options that torch's schedule decides."""
 
@@ -87,7 +89,7 @@ class TorchSchedule:
         for name in sorted(_THEIRS & options.keys()):
             raise ExecutionError(f"{name}=: torch's schedule decides that; leave it out here")
         self._theirs: Any = theirs
-        self._stages: list[Any] = getattr(theirs, "_stages", None) or [theirs._stage]
+        self._stages: list[Any] = getattr(theirs, "_stages", None) or [self._theirs._stage]
         _check(theirs, self._stages, schedule)
         self._schedule, self._mesh, self._data_dims = schedule, mesh, data_dims
         self._timeout = timeout_of(options.pop("timeout", None))
