@@ -109,6 +109,7 @@ def plain_step(
     recurrence: Recurrence | None = None,
     *,
     seed: tuple[int, int] | None = None,
+    weigh: str | None = "samples",
     count: Callable[[Any], float | Tensor] = len,
     ties: Sequence[Tie] = (),
 ) -> float:
@@ -116,12 +117,15 @@ def plain_step(
 
     Without a recurrence it is gradient accumulation, the loop that everybody writes. There is an
     optimiser for each stage; without any the gradients are left in `.grad`. `seed` is (seed, step).
+    `weigh` is the Executor's; with None the losses are summed.
     """
     recurrence = recurrence or accumulation(len(stages), range(len(microbatches)))
-    counts = [float(count(y)) for _, y in microbatches]
+    counts = [float(count(y)) if weigh == "samples" else 1.0 for _, y in microbatches]
     # A microbatch has its share of the samples that the last stage's update of it applies.
     groups = [{*chain(*parts)} for parts in recurrence.updates[-1]]
     shares = {m: counts[m] / sum(counts[n] for n in group) for group in groups for m in group}
+    if weigh is None:
+        shares = dict.fromkeys(shares, 1.0)
     copies = [[(s, stages[s].get_parameter(name)) for s, name in tie] for tie in ties]
     before = [[_taken(weight) for weight in stage.parameters()] for stage in stages]
     past: list[list[dict[str, Tensor]]] = [[] for _ in stages]  # older weights, by version
@@ -153,8 +157,8 @@ def plain_step(
         if number == 0:
             rows[0].insert(0, before[s])
         sums = _sums([_sums(row) for row in rows if row])
-        if {*chain(*parts)} not in groups:  # then it is the mean over its own microbatches
-            scale = 1 / sum(shares[m] for m in chain(*parts))
+        if weigh is not None and {*chain(*parts)} not in groups:
+            scale = 1 / sum(shares[m] for m in chain(*parts))  # the mean over its own microbatches
             sums = [None if each is None else each * scale for each in sums]
         return dict(zip(stages[s].parameters(), sums, strict=True))
 
@@ -178,7 +182,8 @@ def plain_step(
         run(m)
     for s, updates in enumerate(recurrence.updates):
         update_until(s, len(updates))
-    return sum(counts[m] * losses[m] for m in sorted(losses)) / sum(counts)
+    total_loss = sum(counts[m] * losses[m] for m in sorted(losses))
+    return total_loss if weigh is None else total_loss / sum(counts)
 
 
 class Reference:

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule, expect_schedule, is_number
 from schedir.runtime.memory import shared_memory
-from schedir.runtime.microbatches import ChunkSpec, checked
+from schedir.runtime.microbatches import ChunkSpec, checked, rows
 
 LossFunction: TypeAlias = Callable[..., Tensor]
 OptimizerFactory: TypeAlias = (
@@ -54,6 +54,8 @@ class Arguments:
     optimizer: OptimizerFactory | None
     boundaries: Mapping[int, Declared] | None
     recompute: bool | Collection[int]
+    weigh: str | None
+    gathers: str
     count: Callable[[Any], float | Tensor]
     batch_dim: int
     args_chunk_spec: ChunkSpec
@@ -81,6 +83,7 @@ def check_arguments(given: Arguments) -> None:
     except TypeError as error:
         raise ExecutionError(str(error)) from None
     _check_functions(given)
+    _check_weights(given)
     _check_numbers(given)
     checked(given.args_chunk_spec, "args_chunk_spec")
     by_name: object = given.kwargs_chunk_spec
@@ -130,6 +133,24 @@ def _check_functions(given: Arguments) -> None:
         raise ExecutionError(
             "optimizer must be a function of parameters that makes one, such as "
             f"lambda p: torch.optim.AdamW(p), not {type(given.optimizer).__name__}"
+        )
+
+
+def _check_weights(given: Arguments) -> None:
+    if given.weigh not in ("samples", "equal", None):
+        raise ExecutionError(f'weigh must be "samples", "equal" or None, not {given.weigh!r}')
+    count: object = given.count
+    if given.weigh != "samples" and count is not rows:
+        raise ExecutionError(
+            f"count= counts the samples of a microbatch, but weigh={given.weigh!r} does not weigh "
+            "by samples: leave one of the two out"
+        )
+    if given.gathers not in ("listed", "free"):
+        raise ExecutionError(f'gathers must be "listed" or "free", not {given.gathers!r}')
+    if given.gathers == "free" and (given.weigh is not None or given.scaler is not None):
+        raise ExecutionError(
+            'gathers="free" is for losses that make their own backward, with a weight of 1: pass '
+            "weigh=None, and no scaler"
         )
 
 

@@ -25,14 +25,13 @@ from schedir.runtime.arguments import (
     TieOf,
     enabled_scaler,
 )
-from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
+from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep, StepResult
 from schedir.runtime.engine import Engine
 from schedir.runtime.feeding import CallArguments, check_loss
 from schedir.runtime.microbatches import Batch, ChunkSpec, rows
 from schedir.runtime.plan import plan_of
 from schedir.runtime.processes.groups import declining
 from schedir.runtime.program.compiler import expect_carried_out
-from schedir.runtime.result import StepResult
 from schedir.runtime.segments import Segments
 from schedir.runtime.stage.optimizers import as_one
 from schedir.simulator import Timeline
@@ -67,11 +66,14 @@ class Executor:
       It is `optimizer(parameters)` or, if it needs two arguments, `optimizer(named_parameters,
       stage)` with a list of (name in the whole model, parameter), for param groups by name.
       None leaves the gradients in `.grad`, and you step.
+    - `weigh`: how the microbatches of an update are weighted. With "samples" each has its share of
+      their samples. With "equal" all have the same weight, 1 / their number. With None losses that
+      are normalised already are summed as they are; see below.
     - `count`: `count(target)` returns how many samples the mean loss of a microbatch is over. By
       default these are the target's rows. Pass a function if the loss is the mean over something
       else: tokens that are not padding, or `weight[target].sum()` for class weights. Microbatches
-      are weighted by it. A loss that evidently sums, or averages over something else than what is
-      counted, is refused.
+      are weighted by it, so it is for "samples" only. A loss that evidently sums, or averages over
+      something else than what is counted, is refused.
     - `boundaries`: a mapping from a stage to "described", if the shape of its output depends on
       data. Then its outputs and their gradients travel with their description in every call; a mark
       on one rank suffices. Or to example tensors of its output, if the shape is the same for every
@@ -117,15 +119,15 @@ class Executor:
     - `trace`: record when each entry of the list runs in each call of `step`, on every rank of the
       first pipeline; see `timelines`. It costs about a microsecond an action.
 
-    All ranks must pass the same `recompute`, `batch_dim`, `seed`, `step`, `clip_grad_norm`,
-    `nonfinite`, `scaler`, `ties`, `mesh` and its dimensions, `channel` and `trace`, and either all
-    or none must pass an `optimizer`: the executor compares them. A rank needs `loss_fn`, `count`,
-    `boundaries` and chunk specs only for its own stages.
+    All ranks must pass the same `weigh`, `recompute`, `batch_dim`, `seed`, `step`,
+    `clip_grad_norm`, `nonfinite`, `scaler`, `ties`, `mesh` and its dimensions, `channel` and
+    `trace`, and either all or none must pass an `optimizer`: the executor compares them. A rank
+    needs `loss_fn`, `count`, `boundaries` and chunk specs only for its own stages.
 
-    You can read `stages`, `loss_fn`, `ties`, `nonfinite` and `scaler` as they were given, the
-    `device` of the stages, the optimiser of each stage here in `optimizers`, and the `rank` of this
-    process in the schedule, the number of its `pipeline`, and that of its `slice`, along the mesh's
-    other dimensions; `where` is the slice in words, "tp 1" say.
+    You can read `stages`, `loss_fn`, `weigh`, `ties`, `nonfinite` and `scaler` as they were given,
+    the `device` of the stages, the optimiser of each stage here in `optimizers`, and the `rank` of
+    this process in the schedule, the number of its `pipeline`, and that of its `slice`, along the
+    mesh's other dimensions; `where` is the slice in words, "tp 1" say.
 
     **Batches.** `step`, `evaluate` and `infer` take the same data. `inputs` and `target` are each a
     whole batch, which is cut (a tensor, or a tuple or mapping of tensors), or a list or iterator of
@@ -170,6 +172,14 @@ class Executor:
     gradients from before a call, because they would be scaled with the rest. If it updates after a
     part of the loss stage's microbatches, these must hold equally many samples.
 
+    **Weights.** With `weigh="equal"` each microbatch counts as one sample, however many rows it
+    has, over all pipelines; `result.loss` is the mean of `result.losses`. With `weigh=None` nothing
+    is scaled, at no stage: every update is by the sum over its own microbatches, and calls without
+    an update add their sums. `result.loss` is the sum of `result.losses`. It is for a loss that is
+    normalised already, over the whole batch: a sum over tokens divided by the number of all tokens,
+    say. Only there a loss that evidently sums is taken. Both take `result.samples` for the number
+    of microbatches. In a short batch of `evaluate` the missing ones count for nothing.
+
     **NaN and infinity.** schedir never applies an update that is NaN or infinite, unless you ask
     for "ignore", which checks nothing. With `nonfinite="raise"` the rank that finds one raises
     ExecutionError before it steps, with the microbatch of the loss, or with the stage and parameter
@@ -208,6 +218,8 @@ class Executor:
         *,
         boundaries: Mapping[int, Declared] | None = None,
         recompute: bool | Collection[int] = False,
+        weigh: str | None = "samples",
+        gathers: str = "listed",
         count: Callable[[Any], float | Tensor] = rows,
         batch_dim: int = 0,
         args_chunk_spec: ChunkSpec = None,
@@ -238,6 +250,8 @@ class Executor:
                 optimizer,
                 boundaries,
                 recompute,
+                weigh,
+                gathers,
                 count,
                 batch_dim,
                 args_chunk_spec,
@@ -271,7 +285,7 @@ class Executor:
         self._segments = Segments(self._engine, plan)
         self.optimizers = self._engine.optimizers
         self._make_optimizer = optimizer
-        self.nonfinite, self.scaler = nonfinite, scaler
+        self.weigh, self.nonfinite, self.scaler = weigh, nonfinite, scaler
 
     @property
     def schedule(self) -> Schedule:
@@ -337,7 +351,8 @@ class Executor:
         `Executor` says what `inputs`, `target`, `stage_inputs` and `loss_kwargs` may be.
 
         - `update`: with False the OPTIM_STEPs are left out. The weights stay, and each call adds
-          its mean gradient over the batch, until a call with True applies the sum.
+          its mean gradient over the batch (its sum, with `weigh=None`), until a call with True
+          applies what was added up.
         - `outputs`: with True the result has what the last stage returned for each microbatch, on
           the rank of the last stage. With a function of (output, target), the result has what that
           function returns for each microbatch, so that less is kept: the number of right answers,
@@ -500,7 +515,7 @@ def _step_of(timeline: Timeline) -> int:
 
 def _kept(outputs: bool | Keep) -> Keep | None:
     if isinstance(outputs, bool):
-        return _whole if outputs else None
+        return whole if outputs else None
 
     def kept(output: Any, target: Any) -> Any:
         return outputs(output, tree_map_only(Tensor, torch.clone, target))
@@ -508,5 +523,6 @@ def _kept(outputs: bool | Keep) -> Keep | None:
     return kept
 
 
-def _whole(output: Any, target: Any) -> Any:
+def whole(output: Any, target: Any) -> Any:
+    """Keep the whole output of a microbatch."""
     return output

@@ -22,7 +22,7 @@ from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPLETES_GRADIENTS, Kind, Schedule, flat
 from schedir.runtime.accelerator import Late
-from schedir.runtime.call import Call
+from schedir.runtime.call import Call, CallLosses
 from schedir.runtime.microbatches import (
     Batch,
     ChunkSpecs,
@@ -45,7 +45,6 @@ from schedir.runtime.microbatches import (
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
 from schedir.runtime.processes.groups import Groups
-from schedir.runtime.result import CallLosses
 
 
 @attrs.frozen(eq=False)
@@ -89,24 +88,26 @@ class Feeder:
         self._local = plan.local_stages
         self._placement, self._ranks = schedule.placement, plan.local_ranks
         given = plan.arguments
-        self._count, self._counts_rows = given.count, given.count is rows
+        self._weigh, self._count = given.weigh, given.count
+        # Else the microbatches of a whole batch count alike, or as they have rows.
+        self._asks = given.count is not rows
         self._specs = ChunkSpecs(
             given.batch_dim,
             checked(given.args_chunk_spec, "args_chunk_spec"),
             checked(dict(given.kwargs_chunk_spec or {}), "kwargs_chunk_spec"),
         )
         self._accelerator, self._device = plan.accelerator, plan.device
-        self._counts_on_device = plan.accelerator.queues and not self._counts_rows
+        self._counts_on_device = plan.accelerator.queues and self._asks
         self._pipelines, self._pipeline = plan.grid.pipelines, plan.grid.pipeline
         self._group = None
-        if self._pipelines > 1 and self._last in self._local:
+        if self._pipelines > 1 and self._last in self._local and self._weigh == "samples":
             processes = plan.grid.holders([plan.grid.rank])
             device = self._device if self._counts_on_device else None
             self._group = groups.for_numbers(processes, device)
         self._accumulated = _accumulated_by_step(schedule)
         self._cut_by_others = _cut_by_others(schedule, self._accumulated) if plan.updates else []
         self._has_first, self._has_last = 0 in self._local, self._last in self._local
-        self._is_plain = not plan.accelerator.queues and self._counts_rows and self._specs.is_plain
+        self._is_plain = not plan.accelerator.queues and not self._asks and self._specs.is_plain
         self._rows: int | None = None  # of the latest whole batch, and its microbatches' samples
         self._even: Sequence[Count] = ()
         self._shares: tuple[Sequence[Count], Call, Sequence[Count]] | None = None
@@ -136,8 +137,7 @@ class Feeder:
                 return None
             pieces.append(batch.tensor_split(parts, dim))
         if self._has_last and rows is not None and rows != self._rows:
-            even, more = divmod(rows, parts)
-            self._rows, self._even = rows, [float(even + (m < more)) for m in range(parts)]
+            self._rows, self._even = rows, self._even_counts(rows)
         counts = self._even if self._has_last else ()
         return Feed(pieces[0], {}, pieces[1], (), counts, rows)
 
@@ -176,7 +176,7 @@ class Feeder:
             what = name_of_extra(self._last)
         if what in pieces:
             read(given.loss_kwargs, "loss_kwargs", beside)
-            _check_keywords(pieces.get("loss_kwargs"))
+            _check_keywords(pieces.get("loss_kwargs"), self._weigh)
         given_rows = _common_rows(pieces)
         counts = self._counts(pieces[what], what) if what in pieces else []
         if given_rows is not None:  # copies that stand in for missing microbatches don't count
@@ -209,7 +209,9 @@ class Feeder:
 
     def _counts(self, counted: Pieces, what: str) -> list[Count]:
         """The samples of each microbatch; `what` names the argument that they are counted in."""
-        if not self._counts_rows:
+        if self._weigh != "samples":
+            return [1.0] * self._microbatches
+        if self._asks:
             return [samples(self._count, m, self._accelerator) for m in counted.microbatches]
         if counted.ready:
             return [float(rows(m, self._specs.batch_dim)) for m in counted.microbatches]
@@ -218,8 +220,14 @@ class Feeder:
                 f"{what}: none of its tensors is cut into microbatches, so their samples can't be "
                 "counted; pass a function that counts them: Executor(…, count=…)"
             )
-        parts = min(counted.rows, self._microbatches)  # the rest are copies for missing ones
-        even, more = divmod(counted.rows, parts)
+        return self._even_counts(counted.rows)
+
+    def _even_counts(self, rows: int) -> list[Count]:
+        """The samples of each microbatch of a whole batch."""
+        if self._weigh != "samples":
+            return [1.0] * self._microbatches
+        parts = min(rows, self._microbatches)  # the rest are copies for missing ones
+        even, more = divmod(rows, parts)
         return [float(even + (m < more)) for m in range(self._microbatches)]
 
     def shares(self, counts: Sequence[Count], kind: Call) -> Sequence[Count]:
@@ -228,8 +236,8 @@ class Feeder:
         The pipelines wait for each other here, so their calls were compared before. Counts that are
         on the device are checked when they have arrived.
         """
-        if not counts:  # the loss is on another rank
-            return ()
+        if not counts or self._weigh is None:  # the loss is on another rank, or weighs nothing
+            return counts
         if self._shares is not None and counts is self._shares[0] and kind is self._shares[1]:
             return self._shares[2]
         # A call without updates accumulates all of its microbatches.
@@ -283,6 +291,8 @@ class Feeder:
 
     def _over_pipelines(self, totals: list[Count]) -> list[Count]:
         """The sums of `totals` over all pipelines, on the ranks of the last stage."""
+        if self._weigh == "equal":
+            return [total * self._pipelines for total in totals]
         if self._group is None:
             return totals
         device = self._device if self._counts_on_device else torch.device("cpu")
@@ -293,7 +303,7 @@ class Feeder:
         return list(sums.unbind()) if self._counts_on_device else sums.tolist()
 
 
-def _check_keywords(given: Pieces | None) -> None:
+def _check_keywords(given: Pieces | None, weigh: str | None) -> None:
     """Raise ExecutionError for `loss_kwargs` that the loss can't be called with."""
     for piece in [] if given is None else given.microbatches:
         if not isinstance(piece, Mapping):
@@ -301,7 +311,7 @@ def _check_keywords(given: Pieces | None) -> None:
                 "loss_kwargs: each microbatch needs a dict of keyword arguments, not "
                 f"{type(piece).__name__}"
             )
-        if piece.get("reduction") == "sum":
+        if piece.get("reduction") == "sum" and weigh is not None:
             raise ExecutionError(SUMS)
 
 
@@ -348,7 +358,8 @@ def _common_rows(pieces: Mapping[str, Pieces]) -> int | None:
 
 SUMS = (
     'loss_fn must return the mean over a microbatch, but reduction="sum" makes it a sum; use '
-    'reduction="mean", and pass count= if the mean is over something else than rows'
+    'reduction="mean", and pass count= if the mean is over something else than rows; or pass '
+    "weigh=None to train on the sum of what loss_fn returns"
 )
 
 
@@ -356,7 +367,8 @@ def check_loss(plan: Plan) -> None:
     """Raise ExecutionError if the loss is evidently no mean, or a mean over something else than the
     rows by which microbatches are weighted. Only the rank of the last stage checks."""
     loss_fn: Any = plan.arguments.loss_fn
-    if plan.last_stage not in plan.local_stages:
+    weigh = plan.arguments.weigh
+    if plan.last_stage not in plan.local_stages or weigh is None:
         return
     keywords: Mapping[str, Any] = {}
     if isinstance(loss_fn, partial):
@@ -368,7 +380,7 @@ def check_loss(plan: Plan) -> None:
     if isinstance(reduction, str) and reduction == "sum":
         raise ExecutionError(SUMS)
     count: object = plan.arguments.count
-    if count is not rows:
+    if count is not rows or weigh != "samples":
         return
     functions = (nn.functional.cross_entropy, nn.functional.nll_loss)
     if loss_fn not in functions and not isinstance(loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
@@ -401,6 +413,7 @@ class Losses:
     def __init__(self, plan: Plan, control: Control, microbatches: range) -> None:
         schedule, grid = plan.schedule, plan.grid
         self._control, self._accelerator = control, plan.accelerator
+        self._adds_up = plan.arguments.weigh is None
         self.microbatches = microbatches
         lines, last = range(grid.pipelines), plan.last_stage
         holders = (grid.number(rank, at) for at in lines for rank in schedule.placement[last])
@@ -476,7 +489,8 @@ class Losses:
         samples = sum(sum(counts) for counts, _ in tables)
         placed = ((*(row[m] for row in tables[at]),) for at, m in self._found_in)
         losses = tuple(loss if n else math.nan for n, loss in placed)
-        return CallLosses(total / samples if samples else math.nan, samples, losses)
+        mean = total if self._adds_up else total / samples if samples else math.nan
+        return CallLosses(mean, samples, losses)
 
 
 def _listed(counts: Sequence[Count], losses: Sequence[float | Tensor | None]) -> Tensor:

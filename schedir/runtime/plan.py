@@ -124,6 +124,8 @@ class Plan:
         given = self.arguments
         return {
             "optimizer": "given" if self.updates else "None",
+            "weigh": given.weigh,
+            "gathers": given.gathers,
             "batch_dim": given.batch_dim,
             "clip_grad_norm": given.clip_grad_norm,
             "nonfinite": given.nonfinite,

@@ -39,7 +39,8 @@ def evaluate(
     {'accuracy': 0.75}
 
     Every rank calls it, with the same number of batches (inputs, target). The last batch may be
-    short: the loss is weighted by the executor's `count`. A metric is a function of (output,
+    short: the loss is weighted by the executor's `count`. With `weigh=None` it is the sum of the
+    batches' losses. A metric is a function of (output,
     target), called for each microbatch on the rank and the device of the last stage. It returns
     (sum, count), each a number or a tensor of one. Sums and counts are added up over all
     microbatches, replicas and pipelines, and the metric is sum / count. All metrics together cost
@@ -48,7 +49,7 @@ def evaluate(
     Raises ExecutionError if there is no batch, or if a metric returns no pair of numbers.
     """
     known = measures(metrics)
-    loss = MeanLoss()
+    loss = MeanLoss(adds=executor.weigh is None)
     sums: dict[str, tuple[float | Tensor, float | Tensor]] = dict.fromkeys(known, (0.0, 0.0))
 
     def measured(output: Any, target: Any) -> dict[str, tuple[Tensor, Tensor]]:

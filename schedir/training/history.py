@@ -118,15 +118,17 @@ class History(Sequence[Record]):
 
 
 class MeanLoss:
-    """The mean loss of many calls, each weighted by its samples.
+    """The mean loss of many calls, each weighted by its samples; their sum if it `adds`.
 
     A call's loss is read when the next call is added, so no rank waits for the loss of the call
     that it has just made. With `skips`, a loss that is not finite does not count. `totals` are
     those of another MeanLoss, to go on from.
     """
 
-    def __init__(self, skips: bool = False, totals: Sequence[float] = (0.0, 0.0)) -> None:
-        self._skips, self._totals = skips, totals
+    def __init__(
+        self, skips: bool = False, totals: Sequence[float] = (0.0, 0.0), adds: bool = False
+    ) -> None:
+        self._skips, self._totals, self._adds = skips, totals, adds
         self._unread: StepResult | None = None
 
     def add(self, result: StepResult) -> None:
@@ -139,13 +141,16 @@ class MeanLoss:
         call, self._unread = self._unread, None
         if call is not None and call.samples and not (self._skips and not math.isfinite(call.loss)):
             total, samples = self._totals
-            self._totals = total + call.loss * call.samples, samples + call.samples
+            number = 1.0 if self._adds else call.samples
+            self._totals = total + call.loss * number, samples + number
         return self._totals
 
     @property
     def mean(self) -> float:
-        """The mean over all calls so far; NaN where they have no samples."""
+        """The mean over all calls so far, or their sum; NaN where they have no samples."""
         total, samples = self.totals
+        if self._adds:
+            return total
         return total / samples if samples else math.nan
 
 

@@ -169,6 +169,9 @@ FEATURES: dict[str, Callable[[], Feature]] = {
     "different rates, counted": lambda: Feature(
         stepping((3, 2), MICROBATCHES), {"count": _counted}, recurrence=_TWO_RATES
     ),
+    "different rates, summed": lambda: Feature(
+        stepping((3, 2), MICROBATCHES), {"weigh": None}, recurrence=_TWO_RATES
+    ),
     "split backward": lambda: Feature(built(zero_bubble)),
     "split backward of checkpoints": lambda: Feature(built(zero_bubble), workload=CHECKPOINTED),
     "recompute": lambda: Feature(recomputed_early(built("1f1b"), {0}), {"recompute": [1]}),
@@ -242,6 +245,7 @@ def compare(feature: Feature, setting: Setting) -> None:
                 pieces,
                 feature.recurrence or recurrence_of(feature.schedule, feature.pipelines),
                 seed=None if feature.recurrence else (0, step),
+                weigh=feature.options.get("weigh", "samples"),
                 count=feature.count,
                 ties=options.get("ties", ()),
             )
@@ -305,6 +309,8 @@ def _clip(feature: Feature, whole: Sequence[nn.Module], norm: float | None) -> N
 def _evaluated(feature: Feature, whole: Sequence[nn.Module], batches: Sequence[Batch]) -> float:
     stages, loss_fn = [stage.eval() for stage in whole], feature.workload.loss_fn
     losses = [float(loss_fn(run_stages(stages, x), y)) for x, y in batches]
+    if "weigh" in feature.options:  # the microbatches are equal
+        return sum(losses) * feature.schedule.microbatches
     counts = [float(feature.count(y)) for _, y in batches]
     return sum(loss * n for loss, n in zip(losses, counts, strict=True)) / sum(counts)
 

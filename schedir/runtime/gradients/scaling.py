@@ -78,7 +78,8 @@ class Scaling:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._share_sums = share_sums(plan.schedule) if plan.updates else {}
+        weighs = plan.arguments.weigh is not None  # else every share is 1, in every group
+        self._share_sums = share_sums(plan.schedule) if plan.updates and weighs else {}
         self.active = bool(self._share_sums)
 
     def begin(self) -> None:

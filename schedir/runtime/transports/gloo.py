@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -44,14 +44,16 @@ class GlooTransport(Transport):
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send."""
-        return self._posted(self._to[peer].backend.send, tensor, peer)
+        try:
+            work: Work = self._to[peer].backend.send([tensor], self._numbers[peer], self._tag)
+        except RuntimeError as error:
+            raise WaitError(error) from error
+        return work
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
-        return self._posted(self._from[peer].backend.recv, buffer, peer)
-
-    def _posted(self, post: Callable[..., Work], tensor: Tensor, peer: int) -> Work:
         try:
-            return post([tensor], self._numbers[peer], self._tag)
+            work: Work = self._from[peer].backend.recv([buffer], self._numbers[peer], self._tag)
         except RuntimeError as error:
             raise WaitError(error) from error
+        return work
