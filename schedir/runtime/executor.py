@@ -25,14 +25,13 @@ from schedir.runtime.arguments import (
     TieOf,
     enabled_scaler,
 )
-from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep
+from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep, StepResult
 from schedir.runtime.engine import Engine
 from schedir.runtime.feeding import CallArguments, check_loss
 from schedir.runtime.microbatches import Batch, ChunkSpec, rows
 from schedir.runtime.plan import plan_of
 from schedir.runtime.processes.groups import declining
 from schedir.runtime.program.compiler import expect_carried_out
-from schedir.runtime.result import StepResult
 from schedir.runtime.segments import Segments
 from schedir.runtime.stage.optimizers import as_one
 from schedir.simulator import Timeline
@@ -116,7 +115,8 @@ class Executor:
     - `timeout`: how long a rank waits for another, in seconds or as a timedelta. By default it is
       the timeout of the default process group.
     - `channel`: the channel model under which the list is proved and posted. By default it is the
-      transport's: "async" for gloo, "rank" for NCCL. You may name a stricter one.
+      transport's: "async" for gloo, "rank" for NCCL. You may name a stricter one, but not
+      "direction".
     - `in_process`: run all ranks in this process, in turn, without torchrun. It is for tests and to
       look inside, not for speed.
     - `trace`: record when each entry of the list runs in each call of `step`, on every rank of the
@@ -528,7 +528,7 @@ def _step_of(timeline: Timeline) -> int:
 
 def _kept(outputs: bool | Keep) -> Keep | None:
     if isinstance(outputs, bool):
-        return _whole if outputs else None
+        return whole if outputs else None
 
     def kept(output: Any, target: Any) -> Any:
         return outputs(output, tree_map_only(Tensor, torch.clone, target))
@@ -536,5 +536,6 @@ def _kept(outputs: bool | Keep) -> Keep | None:
     return kept
 
 
-def _whole(output: Any, target: Any) -> Any:
+def whole(output: Any, target: Any) -> Any:
+    """Keep the whole output of a microbatch."""
     return output

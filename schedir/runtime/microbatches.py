@@ -272,11 +272,12 @@ def _normalised(batch: Any) -> Any:
 
     if isinstance(batch, Tensor):
         return batch
+    # A PackedSequence is a tuple by type, but its tensors have no rows.
     return pytree.tree_map(normalised, batch, is_leaf=_is_packed)
 
 
 def _is_packed(value: object) -> bool:
-    return isinstance(value, PackedSequence)  # a tuple by type, but its tensors have no rows
+    return isinstance(value, PackedSequence)
 
 
 _CONSTANTS = (type(None), Number, str, bytes, Enum, type, torch.Size)
@@ -384,20 +385,14 @@ def placed(pieces: list[Any], device: torch.device, what: str) -> list[Any]:
     moved: dict[int, Tensor] = {}  # a tensor that all microbatches get is copied once
 
     def on(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu" and tensor.device != device:
+            raise ExecutionError(
+                f"{what}: a tensor is on {tensor.device}, but the stages of this rank are on "
+                f'{device}; move it there, tensor.to("{device}"), or leave it on the CPU'
+            )
         if id(tensor) not in moved:
-            moved[id(tensor)] = _on(tensor, device, what)
+            moved[id(tensor)] = tensor.to(device, non_blocking=True)
         return moved[id(tensor)]
 
     found: list[Any] = pytree.tree_map_only(Tensor, on, pieces)
     return found
-
-
-def _on(tensor: Tensor, device: torch.device, what: str) -> Tensor:
-    if tensor.device == device:
-        return tensor
-    if tensor.device.type == "cpu":
-        return tensor.to(device, non_blocking=True)
-    raise ExecutionError(
-        f"{what}: a tensor is on {tensor.device}, but the stages of this rank are on {device}; "
-        f'move it there, tensor.to("{device}"), or leave it on the CPU'
-    )

@@ -243,7 +243,8 @@ def check_sharded(
         if not listed[stage]:
             raise ExecutionError(
                 f"stage {stage} is wrapped by fully_shard, but {schedule.name} never gathers its "
-                f"weights: pass schedir.shard(schedule, stages=[{stage}, …])"
+                "weights: pass schedir.shard(schedule), or name the wrapped stages of all ranks in "
+                "its stages="
             )
         if len(schedule.placement[stage]) > 1 or grid.alone:
             raise ExecutionError(
@@ -255,6 +256,12 @@ def check_sharded(
                 part.reshard()  # a forward before may have left the full weights
         for group in _groups(module):
             _check_group(stage, group, grid)
+
+
+def mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """The mesh over which fully_shard has split a module's parameters; None if it has none."""
+    group = next(iter(_groups(module)), None)
+    return None if group is None else group.mesh_info.mesh
 
 
 def _groups(module: nn.Module) -> Iterable[FSDPParamGroup]:

@@ -374,7 +374,7 @@ class RankList:
     def _abreast(self, pair: Sequence[Instruction], forward_aside: bool) -> list[Instruction]:
         """The two of an overlapped pair on two streams."""
         first, second = pair
-        side = self._parts.streams.of("pairs", self._rank)
+        side = self._parts.streams("pairs", self._rank)
         (aside,) = (
             one.action.kind for one in pair if (one.action.kind is Kind.FORWARD) == forward_aside
         )
@@ -453,7 +453,7 @@ def _until_gathered(sharded: Sharded, weights: StageWeights, wait: Bound | None)
         if wait is not None:
             wait()
         sharded.wait()
-        weights.compute_with(sharded.parameters)
+        weights.expect_gradients(sharded.parameters)
 
     return call
 

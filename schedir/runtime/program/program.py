@@ -324,7 +324,7 @@ class Programs:
         self._sees_input = 0 in plan.local_stages
         accelerator = plan.accelerator
         apart = transports if accelerator.queues and len(transports) > 1 else ()
-        streams = {rank: parts.streams.of("lists", rank) for rank in apart}
+        streams = {rank: parts.streams("lists", rank) for rank in apart}
         self._streams = RankStreams(accelerator, streams)
         self._known: OrderedDict[int, Program] = OrderedDict()
         self._numbers: dict[object, int] = {}
