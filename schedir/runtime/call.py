@@ -25,7 +25,7 @@ class Call:
     """One call of the executor, or a kind of calls; every rank must make the same one.
 
     A kind has a `name`, the call as the user wrote it. `trains`: it computes gradients. `updates`:
-    it runs the OPTIM_STEPs. `has_loss`: it has a target.
+    it runs the OPTIM_STEPs. `has_loss`: it has a target. `evaluates`: modules are in eval mode.
 
     `number` counts the calls before this one, `step` the calls of `step`, which with the executor's
     seed seeds the forwards. `precision` is the autocast dtype on the stages' device, None without
@@ -42,6 +42,7 @@ class Call:
     trains: bool = False
     updates: bool = False
     has_loss: bool = True
+    evaluates: bool = False
     number: int = 0
     step: int = 0
     precision: torch.dtype | None = None
@@ -55,7 +56,7 @@ class Call:
 
     def of_number(self, number: int, step: int = 0, precision: torch.dtype | None = None) -> Call:
         """A call of this kind."""
-        kind = self.name, self.trains, self.updates, self.has_loss
+        kind = self.name, self.trains, self.updates, self.has_loss, self.evaluates
         return Call(*kind, number, step, precision)
 
     @property
@@ -71,14 +72,16 @@ class Call:
 STEP = Call("step", trains=True, updates=True)
 RUN = Call("run", trains=True, updates=True)
 ACCUMULATE = Call("step(update=False)", trains=True)
-EVALUATE = Call("evaluate")
-INFER = Call("infer", has_loss=False)
+EVALUATE = Call("evaluate", evaluates=True)
+INFER = Call("infer", has_loss=False, evaluates=True)
+EVAL = Call("eval")
+FORWARDS = Call("eval without a loss", has_loss=False)
 CLOSE = Call("close", has_loss=False)
 GATHER = Call("gather", has_loss=False)
 COLLECT = Call("collect", has_loss=False)
 TIMELINES = Call("timelines", has_loss=False)
 KINDS = (
-    *(STEP, RUN, ACCUMULATE, EVALUATE, INFER),
+    *(STEP, RUN, ACCUMULATE, EVALUATE, INFER, EVAL, FORWARDS),
     *(CLOSE, GATHER, COLLECT, TIMELINES),
 )
 

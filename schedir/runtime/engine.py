@@ -232,7 +232,7 @@ class Engine:
     def _in_mode(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
         """Make a call, with gradients on if it trains, otherwise off."""
         if not kind.trains:
-            with evaluating(self.stages.values()):
+            with evaluating(self.stages.values() if kind.evaluates else ()), torch.no_grad():
                 return self._call(kind, given, keeps)
         if torch.is_inference_mode_enabled():
             raise ExecutionError(

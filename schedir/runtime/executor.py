@@ -112,7 +112,8 @@ class Executor:
     - `timeout`: how long a rank waits for another, in seconds or as a timedelta. By default it is
       the timeout of the default process group.
     - `channel`: the channel model under which the list is proved and posted. By default it is the
-      transport's: "async" for gloo, "rank" for NCCL. You may name a stricter one.
+      transport's: "async" for gloo, "rank" for NCCL. You may name a stricter one, but not
+      "direction".
     - `in_process`: run all ranks in this process, in turn, without torchrun. It is for tests and to
       look inside, not for speed.
     - `trace`: record when each entry of the list runs in each call of `step`, on every rank of the
@@ -218,6 +219,7 @@ class Executor:
         boundaries: Mapping[int, Declared] | None = None,
         recompute: bool | Collection[int] = False,
         weigh: str | None = "samples",
+        gathers: str = "listed",
         count: Callable[[Any], float | Tensor] = rows,
         batch_dim: int = 0,
         args_chunk_spec: ChunkSpec = None,
@@ -249,6 +251,7 @@ class Executor:
                 boundaries,
                 recompute,
                 weigh,
+                gathers,
                 count,
                 batch_dim,
                 args_chunk_spec,
@@ -512,7 +515,7 @@ def _step_of(timeline: Timeline) -> int:
 
 def _kept(outputs: bool | Keep) -> Keep | None:
     if isinstance(outputs, bool):
-        return _whole if outputs else None
+        return whole if outputs else None
 
     def kept(output: Any, target: Any) -> Any:
         return outputs(output, tree_map_only(Tensor, torch.clone, target))
@@ -520,5 +523,6 @@ def _kept(outputs: bool | Keep) -> Keep | None:
     return kept
 
 
-def _whole(output: Any, target: Any) -> Any:
+def whole(output: Any, target: Any) -> Any:
+    """Keep the whole output of a microbatch."""
     return output

@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_refused_before_anything_moves(rank: int) -> None:
     bias.data = bias.data.double()
     fully_shard(mixed, mesh=dp)
     for schedule, stage, text in (
-        (plain, wrapped, "never gathers its weights: pass schedir.shard"),
+        (plain, wrapped, "never gathers its weights: pass schedir.shard(schedule)"),
         (gathering, whole, "its module is not sharded: wrap it by fully_shard"),
         (gathering, inner, "but not the stage itself; wrap the whole module"),
         (gathering, over, "pass fully_shard the data dimensions"),

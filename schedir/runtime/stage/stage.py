@@ -55,7 +55,9 @@ class Stage:
         self.optimizer = optimizer
         self.sharded = self.replicas = None
         if isinstance(self.module, FSDPModule):
-            self.sharded = Sharded(index, self.module, not plan.updates)
+            given = plan.arguments
+            free, weighs = given.gathers == "free", given.weigh is not None
+            self.sharded = Sharded(index, self.module, not plan.updates, free, weighs)
         if len(ranks := plan.local_holders(index)) > 1:
             self.replicas = Replicas(ranks, weights, plan.accelerator)
         self.buffers = Buffers(plan.trained[index])
@@ -199,15 +201,14 @@ def arguments(stage: Stage, cell: Cell, with_graph: bool) -> tuple[Any, Any]:
 
 @contextmanager
 def evaluating(stages: Iterable[Stage]) -> Iterator[None]:
-    """Run forwards alone inside: the modules are in eval mode, and no graph is made."""
+    """Inside, the modules of these stages are in eval mode."""
     torch.clear_autocast_cache()  # it may hold casts of earlier weights
     roots = [(root, root.training) for stage in stages for root in stage.modules]
     modes = [(module, module.training) for root, _ in roots for module in root.modules()]
     try:
         for root, _ in roots:
             root.eval()
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for root, training in roots:
             root.train(training)  # it may do more than set modes
