@@ -47,8 +47,8 @@ from schedir.runtime.program.compiler import Parts, set_autocast
 from schedir.runtime.program.compute import on_several_streams
 from schedir.runtime.program.first_call import FirstCall, Messenger
 from schedir.runtime.program.handshake import Handshake
+from schedir.runtime.program.instruction import Progress
 from schedir.runtime.program.program import Program, Programs
-from schedir.runtime.program.progress import Progress
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.result import CallLosses, StepResult
 from schedir.runtime.session import Session
@@ -57,7 +57,7 @@ from schedir.runtime.stage.rng import SavedRng
 from schedir.runtime.stage.stage import evaluating, stages_of
 from schedir.runtime.stage.weights import NEWEST
 from schedir.runtime.trace import Trace
-from schedir.runtime.transports.transport import Transport, Work, wait_for
+from schedir.runtime.transports import Transport, Work, wait_for
 from schedir.simulator import Timeline
 
 T = TypeVar("T")
