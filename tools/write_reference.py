@@ -22,7 +22,7 @@ from schedir.ir.kinds import STAGE_WIDE, VALUES, Use, Value, uses_of
 from schedir.library import built_in
 from schedir.render.diagnostics import command_options, finding
 from schedir.runtime.processes.nccl import shares
-from schedir.runtime.transports.nccl import communicators_of, ranks_of
+from schedir.runtime.transports import communicators_of, ranks_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 REFERENCE = DOCS / "reference"

@@ -49,15 +49,15 @@ from schedir.runtime.program.compiler import Parts, set_autocast
 from schedir.runtime.program.compute import on_several_streams
 from schedir.runtime.program.first_call import FirstCall, Messenger
 from schedir.runtime.program.handshake import Handshake
+from schedir.runtime.program.instruction import Progress
 from schedir.runtime.program.program import Program, Programs
-from schedir.runtime.program.progress import Progress
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cells
 from schedir.runtime.stage.stage import SavedRng, evaluating, stages_of
 from schedir.runtime.stage.weights import NEWEST
 from schedir.runtime.trace import Trace
-from schedir.runtime.transports.transport import Transport, Work, wait_for
+from schedir.runtime.transports import Transport, Work, wait_for
 from schedir.simulator import Timeline
 
 T = TypeVar("T")

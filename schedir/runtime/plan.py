@@ -38,9 +38,7 @@ from schedir.runtime.arguments import (
 from schedir.runtime.processes.failure import describe
 from schedir.runtime.processes.grid import Grid, grid
 from schedir.runtime.sharded import check_sharded
-from schedir.runtime.transports.gloo import GlooTransport
-from schedir.runtime.transports.in_process import Endpoint
-from schedir.runtime.transports.nccl import NcclTransport
+from schedir.runtime.transports import Endpoint, GlooTransport, NcclTransport
 
 Choice: TypeAlias = type[Endpoint] | type[GlooTransport] | type[NcclTransport]
 

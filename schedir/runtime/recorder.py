@@ -34,7 +34,7 @@ from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Nanoseconds
 from schedir.runtime.program.instruction import Bound, Instruction
-from schedir.runtime.transports.transport import wait_for
+from schedir.runtime.transports import wait_for
 from schedir.simulator import Measured, Sizes, Timeline
 
 BEGAN, ENDED, WAITED, FOUND = range(4)

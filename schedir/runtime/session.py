@@ -56,10 +56,14 @@ from schedir.runtime.processes.noticeboard import (
 )
 from schedir.runtime.processes.watch import Member, Watch
 from schedir.runtime.sharded import local
-from schedir.runtime.transports.gloo import GlooTransport
-from schedir.runtime.transports.in_process import Endpoint, InProcessTransport
-from schedir.runtime.transports.nccl import NcclTransport, communicators_of
-from schedir.runtime.transports.transport import Transport
+from schedir.runtime.transports import (
+    Endpoint,
+    GlooTransport,
+    InProcessTransport,
+    NcclTransport,
+    Transport,
+    communicators_of,
+)
 
 logger = logging.getLogger("schedir")
 

@@ -22,8 +22,7 @@ from schedir.runtime.gradients import copies
 from schedir.runtime.plan import Choice, transport_for
 from schedir.runtime.processes.groups import Group
 from schedir.runtime.program import first_call
-from schedir.runtime.transports.gloo import GlooTransport
-from schedir.runtime.transports.transport import Work
+from schedir.runtime.transports import GlooTransport, Work
 
 META = torch.device("meta")
 

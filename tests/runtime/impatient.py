@@ -16,7 +16,7 @@ from torch import Tensor
 
 from schedir.runtime.processes.groups import Post
 from schedir.runtime.program.instruction import Instruction, Observer
-from schedir.runtime.transports.transport import Transport, Work, wait_for
+from schedir.runtime.transports import Transport, Work, wait_for
 
 
 @attrs.define(eq=False)

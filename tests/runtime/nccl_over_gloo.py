@@ -32,7 +32,7 @@ from schedir.runtime.accelerator import Host
 from schedir.runtime.processes import groups
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.grid import Grid
-from schedir.runtime.transports.nccl import NcclTransport
+from schedir.runtime.transports import NcclTransport
 
 _TYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
 REFUSED = (torch.complex64, torch.complex128, torch.int16, torch.uint16, torch.uint32, torch.uint64)

@@ -18,10 +18,7 @@ from schedir.runtime import Executor, plan
 from schedir.runtime.plan import channel_for
 from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.transports.gloo import GlooTransport
-from schedir.runtime.transports.in_process import Endpoint
-from schedir.runtime.transports.nccl import NcclTransport
-from schedir.runtime.transports.transport import Work
+from schedir.runtime.transports import Endpoint, GlooTransport, NcclTransport, Work
 from tests.built_in import NAMES
 from tests.runtime.kit import (
     CROSSING,

@@ -12,7 +12,7 @@ import pytest
 import schedir
 from schedir.graph.compile import graph_of
 from schedir.runtime.processes.nccl import in_turn, rounds
-from schedir.runtime.transports.nccl import Channel, batched, communicators, ranks_of
+from schedir.runtime.transports import Channel, batched, communicators, ranks_of
 from tests.runtime.lists import megatron
 
 

@@ -23,7 +23,7 @@ from schedir.runtime import Executor, plan
 from schedir.runtime.boundary import Boundary, boundary_of
 from schedir.runtime.call import STEP, Now
 from schedir.runtime.program.first_call import Message, Messenger
-from schedir.runtime.transports.transport import Work
+from schedir.runtime.transports import Work
 from tests.built_in import EVERY
 from tests.runtime.features import (
     MICROBATCHES,

@@ -20,7 +20,7 @@ from schedir.errors import ExecutionError
 from schedir.runtime import Executor
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Message
-from schedir.runtime.program.progress import Progress
+from schedir.runtime.program.instruction import Progress
 from tests.built_in import EVERY
 from tests.runtime.kit import (
     MSE,

@@ -7,8 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 import schedir
-from schedir.runtime.transports.gloo import GlooTransport
-from schedir.runtime.transports.nccl import NcclTransport
+from schedir.runtime.transports import GlooTransport, NcclTransport
 from tests.built_in import NAMES, SYNCHRONOUS, variants
 from tests.runtime.impatient import impatient
 from tests.runtime.kit import Twins, everyone, linear_stages, message_of, random_batches

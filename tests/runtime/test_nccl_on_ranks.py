@@ -22,8 +22,7 @@ from schedir.runtime.processes import nccl
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Groups, Post
-from schedir.runtime.transports.gloo import GlooTransport
-from schedir.runtime.transports.nccl import NcclTransport
+from schedir.runtime.transports import GlooTransport, NcclTransport
 from tests.built_in import NAMES
 from tests.runtime.kit import (
     MSE,

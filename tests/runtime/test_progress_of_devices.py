@@ -20,7 +20,7 @@ from schedir.runtime.accelerator import Host
 from schedir.runtime.engine import _arrive
 from schedir.runtime.processes.control import Courier
 from schedir.runtime.processes.failure import Patience, WaitError
-from schedir.runtime.program.progress import Progress
+from schedir.runtime.program.instruction import Progress
 from schedir.runtime.session import Session
 from tests.runtime.kit import MSE, linear_stages, numbered, sgd
 
@@ -131,7 +131,7 @@ def test_a_work_that_has_failed_is_not_taken_for_done(before: int) -> None:
 
 def test_a_failed_work_that_never_says_so_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL aborts its communicator before, which may take for ever."""
-    monkeypatch.setattr("schedir.runtime.program.progress.ABORT", 0.1)
+    monkeypatch.setattr("schedir.runtime.program.instruction.ABORT", 0.1)
     never = Event()
     try:
         failed = failing(never.wait, 1)

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import schedir
-from schedir.runtime import Executor
+from schedir.runtime import Executor, transports
 from schedir.runtime.processes.groups import Asked, Groups, Post
-from schedir.runtime.transports import nccl
-from schedir.runtime.transports.nccl import NcclTransport
+from schedir.runtime.transports import NcclTransport
 from tests.built_in import NAMES, variants
 from tests.runtime.kit import MSE, everyone, message_of, momentum, random_batch, sgd
 from tests.runtime.nccl_over_gloo import RefusedError, connect_all, nccl_over_gloo
@@ -105,7 +104,7 @@ def test_a_fault_of_the_transport_is_found(fault: str, rank: int) -> None:
             monkeypatch.setattr(Groups, "settle", lambda *_: None)
             said = "before the communicator is known to be made"
         elif fault == "bytes":
-            monkeypatch.setattr(nccl, "_carried", lambda tensor: tensor)
+            monkeypatch.setattr(transports, "_carried", lambda tensor: tensor)
             said = "Input tensor data type is not supported for NCCL"
         executor = Executor(schedule, stage, MSE, sgd)
         executor.step(x, target=y)  # goes through the hosts

@@ -19,8 +19,7 @@ from schedir.runtime.processes.groups import Post
 from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
 from schedir.runtime.program.transfers import Batch
-from schedir.runtime.transports.in_process import Endpoint
-from schedir.runtime.transports.transport import Work, wait_for
+from schedir.runtime.transports import Endpoint, Work, wait_for
 from tests.literals import listed
 from tests.runtime.kit import (
     MSE,

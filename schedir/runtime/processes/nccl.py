@@ -9,7 +9,7 @@ What it does is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, of which sc
   a transfer or sum alone would (`batch_isend_irecv` and `_coalescing_manager`, which do that for
   torch's own groups, are in torch/distributed/distributed_c10d.py).
 - It calls `recordStream` for what a transfer uses: what is freed then goes to nobody before the
-  host has seen the transfer's stream come past; see `schedir.runtime.transports.buffers`.
+  host has seen the transfer's stream come past; see `schedir.runtime.program.transfers`.
 - A work's `wait` has the current stream wait, not the host. `is_completed` is true of a work that
   has failed as well; `wait` then aborts its communicator and raises.
 - What is posted first makes the communicator, and blocks the host until all of its processes have

@@ -74,7 +74,9 @@ from schedir.runtime.program.offloading import (
 )
 from schedir.runtime.program.transfers import (
     Batch,
+    FromBuffers,
     Make,
+    Pool,
     post_of,
     receive_activations,
     receive_gradients,
@@ -86,8 +88,7 @@ from schedir.runtime.sharded import Sharded, settle
 from schedir.runtime.stage.activations import Cell, Cells
 from schedir.runtime.stage.stage import Stage
 from schedir.runtime.stage.weights import StageWeights
-from schedir.runtime.transports.buffers import FromBuffers, Pool
-from schedir.runtime.transports.transport import BatchPoster, Poster, Transport, Work
+from schedir.runtime.transports import BatchPoster, Poster, Transport, Work
 
 
 @attrs.frozen

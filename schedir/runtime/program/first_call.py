@@ -51,7 +51,7 @@ from schedir.runtime.program.compute import forward_with, hand_back
 from schedir.runtime.program.instruction import Bound
 from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.stage import Stage, arguments, copy_of
-from schedir.runtime.transports.transport import Poster, Work
+from schedir.runtime.transports import Poster, Work
 
 
 @attrs.frozen(eq=False)

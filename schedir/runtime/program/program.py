@@ -59,7 +59,7 @@ from schedir.runtime.program.instruction import (
     unseen,
 )
 from schedir.runtime.stage.activations import Cells
-from schedir.runtime.transports.transport import Transport, Work
+from schedir.runtime.transports import Transport, Work
 
 _MOST = 64
 """The most signatures that are kept; beyond it all ranks drop the least recently used one."""

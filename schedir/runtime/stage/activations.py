@@ -15,7 +15,7 @@ from schedir.runtime.memory import Saved
 from schedir.runtime.microbatches import Count
 from schedir.runtime.stage.buffers import Kept
 from schedir.runtime.stage.split_backward import WeightPart
-from schedir.runtime.transports.transport import Work
+from schedir.runtime.transports import Work
 
 
 @attrs.define(eq=False)

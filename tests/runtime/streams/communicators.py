@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from schedir.runtime.processes.groups import Post
-from schedir.runtime.transports.transport import Transport, Work
+from schedir.runtime.transports import Transport, Work
 from tests.runtime.streams.clocks import FakeDevice, Mark, Stream, advance
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from schedir.runtime.accelerator import Host
 from schedir.runtime.program import compute
 from schedir.runtime.program.instruction import Bound, Instruction
-from schedir.runtime.transports.in_process import InProcessTransport
+from schedir.runtime.transports import InProcessTransport
 from tests.runtime.streams.clocks import FakeDevice
 from tests.runtime.streams.communicators import Communicators
 from tests.runtime.streams.sanitizer import Graphs, Sanitizer
@@ -38,7 +38,7 @@ def watching(device: FakeDevice, communicators: bool) -> Iterator[pytest.MonkeyP
         patch.setattr(InProcessTransport, "post", posted)
         if communicators:
             patch.setattr("schedir.runtime.session.InProcessTransport", _transport)
-            patch.setattr("schedir.runtime.transports.in_process.Endpoint.channel", "rank")
+            patch.setattr("schedir.runtime.transports.Endpoint.channel", "rank")
         engine = torch.autograd.Variable._execution_engine
         for place in ("torch.autograd._engine_run_backward", f"{compute.__name__}._run_backward"):
             patch.setattr(place, _joined(device, engine.run_backward))

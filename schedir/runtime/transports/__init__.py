@@ -1,1 +1,0 @@
-"""Moves tensors from rank to rank: over gloo, over NCCL, or within one process."""
