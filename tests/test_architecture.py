@@ -33,7 +33,6 @@ WINGS = {
             "microbatches",
             "arguments",
             "call",
-            "result",
             "processes",
             "sharded",
         ),

@@ -6,9 +6,9 @@ Of schedir's packages only this one and `schedir.training` import torch.
 from typing import TYPE_CHECKING
 
 from schedir.lazy import on_demand
+from schedir.runtime.call import StepResult
 from schedir.runtime.executor import Executor
-from schedir.runtime.result import StepResult
-from schedir.runtime.stage.rng import rng
+from schedir.runtime.stage.stage import rng
 
 if TYPE_CHECKING:
     from schedir.runtime.torch_schedule import TorchSchedule
