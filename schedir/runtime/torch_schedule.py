@@ -28,12 +28,10 @@ from schedir.runtime.feeding import CallArguments
 from schedir.runtime.processes.groups import timeout_of_user
 from schedir.runtime.sharded import mesh_of
 
-_THEIRS = frozenset(
-    (
-        *("optimizer", "weigh", "count", "batch_dim", "args_chunk_spec", "kwargs_chunk_spec"),
-        *("pipeline_dim", "in_process"),
-    )
-)
+_THEIRS = {
+    *("optimizer", "weigh", "count", "batch_dim", "args_chunk_spec", "kwargs_chunk_spec"),
+    *("pipeline_dim", "in_process"),
+}
 """The executor's options that torch's schedule decides."""
 
 _NUMBER = "schedir_microbatch"
@@ -89,8 +87,7 @@ class TorchSchedule:
         for name in sorted(_THEIRS & options.keys()):
             raise ExecutionError(f"{name}=: torch's schedule decides that; leave it out here")
         self._theirs: Any = theirs
-        held = vars(theirs)
-        self._stages: list[Any] = held.get("_stages") or [held["_stage"]]
+        self._stages = stages_of(theirs)
         _check(theirs, self._stages, schedule)
         self._schedule, self._mesh, self._data_dims = schedule, mesh, data_dims
         self._timeout = timeout_of(options.pop("timeout", None))
@@ -264,6 +261,11 @@ class TorchSchedule:
             **placed,
             **self._options,
         )
+
+
+def stages_of(theirs: Any) -> list[Any]:
+    """The stages of a schedule of torch's that are on this rank."""
+    return getattr(theirs, "_stages", None) or [theirs._stage]
 
 
 class _Loss(nn.Module):
