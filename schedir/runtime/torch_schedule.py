@@ -89,7 +89,8 @@ class TorchSchedule:
         for name in sorted(_THEIRS & options.keys()):
             raise ExecutionError(f"{name}=: torch's schedule decides that; leave it out here")
         self._theirs: Any = theirs
-        self._stages: list[Any] = getattr(theirs, "_stages", None) or [self._theirs._stage]
+        held = vars(theirs)
+        self._stages: list[Any] = held.get("_stages") or [held["_stage"]]
         _check(theirs, self._stages, schedule)
         self._schedule, self._mesh, self._data_dims = schedule, mesh, data_dims
         self._timeout = timeout_of(options.pop("timeout", None))
