@@ -43,7 +43,7 @@ from schedir.runtime.microbatches import (
     samples,
 )
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
+from schedir.runtime.processes.control import Control, Exchange
 from schedir.runtime.processes.groups import Groups
 
 
@@ -417,12 +417,12 @@ class Losses:
         self.microbatches = microbatches
         lines, last = range(grid.pipelines), plan.last_stage
         holders = (grid.number(rank, at) for at in lines for rank in schedule.placement[last])
-        self._sizes = dict.fromkeys(holders, 2 * len(microbatches))
-        self._has_part = grid.number(grid.rank) in self._sizes
+        self._holders = [*dict.fromkeys(holders)]
+        self._has_part = grid.number(grid.rank) in self._holders
         self._receivers = [
             *dict.fromkeys(grid.number(r, at) for at in lines for r in range(grid.ranks))
         ]
-        report_of = {number: at for at, number in enumerate(self._sizes)}
+        report_of = {number: at for at, number in enumerate(self._holders)}
         runs = graph_of(schedule).runs
         self._found_in = [
             (report_of[grid.number(int(runs[last, m]), at)], place)
@@ -432,7 +432,8 @@ class Losses:
 
     def expect(self) -> Exchange:
         """Post the receives of a call's losses, long before the losses are sent."""
-        return self._control.expect(self._sizes, LOSS_TAG, late=self._accelerator.queues)
+        size = 2 * len(self.microbatches)
+        return self._control.expect(self._holders, size, self._accelerator.queues)
 
     def report(
         self, exchange: Exchange, counts: Sequence[Count], losses: Sequence[float | Tensor | None]

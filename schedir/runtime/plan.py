@@ -112,11 +112,6 @@ class Plan:
         return self.arguments.optimizer is not None
 
     @property
-    def steps_last(self) -> bool:
-        """Whether the OPTIM_STEPs are the last entries on each rank."""
-        return steps_last(self.schedule)
-
-    @property
     def compared(self) -> dict[str, object]:
         """The arguments that must be equal on all processes, by name."""
         given = self.arguments

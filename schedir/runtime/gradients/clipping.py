@@ -87,9 +87,11 @@ class Clipping:
         absent = values.new_full((), 0.0 if queues else _ABSENT)
         for stage, own in self._counted.items():
             if own:
-                found = [absent if n is None else n for n in _each([p.grad for p in own])]
+                found = iter(_each([p.grad for p in own if p.grad is not None]))
                 start = self._stages.index(stage)
-                values[start : start + len(own)] = torch.stack(found)
+                values[start : start + len(own)] = torch.stack(
+                    [absent if p.grad is None else next(found) for p in own]
+                )
         if self._stages:
             values = self._group.sum(values, "all norms")()
         if queues:
@@ -112,36 +114,24 @@ _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """Of 16 bits the squares' sum overflows, or is rounded to a few digits."""
 
 
-def _each(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _each(grads: Sequence[Tensor]) -> list[Tensor]:
     """The norm of each gradient, as torch.nn.utils.clip_grad_norm_ takes it, but that of 16 bits
-    in 32; None for one that is not there."""
-    return _of_whole(_of_local([None if g is None else local(g) for g in grads]), grads)
-
-
-def _of_whole(norms: list[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The norms of whole gradients, from those of their parts in this process. What is replicated
-    counts once; the squares of shards are added, in one sum for each group of processes."""
+    in 32. What is replicated counts once; the squares of shards are added, in one sum for each
+    group of processes."""
+    by_type: dict[torch.dtype, list[int]] = {}
     parts: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-    for number, grad in enumerate(grads):
+    for at, grad in enumerate(grads):
+        by_type.setdefault(grad.dtype, []).append(at)
         if isinstance(grad, DTensor) and (groups := groups_of_shards(grad)):
-            parts.setdefault(groups, []).append(number)
-    for groups, numbers in parts.items():
-        squares = torch.stack([n for at in numbers if (n := norms[at]) is not None]).square()
+            parts.setdefault(groups, []).append(at)
+    norms: dict[int, Tensor] = {}
+    for kind, places in by_type.items():
+        held = [local(grads[at]) for at in places]
+        norms |= zip(places, torch._foreach_norm(held, dtype=_SUMMED_IN.get(kind)), strict=True)
+    for groups, places in parts.items():
+        squares = torch.stack([norms[at] for at in places]).square()
         for group in groups:
             with waiting("the norms of all shards"):
                 dist.all_reduce(squares, group=group)
-        for at, root in zip(numbers, squares.sqrt().unbind(), strict=True):
-            norms[at] = root
-    return norms
-
-
-def _of_local(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        if grad is not None:
-            by_type.setdefault(grad.dtype, []).append(grad)
-    found = {
-        kind: iter(torch._foreach_norm(held, dtype=_SUMMED_IN.get(kind)))
-        for kind, held in by_type.items()
-    }
-    return [None if grad is None else next(found[grad.dtype]) for grad in grads]
+        norms |= zip(places, squares.sqrt().unbind(), strict=True)
+    return [norms[at] for at in range(len(grads))]

@@ -26,7 +26,7 @@ from schedir.graph.compile import graph_of
 from schedir.runtime.accelerator import Accelerator, Reach
 from schedir.runtime.gradients.scaling import LossScale, Step
 from schedir.runtime.microbatches import Count
-from schedir.runtime.plan import Plan
+from schedir.runtime.plan import Plan, steps_last
 from schedir.runtime.processes.groups import Group, Groups
 from schedir.runtime.sharded import local
 
@@ -218,7 +218,7 @@ class NonFinite:
     def _refuse(self, found: Sequence[Step]) -> NoReturn:
         """Raise ExecutionError for a gradient of a step here that is not finite."""
         # Gradients flow down: the last stage that has one may be why others do.
-        stage, step = max(self._not_finite() if self._plan.steps_last else found)
+        stage, step = max(self._not_finite() if steps_last(self._plan.schedule) else found)
         what = self._gradients[stage].worst() + self._microbatch(stage, step)
         raise ExecutionError(f"{what}{_MEND}")
 

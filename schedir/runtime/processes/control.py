@@ -6,7 +6,7 @@ They have a gloo group of their own, on CUDA too, so that they never meet the pi
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
@@ -25,18 +25,12 @@ from schedir.runtime.processes.grid import Grid
 from schedir.runtime.processes.groups import Group, Groups, Message
 
 _OBJECT_TAG = 0
-LOSS_TAG = 1
-_ROOM_TAG = 4
+_LOSS_TAG = 1
 PIPELINE_TAG = 6
 RANK_TAG = 7
 _BESIDE_TAG = 8
 _CLOCK_TAG = 9
-_MEETING_TAG = 12
 _DESCRIBED_TAG = 13  # and those after it
-_WORDS = {
-    LOSS_TAG: "the loss",
-    _ROOM_TAG: "the buffers",
-}
 
 T = TypeVar("T")
 
@@ -73,47 +67,54 @@ class Control:
         """Make the group. Raises WaitError where the other processes don't come in time."""
         self._group = groups.make("control", self._everyone)
 
-    def gather(self, value: Any, begin: Callable[[], object] = int) -> list[Any]:
-        """The values of all processes, by number, on each of them; as in `collect`."""
-        if len(self._everyone) == 1:
+    def gather(
+        self,
+        value: Any,
+        begin: Callable[[], object] = int,
+        numbers: Sequence[int] = (),
+        what: str = "a message",
+    ) -> list[Any]:
+        """The values of all processes, or of these `numbers`, in their order, on each of them; as
+        in `collect`."""
+        first, *others = numbers or range(len(self._everyone))
+        if not others:
             return [value]
-        values = self.collect(value, begin)
+        values = self.collect(value, begin, numbers, what)
         if values is None:
-            return list(self._receive(0))
+            return list(self._receive(first, what))
         answer = packed(values)
-        for number in range(1, len(self._everyone)):
-            self._post(answer, number)
+        for number in others:
+            self._post(answer, number, what)
         return values
 
-    def collect(self, value: Any, begin: Callable[[], object] = int) -> list[Any] | None:
-        """The values of all processes, by number, on the first one alone. The value is packed
-        before this process waits for others, which it tells by `begin`."""
+    def collect(
+        self,
+        value: Any,
+        begin: Callable[[], object] = int,
+        numbers: Sequence[int] = (),
+        what: str = "a message",
+    ) -> list[Any] | None:
+        """The values of all processes, or of these `numbers`, on the first of them alone. The value
+        is packed before this process waits for others, which it tells by `begin`."""
         # By hand, not as a collective: gloo's threads drop a collective's tensors some time after
         # it is done, and abort the process if Python is shutting down by then.
+        first, *others = numbers or range(len(self._everyone))
         content = packed(value)
         begin()
-        if self._own:
-            self._post(content, 0)
+        if self._own != first:
+            self._post(content, first, what)
             return None
-        return [unpacked(content), *map(self._receive, range(1, len(self._everyone)))]
+        return [unpacked(content), *(self._receive(number, what) for number in others)]
+
+    def in_pipeline(self, value: Any) -> list[Any]:
+        """The values of the processes of this pipeline, on each of them."""
+        return self.gather(value, numbers=[*dict.fromkeys(self._numbers)], what="the buffers")
 
     def meet(self, processes: Sequence[int]) -> None:
         """Wait until all of these processes, this one among them, have called this. Raises
         WaitError if they don't in time."""
-        first, *others = map(self._everyone.index, processes)
-        here = torch.zeros(1, dtype=torch.int64, device="cpu")
-        peers = others if self._own == first else [first]
-
-        def hear() -> None:
-            for number in peers:
-                self._group.expect(1, number, _MEETING_TAG, "a connection from").wait()
-
-        def tell() -> None:
-            for number in peers:
-                self._group.tell(here, number, _MEETING_TAG, "a connection").wait()
-
-        for go in (hear, tell) if self._own == first else (tell, hear):
-            go()
+        numbers = [*map(self._everyone.index, processes)]
+        self.gather(None, numbers=numbers, what="a connection")
 
     def beside(self) -> Beside:
         """Transfers from host to host between ranks whose payloads are on a device."""
@@ -139,35 +140,29 @@ class Control:
 
     def send(self, value: object, rank: int) -> None:
         """Send any object; `receive` on the other side takes it."""
-        self._post(packed(value), self._numbers[rank])
+        self._post(packed(value), self._numbers[rank], "a message")
 
     def receive(self, rank: int) -> Any:
         """Receive what `send` sends."""
-        return self._receive(self._numbers[rank])
+        return self._receive(self._numbers[rank], "a message")
 
-    def _post(self, content: Tensor, number: int) -> None:
+    def _post(self, content: Tensor, number: int, what: str) -> None:
         for part in (torch.tensor([len(content)], device="cpu"), content):
-            self._group.tell(part, number, _OBJECT_TAG, "a message").wait()
+            self._group.tell(part, number, _OBJECT_TAG, what).wait()
 
-    def _receive(self, number: int) -> Any:
-        place = number, _OBJECT_TAG, "a message from"
+    def _receive(self, number: int, what: str) -> Any:
+        place = number, _OBJECT_TAG, f"{what} from"
         size = int(self._group.expect(1, *place).wait())
         return unpacked(self._group.expect(size, *place, torch.uint8).wait())
 
-    def share(self, value: int) -> list[int]:
-        """A number of each rank of this pipeline, by rank, on each of them."""
-        exchange = self.expect(dict.fromkeys(self._numbers, 1), _ROOM_TAG)
-        own = torch.tensor([value], dtype=torch.float64, device="cpu")
-        return [int(number) for number in exchange.give(own, self._numbers).result()]
-
-    def expect(self, sizes: Mapping[int, int], tag: int, late: bool = False) -> Exchange:
-        """Post receives of vectors of float64, from these numbers and of these sizes.
+    def expect(self, numbers: Sequence[int], size: int, late: bool) -> Exchange:
+        """Post receives of losses, vectors of float64 of this size, from these numbers.
 
         Vectors that come `late`, from a device, are waited for by the courier, not by later calls.
         """
         receives = {
-            n: self._group.expect(size, n, tag, f"{_WORDS[tag]} of", torch.float64)
-            for n, size in sizes.items()
+            n: self._group.expect(size, n, _LOSS_TAG, "the loss of", torch.float64)
+            for n in numbers
             if n != self._own
         }
         if late:
@@ -175,13 +170,13 @@ class Control:
         else:
             with self._posting:
                 self._posted += receives.values()
-        return Exchange(self, tag, [receives.get(number) for number in sizes])
+        return Exchange(self, [receives.get(number) for number in numbers])
 
-    def tell(self, value: Tensor, numbers: Iterable[int], tag: int) -> None:
+    def tell(self, value: Tensor, numbers: Iterable[int]) -> None:
         """Send a vector on its way to these numbers."""
         for number in numbers:
             if number != self._own:
-                message = self._group.tell(value, number, tag, _WORDS[tag])
+                message = self._group.tell(value, number, _LOSS_TAG, "the loss")
                 with self._posting:
                     self._posted.append(message)
 
@@ -204,18 +199,16 @@ class Control:
 
 @attrs.define(eq=False)
 class Exchange:
-    """An exchange of vectors between processes; the receives are posted."""
+    """An exchange of losses between processes; the receives are posted."""
 
     _control: Control
-    _tag: int
     _receives: Sequence[Message | None]  # None in one's own place
     _own: Tensor | None = None
 
-    def give(self, own: Tensor, numbers: Iterable[int]) -> Exchange:
+    def give(self, own: Tensor, numbers: Iterable[int]) -> None:
         """Send `own` on its way to these numbers."""
         self._own = own
-        self._control.tell(own, numbers, self._tag)
-        return self
+        self._control.tell(own, numbers)
 
     def result(self) -> list[Tensor]:
         """Wait for all expected vectors; returns them in that order, with this process's own."""

@@ -383,7 +383,7 @@ class Programs:
         """
         lessons = program.cells.lessons
         mask_gradients(lessons, program.schedule, self._plan.local_ranks)
-        room = min(self._control.share(self._room(lessons)))
+        room = min(self._control.in_pipeline(self._room(lessons)))
         number, self._next = self._next, self._next + 1
         described = self.parts.first.described
         self._known[number] = self._compiled(lessons, call.precision, described, number, room)
