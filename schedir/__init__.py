@@ -11,7 +11,7 @@
 `Schedule.placement`, which names the ranks of each stage:
 
 >>> schedir.CHANNELS
-('host', 'rank', 'pair', 'edge', 'async')
+('host', 'rank', 'pair', 'edge', 'direction', 'async')
 >>> schedule.placement
 ((0,), (1,))
 """

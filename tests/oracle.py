@@ -36,6 +36,7 @@ from schedir.ir import COMPLETES_GRADIENTS, COMPUTE, READS_WEIGHTS, RECEIVES, SE
 
 Outcome = Literal["completes", "wrong", "blocks"]
 COPIES = {Kind.OFFLOAD, Kind.RELOAD}
+GRADIENTS = {Kind.SEND_GRAD, Kind.RECV_GRAD}
 MEETINGS = {Kind.REDUCE_GRAD, Kind.UNSHARD}
 
 
@@ -159,6 +160,8 @@ class Oracle:
             return {one.kind, other.kind} <= MEETINGS and one.stage == other.stage
         if self.channel == "pair":
             return self.peer(one) == self.peer(other)
+        if self.channel == "direction":
+            return (one.kind in GRADIENTS) == (other.kind in GRADIENTS)
         return self.same_channel(rank, one, other)
 
     def same_channel(self, rank: int, one: Action, other: Action) -> bool:
@@ -199,10 +202,14 @@ class Oracle:
             me.faults.append(f"{action} has no peer")
             me.done[index] = True
             return True
-        if self.next_on_channel(rank, SENDS, target) != index:
+        sends, receives = SENDS, RECEIVES
+        if self.channel == "direction":  # whose two communicators have channels of their own
+            sends = frozenset({action.kind})
+            receives = RECEIVES & GRADIENTS if sends & GRADIENTS else RECEIVES - GRADIENTS
+        if self.next_on_channel(rank, sends, target) != index:
             return False
         other = self.ranks[target]
-        there = self.next_on_channel(target, RECEIVES, rank)
+        there = self.next_on_channel(target, receives, rank)
         if there is None or not self.posted(target, there):
             return False
         if not any(self.makes(earlier, action) for earlier in me.actions[:index]):

@@ -20,6 +20,7 @@ import attrs
 from schedir import Action, CostModel, Kind, Schedule, Together
 from schedir.ir import COMMUNICATION, COMPUTE, CONSUMES, COPIES, SENDS
 
+GRADIENTS = {Kind.SEND_GRAD, Kind.RECV_GRAD}
 USES_SAVED = {Kind.BACKWARD, Kind.BACKWARD_INPUT}
 """What needs that an activation is back from the host."""
 Key = tuple[int, int]
@@ -88,7 +89,7 @@ class Stepped:
             for rank, entries in enumerate(schedule.actions)
             for index, entry in enumerate(entries)
         }
-        self.channels: dict[Key, list[Exchange]] = {}
+        self.channels: dict[tuple[Key, bool], list[Exchange]] = {}
         self.sums: dict[int, list[Exchange]] = {}
         self.of_entry: dict[Key, list[Exchange]] = {key: [] for key in self.entries}
         self.runs = {
@@ -111,8 +112,8 @@ class Stepped:
     # What there is.
 
     def find_transfers(self) -> None:
-        """The j-th send on a channel meets the j-th receive."""
-        ends: dict[tuple[Key, bool], list[tuple[Key, Action]]] = {}
+        """The j-th send on a channel meets the j-th receive, under `direction` of its kind."""
+        ends: dict[tuple[Key, bool, bool], list[tuple[Key, Action]]] = {}
         for key, parts in self.entries.items():
             for action in parts:
                 if action.kind not in COMMUNICATION:
@@ -121,11 +122,12 @@ class Stepped:
                 peer = self.runs[action.stage + further, action.microbatch]
                 sends = action.kind in SENDS
                 channel = (key[0], peer) if sends else (peer, key[0])
-                ends.setdefault((channel, sends), []).append((key, action))
-        for (channel, sends), listed in ends.items():
+                apart = self.channel == "direction" and action.kind in GRADIENTS
+                ends.setdefault((channel, apart, sends), []).append((key, action))
+        for (channel, apart, sends), listed in ends.items():
             if sends:
-                met = zip(listed, ends[channel, False], strict=True)
-                self.channels[channel] = [self.transfer(channel, *both) for both in met]
+                met = zip(listed, ends[channel, apart, False], strict=True)
+                self.channels[channel, apart] = [self.transfer(channel, *both) for both in met]
 
     def transfer(
         self, channel: Key, send: tuple[Key, Action], receive: tuple[Key, Action]
@@ -220,11 +222,13 @@ class Stepped:
             peers = [end[0] for end, _ in exchange.ends if end[0] != key[0]]
             if self.channel == "rank":
                 found.add("all")
-            elif self.channel in ("pair", "edge"):
+            elif self.channel in ("pair", "edge", "direction"):
                 if action.kind not in COMMUNICATION:
                     found.add(("of stage", action.stage))
                 elif self.channel == "pair":
                     found.add(peers[0])
+                elif self.channel == "direction":
+                    found.add(action.kind in GRADIENTS)
                 else:
                     found.add((peers[0], action.kind in SENDS))
         return found

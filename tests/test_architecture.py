@@ -33,7 +33,6 @@ WINGS = {
             "microbatches",
             "arguments",
             "call",
-            "result",
             "processes",
             "sharded",
         ),
@@ -47,7 +46,7 @@ WINGS = {
             "stage",
             "program",
         ),
-        *("recorder", "trace", "engine", "segments", "executor"),
+        *("recorder", "trace", "engine", "segments", "executor", "torch_schedule"),
     ),
     "training": (
         *("cutting", "data", "collective", "whole_names", "huggingface", "checkpoint"),

@@ -653,7 +653,7 @@ def test_built_in_schedules_are_clean(run: Run, name: str) -> None:
 def test_check_judges_by_channel(run: Run) -> None:
     out = run.prints("check", "dead.sched", "--channel", "edge")
     assert out.startswith("note[S213]: there is no OPTIM_STEP")
-    also = "clean under edge (also: async; not: host, rank, pair), 1 note"
+    also = "clean under edge (also: direction, async; not: host, rank, pair), 1 note"
     assert out.endswith(f"\ndead.sched: {also}\n")
     assert run("check", "dead.sched", "--channel", "edge", "--strict")[0] == 0
     code, out, err = run("check", "dead.sched", "--channel", "pair")
@@ -666,7 +666,7 @@ def test_check_judges_by_channel(run: Run) -> None:
 def test_check_judges_by_what_nccl_can_be_relied_on_for_and_says_what_else_runs(run: Run) -> None:
     code, out, _ = run("check", "dead.sched")
     assert code == 1
-    assert "   = note: under --channel rank; clean under edge and async\n" in out
+    assert "   = note: under --channel rank; clean under edge, direction and async\n" in out
     assert "   = note: it runs on gloo (async), but it can hang on NCCL (rank)\n" in out
     assert out.endswith("\ndead.sched: 1 error under rank\n")
     # What runs on gloo can be drawn.

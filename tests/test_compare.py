@@ -97,7 +97,7 @@ def test_what_does_not_run_under_the_channel_model_is_listed_and_not_chosen(
     code, out, _ = run("compare", "dead.sched", "--channel", channel, "--json")
     found = json.loads(out)
     (row,) = found["rows"]
-    runs = channel in ("edge", "async")
+    runs = channel in ("edge", "direction", "async")
     assert (code, found["best"]) == ((0, 0) if runs else (1, None))
     assert row["makespan"] == 9
     assert row["problem"] == (

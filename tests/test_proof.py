@@ -84,7 +84,7 @@ def test_a_wrong_schedule_has_none() -> None:
 
 @pytest.mark.parametrize(
     ("crossed", "clean"),
-    [(CROSSED, ("edge", "async")), (CROSSED_SUMS, ("pair", "edge", "async"))],
+    [(CROSSED, ("edge", "direction", "async")), (CROSSED_SUMS, schedir.CHANNELS[2:])],
     ids=["transfers", "sums"],
 )
 def test_what_does_not_run_on_nccl_is_built_and_simulated(
@@ -98,6 +98,22 @@ def test_what_does_not_run_on_nccl_is_built_and_simulated(
     assert schedir.check(built).clean_channels == clean
     assert schedir.simulate(built).schedule is built
     assert schedir.simulate(again(crossed)).schedule == built
+
+
+def test_what_is_paired_rightly_under_direction_alone_is_proved_for_it_alone() -> None:
+    """Rank 1 receives its gradient first, on a channel that carries the activation before it."""
+    apart = listed(
+        1,
+        "0 1 0",
+        "0F0 0SEND_ACT0 2RECV_ACT0 2F0 2B0 2SEND_GRAD0 0RECV_GRAD0 0B0",
+        "1RECV_GRAD0 1RECV_ACT0 1F0 1SEND_ACT0 1B0 1SEND_GRAD0",
+    )
+    assert schedir.check(apart, "direction").clean_channels == ("direction",)
+    assert schedir.simulate(apart, channel="direction").makespan == 9
+    for channel in (None, *schedir.CHANNELS):
+        if channel != "direction":
+            with pytest.raises(ScheduleError, match="S303"):
+                schedir.simulate(apart, channel=channel)
 
 
 def test_what_would_run_but_is_wrong_is_not_simulated() -> None:

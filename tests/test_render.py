@@ -323,16 +323,17 @@ def test_github_escapes_what_its_commands_cannot_hold() -> None:
 
 def test_the_last_line_sums_up() -> None:
     clean = partial(Report, "edge", ())
-    everywhere = ("host", "rank", "pair", "edge", "async")
-    assert full(clean(everywhere), "x") == "x: clean under edge and every other channel model\n"
+    assert (
+        full(clean(schedir.CHANNELS), "x") == "x: clean under edge and every other channel model\n"
+    )
     assert full(clean(("edge", "async")), "x") == (
-        "x: clean under edge (also: async; not: host, rank, pair)\n"
+        "x: clean under edge (also: async; not: host, rank, pair, direction)\n"
     )
     place = Location(0, 1, schedir.forward(0, 1))
     warning = odd("warning", place)
     report = Report("async", (warning, warning), ("async",))
     assert full(report, "x").endswith(
-        "x: clean under async (not: host, rank, pair, edge), 2 warnings\n"
+        "x: clean under async (not: host, rank, pair, edge, direction), 2 warnings\n"
     )
     assert full(Report("edge", (odd("error", place), warning)), "x").endswith(
         "x: 1 error, 1 warning under edge\n"

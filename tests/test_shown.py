@@ -19,7 +19,7 @@ from rich.console import Console
 import schedir
 from schedir import Band, CostModel, Schedule, Timeline
 from schedir.finder import Found, find
-from schedir.runtime.result import CallLosses, StepResult
+from schedir.runtime.call import CallLosses, StepResult
 from tests.command_line import runner
 
 SVG = "{http://www.w3.org/2000/svg}svg"

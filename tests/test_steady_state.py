@@ -150,7 +150,7 @@ def test_a_list_that_is_too_short_shows_nothing_wrong(
         latency=data.draw(whole),
         boundary_bytes=size,
     )
-    channel = data.draw(st.sampled_from([None, "host", "rank", "pair", "edge", "async"]))
+    channel = data.draw(st.sampled_from([None, *schedir.CHANNELS]))
     long = schedir.build(name, ranks=ranks, microbatches=40 + MORE, **parameters)
     line = simulate(long, costs, channel=channel)
     for microbatches in range(1, 40):

@@ -10,14 +10,16 @@ import numpy as np
 from schedir.checker import rules
 from schedir.checker.diagnostics import Faults, locations
 from schedir.checker.ordering import values
-from schedir.graph.compile import Graph, Transfers, graph_of
+from schedir.graph.compile import Transfers, graph_of
+from schedir.graph.paths import transfers_of
 from schedir.ir import Schedule
 
 _ROWS_AROUND = 2
 
 
-def communication(schedule: Schedule) -> Iterator[Faults]:
-    """The faults of sends and receives. Expects a sound structure."""
+def communication(schedule: Schedule, channel: str) -> Iterator[Faults]:
+    """The faults of sends and receives, paired as under a channel model. Expects a sound
+    structure."""
     graph = graph_of(schedule)
     lone, columns = graph.lone, schedule.columns
     if len(lone):
@@ -31,7 +33,7 @@ def communication(schedule: Schedule) -> Iterator[Faults]:
         )
     yield from values(schedule, of_transfers=True)
     yield from _unmatched(schedule, graph.transfers)
-    yield _mis_paired(graph)
+    yield mis_paired(schedule, channel)
     yield from collectives(schedule)
 
 
@@ -70,16 +72,14 @@ def _unmatched(schedule: Schedule, transfers: Transfers) -> Iterator[Faults]:
         yield rules.UNMATCHED.each(schedule, alone, case=case)
 
 
-def _mis_paired(graph: Graph) -> Faults:
-    """Channels whose sends and receives are listed in different orders.
+def mis_paired(schedule: Schedule, channel: str) -> Faults:
+    """Channels whose sends and receives are listed in different orders, under a channel model.
 
     An unmatched end would shift all ends after it, so only transfers with both ends are compared.
     """
-    schedule, transfers = graph.schedule, graph.transfers
-    later, earlier = transfers.in_turn
-    early = later[transfers.receive[later] < transfers.receive[earlier]]
-    channels = transfers.source[early] * schedule.ranks + transfers.target[early]
-    keys, first = np.unique(channels, return_index=True)
+    transfers = transfers_of(graph_of(schedule), channel)
+    early = transfers.swapped
+    keys, first = np.unique(transfers.channel[early], return_index=True)
     rows, wrong, many, pairs = [], [], [], []
     for number in early[first].tolist():
         sent, received, swapped = transfers.orders(number)

@@ -24,6 +24,7 @@ from schedir.ir import (
     Ints,
     Schedule,
     Ties,
+    enforces,
 )
 
 _AROUND = 2
@@ -33,8 +34,10 @@ _ENDS = 4  # rows of a long way that are shown of each end
 def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
     """The channel models under which the schedule runs to its end, strictest first.
 
-    Expects matched communication.
+    Expects matched communication, which is paired rightly under some model.
     """
+    # What is paired rightly under one model only is so where the fewest transfers share a channel.
+    alone = len(graph_of(schedule).transfers.swapped) > 0
     # Without ties and batches, two models block as the stricter one before them does. What `host`
     # has compute wait for, `rank` has the communication after it wait for, and compute only matters
     # to that. What `edge` has a transfer wait for, the one before it on its channel, waits for
@@ -43,11 +46,13 @@ def clean_channels(schedule: Schedule, ties: Ties = ()) -> tuple[str, ...]:
     columns = schedule.columns
     batched = columns.joined & columns.is_kind(*COMMUNICATION)
     known = () if ties or batched.any() else ("rank", "async")
-    # Each enforces a part of what the one before does.
-    for strictest, channel in enumerate(CHANNELS):
-        if channel not in known and runs(schedule, channel, ties):
-            return CHANNELS[strictest:]
-    return ()
+    clean: list[str] = []
+    for channel in ("direction",) if alone else CHANNELS:
+        if any(enforces(stricter, channel) for stricter in clean) or (
+            channel not in known and runs(schedule, channel, ties)
+        ):
+            clean.append(channel)
+    return tuple(clean)
 
 
 def runs(schedule: Schedule, channel: str, ties: Ties = ()) -> bool:
@@ -68,7 +73,7 @@ def deadlock(
     *,
     given: Schedule | None = None,
 ) -> Iterator[Faults]:
-    """A deadlock under `channel`, if there is one; `clean` are the models without one.
+    """A deadlock under `channel`, if there is one; `clean` are the models that are clean.
 
     A compute-only schedule is judged by its compute, collectives and ties: a cycle of these exists
     under every model. `given` is the schedule as its author gave it, if communication was inserted
@@ -76,13 +81,15 @@ def deadlock(
     """
     # What blocks under every model does so for the reasons that the weakest has, too: these are the
     # ones to see to first.
-    waiting = waits(schedule, channel if clean else CHANNELS[-1], ties)
-    if waiting.blocks:
-        yield Faults(
-            rule=WAIT_CYCLE,
-            keys=np.zeros(1, np.int64),
-            findings=_shortest(schedule, waiting, (channel, clean), ties, given),
-        )
+    for model in (channel,) if clean else dict.fromkeys((CHANNELS[-1], channel)):
+        waiting = waits(schedule, model, ties)
+        if waiting.blocks:
+            yield Faults(
+                rule=WAIT_CYCLE,
+                keys=np.zeros(1, np.int64),
+                findings=_shortest(schedule, waiting, (channel, clean), ties, given),
+            )
+            return
 
 
 def _shortest(

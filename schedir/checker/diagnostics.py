@@ -524,7 +524,7 @@ class Report(Displayed):
     >>> report.ok, report.diagnostics
     (True, ())
     >>> report.clean_channels
-    ('host', 'rank', 'pair', 'edge', 'async')
+    ('host', 'rank', 'pair', 'edge', 'direction', 'async')
     """
 
     channel: str

@@ -115,7 +115,7 @@ def _waits(schedule: Schedule, channel: str, posted: Ints | None = None) -> Wait
 
 def _prompt(schedule: Schedule, channel: str, costs: Pricing | None) -> _Run:
     """The run of a schedule in which every send waits for its payload and its channel alone."""
-    without = "async" if channel == "async" else "edge"
+    without = channel if channel in ("async", "direction") else "edge"
     columns, transfers = schedule.columns, graph_of(schedule).transfers
     posted = compute_before(columns)
     after, single = posted[transfers.send], ~columns.shared[transfers.send]

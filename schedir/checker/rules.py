@@ -490,13 +490,11 @@ def _cycle(finding: Diagnostic) -> Iterator[tuple[str, ...]]:
 def _clean_under(finding: Diagnostic) -> Iterator[str]:
     """The channel models under which the schedule is clean."""
     channel, clean = finding.facts["channel"], finding.facts["clean"]
-    if clean:
-        yield f"under --channel {channel}; clean under {joined(clean)}"
+    if finding.facts["complete"]:
+        yield f"under --channel {channel}; clean under {joined(clean or ('no other',))}"
         # Not where a model was asked for that no transport can be relied on for.
-        if channel == DEFAULT_CHANNEL:
+        if clean and channel == DEFAULT_CHANNEL:
             yield "it runs on gloo (async), but it can hang on NCCL (rank)"
-    elif finding.facts["complete"]:
-        yield f"under --channel {channel}, and under every other"
     else:
         yield "under every channel model"
     if finding.facts["inserted"]:
@@ -522,7 +520,7 @@ WAIT_CYCLE = Rule(
     "say how much order a transport keeps: "
     + "; ".join(f"`{model}`, {words}" for model, words in CHANNELS_IN_WORDS.items())
     + ". A list that is clean under `rank` runs on NCCL and on gloo. A list that is clean only "
-    "under `async` runs on gloo. `pair` and `edge` need more than CUDA promises.",
+    "under `async` runs on gloo. `pair`, `edge` and `direction` need more than CUDA promises.",
     fix="Post one of the actions of the cycle earlier. Or post a rank's sends and receives that "
     "block each other as one batch, `(0SEND_ACT1;0RECV_GRAD0)`. Or use a transport that keeps less "
     "order.",

@@ -131,8 +131,8 @@ def prove(
 
 
 def sound(schedule: Schedule) -> Schedule | None:
-    """The complete form of a schedule, None if it has an error other than a deadlock. `prove` names
-    the error, and says whether the schedule blocks.
+    """The complete form of a schedule, None if it has an error other than a deadlock under the
+    default channel model. `prove` names the error, and says whether the schedule blocks.
 
     This is for callers that run the schedule to its end anyway, and so see whether it blocks.
     """
@@ -152,7 +152,7 @@ def _report(
 ) -> Report:
     """The errors; if there are none and `advise` is set, the warnings and notes."""
     channel = channel_model(channel)
-    found, complete = _judged(schedule, terms)
+    found, complete = _judged(schedule, terms, channel)
     ties = _ties_that_hold(terms.ties, found)
     clean: tuple[str, ...] = ()
     if complete is not None:
@@ -169,10 +169,12 @@ def _report(
     return Report(channel, diagnostics, clean, proved)
 
 
-def _judged(schedule: Schedule, terms: Terms) -> tuple[list[Faults], Schedule | None]:
+def _judged(
+    schedule: Schedule, terms: Terms, channel: str = DEFAULT_CHANNEL
+) -> tuple[list[Faults], Schedule | None]:
     """The faults of a schedule, deadlock excepted, and its complete form, in which to look for
     deadlocks. That is None if some wait has no meaning yet. It is stored with the schedule if there
-    is no error."""
+    is no error under any channel model."""
     key = _COMPLETE, terms.ties
     if key in schedule.memo:
         # Limits may be others now, and notes name places in this very list.
@@ -181,9 +183,10 @@ def _judged(schedule: Schedule, terms: Terms) -> tuple[list[Faults], Schedule | 
     if found:
         return found, None
     found = _present(chain(ordering(schedule, terms.ties), memory(schedule, terms)))
-    blocking, complete = _completed(schedule, terms.ties, found)
+    blocking, complete = _completed(schedule, terms.ties, found, channel)
     found += blocking
-    if complete is not None and not _errors(found):
+    wrong = complete is None or _errors(found) or len(graph_of(complete).transfers.swapped)
+    if complete is not None and not wrong:
         # Both have the same compute, and the communication is the complete one's; that does not
         # remember itself, so that memory is freed as soon as nobody has it.
         schedule.memo[key], complete.memo[key] = complete, None
@@ -201,7 +204,7 @@ def _present(found: Iterable[Faults]) -> list[Faults]:
 
 
 def _completed(
-    schedule: Schedule, ties: Ties, found: list[Faults]
+    schedule: Schedule, ties: Ties, found: list[Faults], channel: str
 ) -> tuple[list[Faults], Schedule | None]:
     """The faults of a schedule's communication, and its complete form, given the faults found in
     its compute. There is no complete form if some wait has no meaning yet, or would only echo an
@@ -222,13 +225,13 @@ def _completed(
             blocking = blocking or [*deadlock(schedule, _WEAKEST, (), ties)]
         if blocking:
             return blocking, None
-    blocking = _present(communication(complete))
+    blocking = _present(communication(complete, channel))
     return blocking, None if blocking else complete
 
 
 def _trial(schedule: Schedule, channel: str, terms: Terms) -> list[Faults]:
     """The errors of a changed schedule."""
-    found, complete = _judged(schedule, terms)
+    found, complete = _judged(schedule, terms, channel)
     if complete is not None:
         found += deadlock(complete, channel, CHANNELS, _ties_that_hold(terms.ties, found))
     return _errors(found)

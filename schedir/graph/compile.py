@@ -90,6 +90,8 @@ class Transfers:
     makes and uses the tensor, on the ranks `source` and `target`, and `send` and `receive` are on
     these ranks too. `stage` is the receiver's, `kind` the index of its receive in KINDS. All arrays
     have the shape [transfers].
+
+    If they are `apart`, activations and gradients have channels of their own.
     """
 
     kind: Ints
@@ -101,6 +103,7 @@ class Transfers:
     user: Ints
     send: Ints
     receive: Ints
+    apart: bool = attrs.field(default=False, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -120,8 +123,8 @@ class Transfers:
         """The matched transfers, channel by channel in the order of the sends, and which of them
         follow another one on the same channel."""
         listed = np.flatnonzero(self.matched)
-        order = listed[np.lexsort((self.send[listed], self._channel[listed]))]
-        return order, np.diff(self._channel[order], prepend=-1) == 0
+        order = listed[np.lexsort((self.send[listed], self.channel[listed]))]
+        return order, np.diff(self.channel[order], prepend=-1) == 0
 
     @property
     def in_turn(self) -> tuple[Ints, Ints]:
@@ -130,14 +133,20 @@ class Transfers:
         return order[1:][follows[1:]], order[:-1][follows[1:]]
 
     @cached_property
-    def _channel(self) -> Ints:
+    def swapped(self) -> Ints:
+        """The transfers that are received before the one that they follow on their channel."""
+        later, earlier = self.in_turn
+        return later[self.receive[later] < self.receive[earlier]]
+
+    @cached_property
+    def channel(self) -> Ints:
         """By transfer, the number of its channel; these ascend with the source, then the target."""
         channel: Ints = self.source * (1 + self.target.max(initial=0)) + self.target
-        return channel
+        return 2 * channel + self.is_gradient if self.apart else channel
 
     def beside(self, number: int) -> Ints:
         """The matched transfers on the channel of a transfer, in the order of the sends."""
-        order, channel = self.by_channel[0], self._channel
+        order, channel = self.by_channel[0], self.channel
         begin, end = np.searchsorted(channel[order], channel[number] + np.arange(2))
         return order[begin:end]
 
@@ -308,6 +317,11 @@ class Graph:
         receives = sorted({*CONSUMES.values()}, key=lambda receive: COUNTERPARTS[receive][1])
         columns = [self._crossing(receive) for receive in receives]
         return Transfers(*map(np.concatenate, zip(*columns, strict=True)))
+
+    @cached_property
+    def transfers_apart(self) -> Transfers:
+        """The same, on channels of their own for activations and gradients."""
+        return attrs.evolve(self.transfers, apart=True)
 
     def _crossing(self, receive: Kind) -> tuple[Ints, ...]:
         """The columns of `Transfers` for one kind of receive."""

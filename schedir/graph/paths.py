@@ -22,8 +22,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.graph.compile import Graph, graph_of
+from schedir.graph.compile import Graph, Transfers, graph_of
 from schedir.ir import (
+    CARRIES_GRADIENTS,
     COMMUNICATION,
     COMPUTE,
     COPIES,
@@ -281,8 +282,9 @@ def waits(
     if nodes > len(node) or every:
         whole, single = np.flatnonzero(over != node), np.flatnonzero(begins != node)
         # The link between two ranks carries the sends of one batch in turn, or `every` one.
-        send, receive, entry = graph.transfers.send, graph.transfers.receive, graph.columns.entry
-        behind, first = graph.transfers.in_turn
+        transfers, entry = transfers_of(graph, channel), graph.columns.entry
+        send, receive = transfers.send, transfers.receive
+        behind, first = transfers.in_turn
         one = entry[send[behind]] == entry[send[first]]
         one &= entry[receive[behind]] == entry[receive[first]]
         behind, first = (send[each[one | every]] for each in (behind, first))
@@ -394,6 +396,11 @@ def _holders(columns: Columns, kinds: frozenset[Kind], tied: bool) -> tuple[Ints
     )
 
 
+def transfers_of(graph: Graph, channel: str) -> Transfers:
+    """The transfers, on the channels that a channel model has."""
+    return graph.transfers_apart if channel == "direction" else graph.transfers
+
+
 def queues(graph: Graph, channel: str) -> Ints:
     """For every place, the number of its queue; -1 if it blocks nothing.
 
@@ -411,8 +418,10 @@ def queues(graph: Graph, channel: str) -> Ints:
     if channel == "rank":
         number[communicates | groups] = 0
     elif channel != "async":
-        direction = columns.is_kind(*RECEIVES) & (channel == "edge")
-        number = np.where(communicates, 2 * graph.peers + direction, number)
+        queue: Ints | Bools = columns.is_kind(*CARRIES_GRADIENTS)
+        if channel != "direction":
+            queue = 2 * graph.peers + (columns.is_kind(*RECEIVES) & (channel == "edge"))
+        number = np.where(communicates, queue, number)
         number = np.where(groups, 2 * ranks + columns.stage, number)
     return np.where(number < 0, -1, number * ranks + columns.rank)
 

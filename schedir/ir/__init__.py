@@ -29,10 +29,12 @@ from schedir.ir.channels import (
     DEFAULT_CHANNEL,
     TRANSPORTS,
     channel_model,
+    enforces,
 )
 from schedir.ir.columns import KIND_INDEX, KINDS, Bools, Columns, Ints, columns_of
 from schedir.ir.kinds import (
     BACKWARDS,
+    CARRIES_GRADIENTS,
     COMMUNICATION,
     COMPLETES_GRADIENTS,
     COMPUTE,

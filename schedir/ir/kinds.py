@@ -369,6 +369,10 @@ CONSUMES = {
     if kind in COMPUTE and uses_of(kind, "end", receive.meaning.uses[0].value)
 }
 """For each kind of compute, the receive of its input if another rank makes that input."""
+CARRIES_GRADIENTS = _kinds(
+    lambda kind: kind in COMMUNICATION and (kind in SENDS) == (COUNTERPARTS[kind][1] < 0)
+)
+"""The sends to the stage before, and their receives."""
 
 
 def incomplete(kinds: Collection[Kind]) -> Iterator[str]:

@@ -41,7 +41,7 @@ def batch_communication(schedule: Schedule) -> Schedule:
     ...     ],
     ... )
     >>> schedir.check(schedule).clean_channels
-    ('edge', 'async')
+    ('edge', 'direction', 'async')
     >>> batched = schedir.batch_communication(schedule)
     >>> str(batched.actions[0][3]), schedir.check(batched).ok
     ('(0SEND_ACT1;0RECV_GRAD0)', True)

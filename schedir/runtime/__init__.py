@@ -3,8 +3,16 @@
 Of schedir's packages only this one and `schedir.training` import torch.
 """
 
-from schedir.runtime.executor import Executor
-from schedir.runtime.result import StepResult
-from schedir.runtime.stage.rng import rng
+from typing import TYPE_CHECKING
 
-__all__ = ["Executor", "StepResult", "rng"]
+from schedir.lazy import on_demand
+from schedir.runtime.call import StepResult
+from schedir.runtime.executor import Executor
+from schedir.runtime.stage.stage import rng
+
+if TYPE_CHECKING:
+    from schedir.runtime.torch_schedule import TorchSchedule
+
+__all__ = ["Executor", "StepResult", "TorchSchedule", "rng"]
+
+__getattr__ = on_demand(__name__, {"schedir.runtime.torch_schedule": ("TorchSchedule",)})

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from socket import gethostname
 from time import perf_counter
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -86,12 +87,12 @@ class Accelerator:
 
     def mark(self, timed: bool = False) -> Mark:
         """A mark on the current stream."""
+        mark: Mark
         if timed and self._timed:
-            event: Any = self._timed.pop()
+            mark = self._timed.pop()
         else:
-            event = self._module.Event(enable_timing=timed, **self._event_options)
-        self._module.current_stream(self.device).record_event(event)
-        mark: Mark = event
+            mark = self._module.Event(enable_timing=timed, **self._event_options)
+        self._module.current_stream(self.device).record_event(mark)
         return mark
 
     def use_again(self, marks: Iterable[Mark], after: object) -> None:
@@ -123,7 +124,8 @@ class Accelerator:
 
     def host_memory(self, size: int) -> Tensor:
         """Host memory of `size` bytes, for copies that the host does not wait for."""
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        pinned = self.device.type != "cpu"
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def read(self, scalars: Sequence[Tensor], reach: Reach) -> list[float]:
         """Make the host wait for the values of scalars that the current stream makes.
@@ -153,16 +155,20 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        """A name that no other device has, with its host; empty if the device has none."""
+        """A name that no other device has, with its host; empty if the device has none, as the CPU,
+        which processes may share."""
         # A part of a GPU (MIG) has its own uuid. Other accelerators may have none.
-        uuid = getattr(self._module.get_device_properties(self.device), "uuid", None)
+        uuid = getattr(self._properties(), "uuid", None)
         return "" if uuid is None else f"{uuid} of {gethostname()}"
 
     @property
     def processors(self) -> int:
         """How many kernels can run at once."""
-        properties = self._module.get_device_properties(self.device)
-        return int(getattr(properties, "multi_processor_count", 1))  # as CUDA and ROCm call it
+        # As CUDA and ROCm call it.
+        return int(getattr(self._properties(), "multi_processor_count", 1))
+
+    def _properties(self) -> object:
+        return self._module.get_device_properties(self.device)
 
     def generators(self) -> Iterable[torch.Generator]:
         """The default generators that a forward here may draw from, besides the CPU's."""
@@ -217,10 +223,6 @@ class Host(Accelerator):
         """The tensor itself: it is on the host."""
         return lambda: tensor
 
-    def host_memory(self, size: int) -> Tensor:
-        """Host memory of `size` bytes."""
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
-
     def read(self, scalars: Sequence[Tensor], reach: Reach) -> list[float]:
         """Return the values of scalars."""
         return [float(scalar.item()) for scalar in scalars]
@@ -228,38 +230,24 @@ class Host(Accelerator):
     def synchronize(self) -> None:
         """Do nothing: nothing is queued."""
 
-    @property
-    def name(self) -> str:
-        """Empty: processes may share the CPU."""
-        return ""
-
-    @property
-    def processors(self) -> int:
-        """1: calls run one after the other."""
-        return 1
+    def _properties(self) -> object:
+        return None  # torch knows of none
 
     def generators(self) -> Iterable[torch.Generator]:
         """No generators besides the CPU's."""
         return ()
 
 
-class Streams:
+Streams: TypeAlias = Callable[[str, int], Any]
+"""The stream of a rank or stage for a purpose; None on a device without streams."""
+
+
+def streams_of(accelerator: Accelerator) -> Streams:
     """The streams of this process's ranks and stages, each made when it is first asked for.
 
     Calls that train and others share them: cuBLAS keeps tens of MiB for each.
     """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._made: dict[tuple[str, int], Any] = {}
-
-    def of(self, what: str, number: int) -> Any:
-        """The stream of a rank or stage for the purpose `what`; None on a device without
-        streams."""
-        key = what, number
-        if key not in self._made:
-            self._made[key] = self._accelerator.stream()
-        return self._made[key]
+    return cache(lambda purpose, number: accelerator.stream())
 
 
 class Late(Generic[T]):

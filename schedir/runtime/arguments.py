@@ -55,6 +55,7 @@ class Arguments:
     boundaries: Mapping[int, Declared] | None
     recompute: bool | Collection[int]
     weigh: str | None
+    gathers: str
     count: Callable[[Any], float | Tensor]
     batch_dim: int
     args_chunk_spec: ChunkSpec
@@ -143,6 +144,13 @@ def _check_weights(given: Arguments) -> None:
         raise ExecutionError(
             f"count= counts the samples of a microbatch, but weigh={given.weigh!r} does not weigh "
             "by samples: leave one of the two out"
+        )
+    if given.gathers not in ("listed", "free"):
+        raise ExecutionError(f'gathers must be "listed" or "free", not {given.gathers!r}')
+    if given.gathers == "free" and (given.weigh is not None or given.scaler is not None):
+        raise ExecutionError(
+            'gathers="free" is for losses that make their own backward, with a weight of 1: pass '
+            "weigh=None, and no scaler"
         )
 
 

@@ -18,7 +18,7 @@ from schedir.diagnosis.verdict import GATHER as GATHER_PLACE
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
 from schedir.passes import forward_only
-from schedir.runtime.accelerator import Accelerator, Mark, Streams
+from schedir.runtime.accelerator import Accelerator, Mark, streams_of
 from schedir.runtime.call import (
     CLOSE,
     COLLECT,
@@ -27,8 +27,10 @@ from schedir.runtime.call import (
     STEP,
     TIMELINES,
     Call,
+    CallLosses,
     Keep,
     Now,
+    StepResult,
     autocast_kinds,
 )
 from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses, batches_of
@@ -50,11 +52,9 @@ from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.instruction import Progress
 from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.recorder import Recorder
-from schedir.runtime.result import CallLosses, StepResult
 from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cells
-from schedir.runtime.stage.rng import SavedRng
-from schedir.runtime.stage.stage import evaluating, stages_of
+from schedir.runtime.stage.stage import SavedRng, evaluating, stages_of
 from schedir.runtime.stage.weights import NEWEST
 from schedir.runtime.trace import Trace
 from schedir.runtime.transports import Transport, Work, wait_for
@@ -138,7 +138,7 @@ class Engine:
             plan, session.groups, claims, self.optimizers, self._progress.reach
         )
         self._busy = [0.0]  # the seconds that the host computes; a recorder has a device's
-        streams = Streams(accelerator)
+        streams = streams_of(accelerator)
         self.stages = stages_of(
             plan, self.gradients, self.optimizers, self._busy, streams, on_several_streams(plan)
         )
@@ -232,7 +232,7 @@ class Engine:
     def _in_mode(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
         """Make a call, with gradients on if it trains, otherwise off."""
         if not kind.trains:
-            with evaluating(self.stages.values()):
+            with evaluating(self.stages.values() if kind.evaluates else ()), torch.no_grad():
                 return self._call(kind, given, keeps)
         if torch.is_inference_mode_enabled():
             raise ExecutionError(

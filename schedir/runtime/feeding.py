@@ -22,7 +22,7 @@ from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import COMPLETES_GRADIENTS, Kind, Schedule, flat
 from schedir.runtime.accelerator import Late
-from schedir.runtime.call import Call
+from schedir.runtime.call import Call, CallLosses
 from schedir.runtime.microbatches import (
     Batch,
     ChunkSpecs,
@@ -45,7 +45,6 @@ from schedir.runtime.microbatches import (
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import LOSS_TAG, Control, Exchange
 from schedir.runtime.processes.groups import Groups
-from schedir.runtime.result import CallLosses
 
 
 @attrs.frozen(eq=False)

@@ -1,4 +1,4 @@
-"""Which tensors share memory; those that would be changed in place are copied.
+"""The memory of tensors: which of them share it, and how saved ones move to other memory.
 
 Autograd may give two leaves views of one buffer: an input of a stage and a parameter, say, if both
 are summands of the same shape. The next backward adds to the parameter's `.grad` in place, while
@@ -6,22 +6,37 @@ the other gradient may still wait to be sent, or to be used by the neighbouring 
 
 After a boundary every tensor has its own memory. In one piece with the stages before, a stage that
 changes a tensor in place would also change the tensors that share its memory there.
+
+Autograd gets a `Held` for each tensor that a forward saves for its backward, and returns it in the
+backward to ask for the tensor:
+
+    F         ── Held ── tensor
+    OFFLOAD   ── Held ── its layout        the tensor is gone, unless others have it
+    RELOAD    ── Held ── tensor            in new memory
+
+Only autograd holds these objects, so a backward frees them as usual.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from types import SimpleNamespace
 from typing import TypeGuard
+from weakref import ref
 
 import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+
+from schedir.errors import ExecutionError
+from schedir.runtime.accelerator import Mark
 
 
 @attrs.frozen
@@ -58,55 +73,32 @@ class Aliases:
 NO_ALIASES = Aliases()
 
 
-@attrs.frozen
-class Sharing:
-    """The owners of the memory of a stage's outputs, by the outputs' numbers.
-
-    `kept` are in the module's memory, `lent` in the user's. `passed` pairs outputs with inputs that
-    they share memory with, `pairs` outputs with each other.
-    """
-
-    kept: frozenset[int] = frozenset()
-    lent: frozenset[int] = frozenset()
-    passed: frozenset[tuple[int, int]] = frozenset()
-    pairs: frozenset[tuple[int, int]] = frozenset()
-
-    @property
-    def changeable(self) -> frozenset[int]:
-        """The outputs that may be changed before the next stage has used them."""
-        return self.kept | self.lent
-
-    def aliases_after(self, before: Aliases) -> Aliases:
-        """The aliases among the outputs, if those among the inputs are `before`."""
-        return Aliases(
-            self.kept | {output for output, given in self.passed if given in before.kept},
-            self.pairs
-            | {
-                (one, other)
-                for one, i in self.passed
-                for other, j in self.passed
-                if one < other and tuple(sorted((i, j))) in before.pairs
-            },
-        )
-
-
 def sharing(
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     held: Iterable[Tensor],
     lent: Iterable[Tensor],
-) -> Sharing:
-    """Whose memory the outputs of a module are."""
+    before: Aliases,
+) -> tuple[frozenset[int], Aliases]:
+    """The outputs of a module that may be changed before the next stage has used them, because
+    their memory is `held` by the module or `lent` by the user; and the aliases among the outputs,
+    if those among the inputs are `before`."""
     of_module, of_user = storages(held), storages(lent)
     given = [storages([tensor]) for tensor in inputs]
-    numbered = list(enumerate(storages([tensor]) for tensor in outputs))
-    return Sharing(
-        frozenset(o for o, own in numbered if own & of_module),
-        frozenset(o for o, own in numbered if own & of_user),
-        frozenset((o, i) for o, own in numbered for i, theirs in enumerate(given) if own & theirs),
-        frozenset(
-            (o, other) for o, own in numbered for other, same in numbered[o + 1 :] if own & same
-        ),
+    own = [storages([tensor]) for tensor in outputs]
+    kept = {o for o, memory in enumerate(own) if memory & of_module}
+    changeable = kept.union(o for o, memory in enumerate(own) if memory & of_user)
+    # The inputs whose memory each output has.
+    passed = [{i for i, theirs in enumerate(given) if memory & theirs} for memory in own]
+
+    def shared(o: int, other: int) -> bool:
+        return bool(own[o] & own[other]) or any(
+            (min(i, j), max(i, j)) in before.pairs for i in passed[o] for j in passed[other]
+        )
+
+    return frozenset(changeable), Aliases(
+        frozenset(kept.union(o for o, numbers in enumerate(passed) if numbers & before.kept)),
+        frozenset(pair for pair in combinations(range(len(own)), 2) if shared(*pair)),
     )
 
 
@@ -157,7 +149,7 @@ def keep_apart(parameters: Sequence[nn.Parameter], others: Sequence[Tensor | Non
 
 
 @attrs.frozen(eq=False)
-class Held:
+class Owned:
     """A tensor that a stage holds, or a plain part of one. `trained` if training changes it: a
     parameter, or the running statistics of a normalisation."""
 
@@ -169,26 +161,26 @@ class Held:
 
 def shared_memory(
     stages: Mapping[int, nn.Module], known: Collection[int] = ()
-) -> tuple[Held, Held] | None:
+) -> tuple[Owned, Owned] | None:
     """Find two tensors of different stages that overlap in memory, one of them trained; or None.
 
     Tensors whose ids are `known` may be shared. Parts of one tensor that do not overlap are not
     shared, such as the views of a flat buffer of all weights.
     """
-    by_storage: dict[int, list[tuple[Held, NDArray[np.void]]]] = defaultdict(list)
+    by_storage: dict[int, list[tuple[Owned, NDArray[np.void]]]] = defaultdict(list)
     for stage, module in sorted(stages.items()):
-        for held in _held(stage, module, known):
-            outline = _outline(held.tensor)
-            for other, taken in (others := by_storage[held.tensor.untyped_storage().data_ptr()]):
-                concerned = other.stage != stage and (other.trained or held.trained)
+        for owned in _owned(stage, module, known):
+            outline = _outline(owned.tensor)
+            for other, taken in (others := by_storage[owned.tensor.untyped_storage().data_ptr()]):
+                concerned = other.stage != stage and (other.trained or owned.trained)
                 # The columns of a matrix interleave, and do not overlap.
                 if concerned and np.shares_memory(outline, taken):
-                    return other, held
-            others.append((held, outline))
+                    return other, owned
+            others.append((owned, outline))
     return None
 
 
-def _held(stage: int, module: nn.Module, known: Collection[int]) -> Iterator[Held]:
+def _owned(stage: int, module: nn.Module, known: Collection[int]) -> Iterator[Owned]:
     """The tensors of a stage: parameters, buffers, and those in other attributes of modules."""
     seen: set[tuple[int, bool]] = set()
     for path, part in module.named_modules():
@@ -201,7 +193,7 @@ def _held(stage: int, module: nn.Module, known: Collection[int]) -> Iterator[Hel
                 continue
             seen.add(key)
             for plain in filter(_has_memory, plain_parts(tensor)):
-                yield Held(stage, before + name, plain, trained)
+                yield Owned(stage, before + name, plain, trained)
 
 
 def _tensors_of(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -281,3 +273,105 @@ _PARTS: Mapping[torch.layout, Sequence[Callable[[Tensor], Tensor]]] = {
     torch.sparse_csc: _BY_COLUMN,
     torch.sparse_bsc: _BY_COLUMN,
 }
+
+
+@attrs.define(eq=False)
+class Held:
+    """A tensor that autograd has saved, with its version at that time. While it is away, it has a
+    `layout` in place of the tensor; once released, neither."""
+
+    tensor: Tensor | None
+    version: int
+    layout: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None
+
+    def leave(self) -> None:
+        """Forget the tensor, but for its layout."""
+        tensor = self.tensor
+        assert tensor is not None  # asked of what is there
+        self.layout = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        self.tensor = None
+
+    def come_back(self, memory: Tensor) -> None:
+        """Have the tensor again, in other memory, given as bytes."""
+        assert self.layout is not None  # asked of what is away
+        dtype, shape, stride, offset = self.layout
+        self.tensor = memory.view(dtype).as_strided(shape, stride, offset)
+        self.version, self.layout = self.tensor._version, None
+
+    def release(self) -> None:
+        """Forget it: no backward will come for it."""
+        self.tensor = self.layout = None
+
+
+@attrs.define(eq=False)
+class Saved:
+    """The tensors that the forward of one (stage, microbatch) has saved.
+
+    `away` are copies on the host, each with the saved tensors that share its memory; `memories` is
+    the memory that they have come back to, valid after `arrived`.
+    """
+
+    _held: list[ref[Held]] = attrs.field(factory=list)
+    away: list[tuple[Tensor, list[Held]]] = attrs.field(factory=list)
+    memories: list[Tensor] = attrs.field(factory=list)
+    arrived: Mark | None = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Take in what is saved inside."""
+        return saved_tensors_hooks(self._pack, unpacked)
+
+    def _pack(self, tensor: Tensor) -> Held:
+        # By an output itself autograd would hold itself; a leaf unpacks to itself.
+        is_leaf = tensor.is_leaf and tensor.requires_grad
+        held = Held(tensor if is_leaf else tensor.detach(), tensor._version)
+        self._held.append(ref(held))
+        return held
+
+    def tensors(self) -> list[Tensor]:
+        """Those that a backward may still ask for, and that are here."""
+        return [held.tensor for held in self._alive() if held.tensor is not None]
+
+    def movable(self, others: Iterable[object], device: torch.device) -> list[list[Held]]:
+        """What can be moved from a device, by the memory that it shares: all tensors of that go
+        together, or it would not be free. Not that of `others`, nor what has been changed since."""
+        stay = {t.untyped_storage()._cdata for t in others if is_plain(t)}
+        found: dict[int, list[Held]] = {}
+        for held in self._alive():
+            tensor = held.tensor
+            if tensor is None or not is_plain(tensor):
+                continue
+            memory = tensor.untyped_storage()
+            found.setdefault(memory._cdata, []).append(held)
+            if (
+                (tensor.device.type != device.type or not memory.nbytes())
+                or (memory.nbytes() % tensor.element_size() or tensor.is_conj() or tensor.is_neg())
+                or tensor._version != held.version
+            ):
+                stay.add(memory._cdata)
+        return [each for memory, each in found.items() if memory not in stay]
+
+    def _alive(self) -> Iterator[Held]:
+        for at in self._held:
+            held = at()
+            if held is not None:
+                yield held
+
+
+def unpacked(held: Held) -> Tensor:
+    """What was saved. Raises ExecutionError where that is away, RuntimeError where it is gone or,
+    as torch does but not where hooks have it, where it has changed since."""
+    tensor = held.tensor
+    if tensor is None and held.layout is None:
+        raise RuntimeError("the backward of the inputs has been here, and freed what was saved")
+    if tensor is None:
+        raise ExecutionError(
+            "a backward asks for what an OFFLOAD has moved to the host: only the one that a RELOAD "
+            "is listed for may"
+        )
+    if tensor._version != held.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {list(tensor.shape)} of {tensor.dtype} is at version {tensor._version}; "
+            f"expected version {held.version} instead"
+        )
+    return tensor

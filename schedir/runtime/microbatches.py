@@ -101,14 +101,19 @@ def cut(
             f"{what}: more than {microbatches} microbatches given, which the schedule has; to take "
             "the next ones at each call, pass an iterator: iter(...), made once"
         )
-    return Pieces([_normalised(piece, what) for piece in ready], ready=True)
+    return Pieces([_normalised(piece) for piece in ready], ready=True)
 
 
 def _cut_whole(
     batch: Batch, microbatches: int, what: str, dims_of: DimsOf, may_be_short: bool
 ) -> Pieces:
-    batch = _normalised(batch, what)
-    leaves, structure = pytree.tree_flatten(batch)
+    batch = _normalised(batch)
+    leaves, structure = pytree.tree_flatten(batch, is_leaf=_is_packed)
+    for leaf in filter(is_opaque, leaves):  # its tensors would go whole to every microbatch
+        raise ExecutionError(
+            f"{what}: {type(leaf).__name__} is no container that can be cut into microbatches; "
+            "pass its tensors in a tuple or a dict, or a list of ready microbatches"
+        )
     along = [*zip(leaves, dims_of(batch, what), strict=True)]
     rows = {_rows_of_whole(leaf, d, what) for leaf, d in along if d is not None}
     if len(rows) > 1:
@@ -257,38 +262,31 @@ def _rows_of_whole(leaf: Tensor, dim: int, what: str) -> int:
     return leaf.shape[dim]
 
 
-def _normalised(batch: Any, what: str) -> Any:
-    """The batch, with a dict for every mapping that torch's pytree does not know.
-
-    Raises ExecutionError for another container that pytree does not know: its tensors would go
-    whole to every microbatch.
-    """
+def _normalised(batch: Any) -> Any:
+    """The batch, with a dict for every mapping that torch's pytree does not know."""
 
     def normalised(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
-            return {key: _normalised(value, what) for key, value in leaf.items()}
-        if not isinstance(leaf, Tensor) and _holds_something(leaf):
-            raise ExecutionError(
-                f"{what}: {type(leaf).__name__} is no container that can be cut into microbatches; "
-                "pass its tensors in a tuple or a dict, or a list of ready microbatches"
-            )
+            return {key: _normalised(value) for key, value in leaf.items()}
         return leaf
 
     if isinstance(batch, Tensor):
         return batch
+    # A PackedSequence is a tuple by type, but its tensors have no rows.
     return pytree.tree_map(normalised, batch, is_leaf=_is_packed)
 
 
 def _is_packed(value: object) -> bool:
-    return isinstance(value, PackedSequence)  # a tuple by type, but its tensors have no rows
+    return isinstance(value, PackedSequence)
 
 
 _CONSTANTS = (type(None), Number, str, bytes, Enum, type, torch.Size)
 
 
-def _holds_something(value: object) -> bool:
-    """Whether a value may hold tensors, and is not a constant such as a number or a setting."""
-    if isinstance(value, _CONSTANTS):
+def is_opaque(value: object) -> bool:
+    """Whether a leaf may hold tensors that torch's pytree does not know of, as a BlockMask does: it
+    is neither a tensor nor a constant, such as a number or a setting."""
+    if isinstance(value, (Tensor, *_CONSTANTS)):
         return False
     kind = type(value)
     return (
@@ -387,20 +385,14 @@ def placed(pieces: list[Any], device: torch.device, what: str) -> list[Any]:
     moved: dict[int, Tensor] = {}  # a tensor that all microbatches get is copied once
 
     def on(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu" and tensor.device != device:
+            raise ExecutionError(
+                f"{what}: a tensor is on {tensor.device}, but the stages of this rank are on "
+                f'{device}; move it there, tensor.to("{device}"), or leave it on the CPU'
+            )
         if id(tensor) not in moved:
-            moved[id(tensor)] = _on(tensor, device, what)
+            moved[id(tensor)] = tensor.to(device, non_blocking=True)
         return moved[id(tensor)]
 
     found: list[Any] = pytree.tree_map_only(Tensor, on, pieces)
     return found
-
-
-def _on(tensor: Tensor, device: torch.device, what: str) -> Tensor:
-    if tensor.device == device:
-        return tensor
-    if tensor.device.type == "cpu":
-        return tensor.to(device, non_blocking=True)
-    raise ExecutionError(
-        f"{what}: a tensor is on {tensor.device}, but the stages of this rank are on {device}; "
-        f'move it there, tensor.to("{device}"), or leave it on the CPU'
-    )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from schedir.checker import clean_channels, prove
 from schedir.errors import ExecutionError, ScheduleError
 from schedir.graph.compile import graph_of
-from schedir.ir import CHANNELS, Kind, Schedule, channel_model, ties_of
+from schedir.ir import Kind, Schedule, channel_model, enforces, ties_of
 from schedir.passes import advance_receives, insert_reductions, recompute
 from schedir.runtime.accelerator import Accelerator, accelerator_of
 from schedir.runtime.arguments import (
@@ -123,6 +123,7 @@ class Plan:
         return {
             "optimizer": "given" if self.updates else "None",
             "weigh": given.weigh,
+            "gathers": given.gathers,
             "batch_dim": given.batch_dim,
             "clip_grad_norm": given.clip_grad_norm,
             "nonfinite": given.nonfinite,
@@ -240,7 +241,8 @@ def transport_for(alone: bool, device: torch.device) -> Choice:
 def channel_for(transport: Choice, wanted: str | None) -> str:
     """The channel model to prove lists under: the transport's, or the one that the user wants.
 
-    Raises ExecutionError for a model that is less strict than the transport's.
+    Raises ExecutionError for a model that is less strict than the transport's, and for
+    `direction`, which no transport has.
     """
     if wanted is None:
         return transport.channel
@@ -248,7 +250,13 @@ def channel_for(transport: Choice, wanted: str | None) -> str:
         wanted = channel_model(wanted)
     except ValueError as error:
         raise ExecutionError(f"channel: {error}") from None
-    if CHANNELS.index(wanted) > CHANNELS.index(transport.channel):
+    if wanted == "direction":
+        raise ExecutionError(
+            "channel='direction' is for checking only: it is how torch's own pipelines post with "
+            "pipeline_per_direction_p2p; leave channel out, and the executor proves the list under "
+            f"{transport.channel!r}"
+        )
+    if not enforces(wanted, transport.channel):
         raise ExecutionError(
             f"channel={wanted!r}: on NCCL a posted receive is a kernel that holds up everything "
             f"posted after it, so the least strict model there is {transport.channel!r}; leave "

@@ -26,10 +26,9 @@ from operator import attrgetter
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
 
 from schedir.graph.compile import graph_of
-from schedir.ir import COMPUTE, COPIES, Action, Bools, Ints, Schedule, Together
+from schedir.ir import COMPUTE, COPIES, Action, Ints, Schedule, Together
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.processes import clocks
@@ -61,9 +60,9 @@ class Taken:
 
     def busy(self) -> float:
         """The seconds in compute; the host waits for the device."""
-        spans = ((self.marks[row + BEGAN], self.marks[row + ENDED]) for row in self.computes)
         total = 0.0
-        for began, ended in spans:
+        for row in self.computes:
+            began, ended = self.marks[row + BEGAN], self.marks[row + ENDED]
             if began and ended:
                 ended.synchronize()
                 total += began.elapsed_time(ended)
@@ -90,19 +89,16 @@ class Recorder:
         if not (self._traces or instruction.computes):
             return instruction
         run, wait, row = instruction.run, instruction.wait, self._row(instruction)
-        if not self._traces:
-            return attrs.evolve(instruction, run=self._around_run(run, row))
-        if instruction.sums and not instruction.listed:
-            return attrs.evolve(instruction, run=self._after_sums(instruction.sums, run))
-        if wait is not None:
+        if wait is not None and self._traces:
             wait = self._around_wait(instruction, wait, row)
-        if not instruction.listed:
-            return attrs.evolve(instruction, wait=wait)
-        # A GPU copies beside its compute, and nobody sees when a copy ends.
-        copies = instruction.action.kind in COPIES and not self._accelerator.queues
-        if not (instruction.computes or copies):
-            return attrs.evolve(instruction, run=self._before_run(run, row, instruction.sums))
-        return attrs.evolve(instruction, wait=wait, run=self._around_run(run, row))
+        if instruction.listed:
+            # A GPU copies beside its compute, and nobody sees when a copy ends.
+            copies = instruction.action.kind in COPIES and not self._accelerator.queues
+            ends = instruction.computes or copies
+            run = self._around_run(run, row, ends, instruction.sums)
+        elif instruction.sums:
+            run = self._after_sums(instruction.sums, run)
+        return attrs.evolve(instruction, wait=wait, run=run)
 
     def _row(self, instruction: Instruction) -> int:
         """The start of an instruction's row."""
@@ -114,15 +110,21 @@ class Recorder:
                 self._computes.append(self._rows[key])
         return self._rows[key]
 
-    def _around_run(self, run: Bound, row: int) -> Bound:
-        marks, mark = self._marks, self._accelerator.mark
+    def _around_run(self, run: Bound, row: int, ends: bool, posted: Sequence[Reduction]) -> Bound:
+        """Mark a run, and its end where it `ends` with it; note the order of posted sums, and their
+        rows."""
+        marks, mark, sums = self._marks, self._accelerator.mark, self._sums
         begin, end = row + BEGAN, row + ENDED
 
         def timed() -> None:
-            if marks[begin] is None:
+            if not ends or marks[begin] is None:  # else its wait has ended there
                 marks[begin] = mark(timed=True)
+            for reduction in posted:
+                sums.pop(reduction, None)
+                sums[reduction] = row
             run()
-            marks[end] = mark(timed=True)
+            if ends:
+                marks[end] = mark(timed=True)
 
         return timed
 
@@ -139,19 +141,6 @@ class Recorder:
             wait_for(receives)
             marks[found] = marks[begin] = mark(timed=True)
             wait()  # for the sends that have arrived by then, to free their memory
-
-        return timed
-
-    def _before_run(self, run: Bound, row: int, posted: Sequence[Reduction]) -> Bound:
-        """Mark the begin of what is posted; note the order of sums, and their rows."""
-        marks, mark, sums = self._marks, self._accelerator.mark, self._sums
-
-        def timed() -> None:
-            marks[row + BEGAN] = mark(timed=True)
-            for reduction in posted:
-                sums.pop(reduction, None)
-                sums[reduction] = row
-            run()
 
         return timed
 
@@ -190,14 +179,15 @@ class Recorder:
     def anchor(self) -> Anchor:
         """An anchor at the current time, after the device has finished its queued work."""
         self._accelerator.synchronize()
-        return min((self._attempt() for _ in range(8)), key=attrgetter("error"))
 
-    def _attempt(self) -> Anchor:
-        before = clocks.now()
-        mark = self._accelerator.mark(timed=True)
-        mark.synchronize()
-        after = clocks.now()
-        return Anchor((before + after) // 2, (after - before) / 2, mark)
+        def attempt() -> Anchor:
+            before = clocks.now()
+            mark = self._accelerator.mark(timed=True)
+            mark.synchronize()
+            after = clocks.now()
+            return Anchor((before + after) // 2, (after - before) / 2, mark)
+
+        return min((attempt() for _ in range(8)), key=attrgetter("error"))
 
     def read(
         self, calls: Iterable[tuple[Mark, Taken]], first: Anchor, last: Anchor
@@ -240,56 +230,34 @@ def timeline(
 ) -> Timeline:
     """The timeline of a step from the stamps of all places, by one clock; shape [places, 4], 0 for
     no stamp."""
-    starts, ends = stamps[:, BEGAN].copy(), stamps[:, ENDED].copy()
+    posted, ended, waits, found = stamps.T
+    starts, ends = posted.copy(), ended.copy()
     # The parts of an overlapped pair run one after the other; each gets the time of both.
     for second in np.flatnonzero(schedule.columns.joined & (ends > 0)).tolist():
         first = second - 1
         starts[second], ends[first] = starts[first], ends[second]
     # The entries that had to wait for their input.
-    waited = stamps[:, FOUND] - stamps[:, WAITED] > _AT_ONCE
-    _transfer(schedule, stamps, waited, starts, ends)
-    _reduce(schedule, stamps, waited, starts, ends)
+    waited = found - waits > _AT_ONCE
+    graph = graph_of(schedule)
+    transfers = graph.transfers
+    send, receive, user = transfers.send, transfers.receive, transfers.user
+    known = (posted[send] > 0) & (posted[receive] > 0)
+    for side in (send, receive):
+        starts[side] = np.where(known, np.maximum(posted[send], posted[receive]), 0)
+        ends[side] = np.where(waited[user] & known, found[user], 0)
+    # Sums start once all ranks have posted them, and end when the first rank that had to wait,
+    # before its OPTIM_STEPs, finds them there.
+    for turn in graph.collectives:
+        places = np.array(turn)
+        seen = found[places[waited[places]]]
+        all_there = posted[places].min() > 0
+        starts[places] = posted[places].max() if all_there else 0
+        ends[places] = seen.min() if all_there and len(seen) else 0
     # Two clocks may differ by more than a transfer takes.
     both = (starts > 0) & (ends > 0)
     starts[both] = np.minimum(starts[both], ends[both])
     begun = starts[starts > 0].min(initial=np.iinfo(np.int64).max)
-    return Timeline(
-        schedule,
-        _seconds(starts, begun),
-        _seconds(ends, begun),
-        sizes=sizes,
-        unit="s",
-        measured=measured,
+    from_begin, to_end = (
+        np.where(times > 0, 1e-9 * (times - begun), np.nan) for times in (starts, ends)
     )
-
-
-def _seconds(times: Nanoseconds, begun: int) -> NDArray[np.float64]:
-    return np.where(times > 0, 1e-9 * (times - begun), np.nan)
-
-
-def _transfer(
-    schedule: Schedule, stamps: Nanoseconds, waited: Bools, starts: Nanoseconds, ends: Nanoseconds
-) -> None:
-    transfers = graph_of(schedule).transfers
-    send, receive, user = transfers.send, transfers.receive, transfers.user
-    posted = stamps[:, BEGAN]
-    start = np.where(
-        (posted[send] > 0) & (posted[receive] > 0), np.maximum(posted[send], posted[receive]), 0
-    )
-    end = np.where(waited[user] & (start > 0), stamps[user, FOUND], 0)
-    for side in (send, receive):
-        starts[side], ends[side] = start, end
-
-
-def _reduce(
-    schedule: Schedule, stamps: Nanoseconds, waited: Bools, starts: Nanoseconds, ends: Nanoseconds
-) -> None:
-    """Place the sums. They start once all ranks have posted them, and end when the first rank that
-    had to wait, before its OPTIM_STEPs, finds them there."""
-    posted, found = stamps[:, BEGAN], stamps[:, FOUND]
-    for turn in graph_of(schedule).collectives:
-        places = np.array(turn)
-        known = posted[places].min() > 0
-        starts[places] = posted[places].max() if known else 0
-        seen = found[places[waited[places]]]
-        ends[places] = seen.min() if known and len(seen) else 0
+    return Timeline(schedule, from_begin, to_end, sizes=sizes, unit="s", measured=measured)

@@ -26,13 +26,12 @@ import attrs
 
 from schedir.errors import ExecutionError
 from schedir.ir import Schedule
-from schedir.runtime.call import RUN
+from schedir.runtime.call import RUN, StepResult
 from schedir.runtime.engine import Engine
 from schedir.runtime.feeding import CallArguments, Feed, check_batches, name_of_extra
 from schedir.runtime.plan import Plan, plan_of, proved
 from schedir.runtime.processes.failure import describe
 from schedir.runtime.program.handshake import differ, fingerprint
-from schedir.runtime.result import StepResult
 
 logger = logging.getLogger("schedir")
 

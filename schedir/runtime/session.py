@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -126,6 +127,13 @@ class Session:
         empty = partial(empty_standing, self.plan)
         self.watch = Watch(self.board, members, self.own, empty, timeout.total_seconds())
         watch(self.watch)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Wait as long as this for other processes from the next call on."""
+        if timeout != self.groups.timeout:
+            self.groups.set_timeout(timeout)
+            if self.watch is not None:
+                self.watch.timeout = timeout.total_seconds()
 
     def stand(self, index: int) -> None:
         """This process has come to a place beside its list; see `schedir.diagnosis.verdict`."""

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, UnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -119,29 +120,43 @@ class _Guard(DefaultAllGather):
 
 class Sharded:
     """What a list does to the sharded weights of a stage: they are gathered, waited for, given up,
-    and their gradients summed. With `each_call` they are summed in calls without an update too."""
+    and their gradients summed. With `each_call` they are summed in calls without an update too.
 
-    def __init__(self, stage: int, module: FSDPModule, each_call: bool) -> None:
+    If it is `free`, the module's own code may gather, give up and sum as well, as torch's
+    pipelining lets it. Without `weighs`, torch's default divides sums by the number of processes.
+    """
+
+    def __init__(
+        self, stage: int, module: FSDPModule, each_call: bool, free: bool, weighs: bool
+    ) -> None:
         self._stage, self._module, self._guard = stage, module, _Guard()
-        self.each_call = each_call
+        self.each_call, self.free = each_call, free
         self._root = cast(nn.Module, module)
         self._parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
         self._handles: list[UnshardHandle] = []
         for part in self._parts:
-            part.set_custom_all_gather(self._guard)
-            part.set_requires_gradient_sync(False, recurse=False)
-            part.set_reshard_after_forward(False, recurse=False)
-            part.set_reshard_after_backward(False, recurse=False)
-            # Sums, not means: the loss has each microbatch's share. PREMUL_SUM is unknown to gloo.
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-        module.set_is_last_backward(False)
+            if not free:
+                part._get_fsdp_state()._auto_reshard_after_forward = False
+        for group in _groups(self._root):
+            if not free:
+                group._all_gather_comm = self._guard
+                group.post_forward_mesh_info = None  # nothing is given up after a forward
+            if weighs and group.gradient_divide_factor is None:
+                group.gradient_divide_factor = 1.0  # each weight is a share over all pipelines
+            group.force_sum_reduction_for_comms = True  # PREMUL_SUM is unknown to gloo
+        self.only_add()
+
+    def only_add(self) -> None:
+        """From now on a backward adds up full gradients, and does nothing else."""
+        self._module.set_requires_gradient_sync(False)
+        self._module.set_reshard_after_backward(False)
+        self._module.set_is_last_backward(False)
 
     @property
     def ways(self) -> int:
-        """Over how many processes the weights are sharded."""
-        infos: Iterable[Any] = (group.mesh_info for group in _groups(self._root))
-        return max((info.shard_mesh_size for info in infos), default=1)
+        """Over how many processes the weights are sharded: at most, if not all over the same."""
+        infos = [group.mesh_info for group in _groups(self._root)]
+        return max((getattr(info, "shard_mesh_size", 1) for info in infos), default=1)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -175,8 +190,7 @@ class Sharded:
         """REDUCE_GRAD: the sums of the full gradients over all ranks become those of the shards, as
         torch's own pipelining does it (`perform_reduce_grad` of its stage.py)."""
         module, root = self._module, self._module._get_fsdp_state()
-        for part in self._parts:
-            part.set_requires_gradient_sync(True, recurse=False)
+        module.set_requires_gradient_sync(True)
         module.set_is_last_backward(True)
         try:
             with waiting(f"the sums of stage {self._stage}'s gradients"):
@@ -185,9 +199,7 @@ class Sharded:
                         group.post_backward()
                 root._root_post_backward_final_callback()
         finally:
-            for part in self._parts:
-                part.set_requires_gradient_sync(False, recurse=False)
-            module.set_is_last_backward(False)
+            self.only_add()
 
     def end(self) -> None:
         """A call is over: forget the order of its forwards, for prefetches that never come."""
@@ -196,8 +208,10 @@ class Sharded:
     def reset(self) -> None:
         """A call has failed: nobody answers any more."""
         self._handles = []
-        # Before torch 2.13 there is no such function, and a failed call leaves FSDP as it is.
-        getattr(self._module._get_fsdp_state(), "_reset_iter_state", lambda: None)()
+        state = self._module._get_fsdp_state()
+        if state._is_root is not None:  # the first forward makes what is to be reset
+            # Before torch 2.13 there is no such function, and a failed call leaves FSDP as it is.
+            getattr(state, "_reset_iter_state", lambda: None)()
 
 
 def check_sharded(
@@ -229,7 +243,8 @@ def check_sharded(
         if not listed[stage]:
             raise ExecutionError(
                 f"stage {stage} is wrapped by fully_shard, but {schedule.name} never gathers its "
-                f"weights: pass schedir.shard(schedule, stages=[{stage}, …])"
+                "weights: pass schedir.shard(schedule), or name the wrapped stages of all ranks in "
+                "its stages="
             )
         if len(schedule.placement[stage]) > 1 or grid.alone:
             raise ExecutionError(
@@ -243,16 +258,16 @@ def check_sharded(
             _check_group(stage, group, grid)
 
 
+def mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """The mesh over which fully_shard has split a module's parameters; None if it has none."""
+    group = next(iter(_groups(module)), None)
+    return None if group is None else group.mesh_info.mesh
+
+
 def _groups(module: nn.Module) -> Iterable[FSDPParamGroup]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            groups = _groups_of(part._get_fsdp_state())
-            if len(groups) > 1:
-                raise ExecutionError(
-                    "a module that fully_shard has wrapped has parameters on several meshes; use "
-                    "one mesh for each module"
-                )
-            yield from groups
+            yield from _groups_of(part._get_fsdp_state())
 
 
 def _groups_of(state: Any) -> list[FSDPParamGroup]:
@@ -277,10 +292,18 @@ def _check_group(stage: int, group: FSDPParamGroup, grid: Grid) -> None:
             f"stage {stage}: fully_shard has wrapped parameters of {sorted(map(str, trained))} "
             "together; wrap those of each dtype in a module of their own"
         )
-    own = sorted(row[grid.rank] for row in grid.processes)
-    found = sorted(group.mesh_info.mesh.mesh.flatten().tolist())
-    if found != own:
+    own = {row[grid.rank] for row in grid.processes}
+    found = _processes(group.mesh_info.mesh)
+    # Experts are split over the rest of the processes before, which send them their tokens.
+    if found != own and any(
+        not own <= _processes(cast(DTensor, p.sharded_param).device_mesh) for p in group.fsdp_params
+    ):
         raise ExecutionError(
-            f"stage {stage} is sharded over processes {found}, but its gradients are summed over "
-            f"{own}: pass fully_shard the data dimensions of the executor's mesh"
+            f"stage {stage} is sharded over processes {sorted(found)}, but its gradients are "
+            f"summed over {sorted(own)}: pass fully_shard the data dimensions of the executor's "
+            "mesh"
         )
+
+
+def _processes(mesh: DeviceMesh) -> set[int]:
+    return {*mesh.mesh.flatten().tolist()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any, cast
 
 import attrs
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from schedir.ir import Ints, Kind, Schedule
 from schedir.runtime.accelerator import Mark
 from schedir.runtime.call import Call
-from schedir.runtime.memory import plain_parts
+from schedir.runtime.memory import Saved, plain_parts
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes import clocks
 from schedir.runtime.processes.clocks import Alignment, Nanoseconds, Reading
@@ -30,7 +31,7 @@ from schedir.runtime.program.instruction import Bound, Instruction, Observer
 from schedir.runtime.recorder import COLUMNS, Anchor, Recorder, Taken, timeline
 from schedir.runtime.session import Session
 from schedir.runtime.stage.activations import Cell, Cells
-from schedir.runtime.stage.saved import Saved
+from schedir.runtime.stage.split_backward import nodes_below
 from schedir.runtime.stage.stage import Stage
 from schedir.simulator import Measured, Sizes, Timeline
 
@@ -38,6 +39,7 @@ _FEWEST_STEPS = 8
 """The steps that are kept at least, however many actions they have."""
 
 _MOST_SHAPES = 64
+_WEIGHED = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.OPTIM_STEP
 _MEASURED = "boundary", "input", "activation", "deferred", "gradient", "early_gradient"
 
 
@@ -133,24 +135,23 @@ class Trace:
         self._clocks = last, end
         alignment = Alignment(first, last)
         taken, error = self.recorder.read([step.marks for step in steps], begin, end)
-        lists = {
-            schedule: np.concatenate(
-                [self.recorder.of_list(schedule, rank) for rank in self._plan.local_ranks]
-            )
-            for schedule in {step.schedule for step in steps}
-        }
-        kept = {gauge: self._kept(gauge) for gauge in {step.gauge for step in steps}}
+        rows, kept = cache(self._rows), cache(self._kept)
         stamps = [
-            self._placed(step, lists[step.schedule], alignment.aligned(times))
+            self._placed(step, rows(step.schedule), alignment.aligned(times))
             for step, times in zip(steps, taken, strict=True)
         ]
-        return _Report(alignment.error + error, stamps, [kept[step.gauge] for step in steps])
+        return _Report(alignment.error + error, stamps, [kept(step.gauge) for step in steps])
 
     def _read_clocks(self) -> tuple[Reading, Anchor]:
         """Read the clocks; the processes of one host have the same."""
-        reads = self._control.read_clocks
-        reading = reads() if self._spans_hosts else Reading(clocks.now())
+        reading = self._control.read_clocks() if self._spans_hosts else Reading(clocks.now())
         return reading, self.recorder.anchor()
+
+    def _rows(self, schedule: Schedule) -> Ints:
+        """The starts of the rows of the places of the ranks here; see `Recorder.of_list`."""
+        return np.concatenate(
+            [self.recorder.of_list(schedule, rank) for rank in self._plan.local_ranks]
+        )
 
     def _placed(self, step: _Step, rows: Ints, times: Nanoseconds) -> Nanoseconds:
         """The stamps of the places of the ranks here, whose rows start at `rows`; shape
@@ -168,16 +169,15 @@ class Trace:
         """The bytes that the stages here keep; None if no call was measured yet."""
         if not gauge.finished:
             return None
-        weight, optimizer = {}, {}
+        kept = gauge.kept | {"weight": {}, "optimizer": {}, "gradient": {}, "shard_ways": {}}
         for index, stage in self._stages.items():
+            ways = 1 if stage.sharded is None else stage.sharded.ways
             state = [] if stage.optimizer is None else [*stage.optimizer.state.values()]
-            weight[index] = _size(_held(stage.modules))
-            optimizer[index] = _size(tree_leaves(state))
-        kept = gauge.kept | {"weight": weight, "optimizer": optimizer}
-        ways = {n: 1 if s.sharded is None else s.sharded.ways for n, s in self._stages.items()}
-        for name in ("weight", "optimizer", "gradient"):  # of a sharded stage a part is here
-            kept[name] = {index: size * ways.get(index, 1) for index, size in kept[name].items()}
-        return kept | {"shard_ways": ways}
+            kept["shard_ways"][index] = ways  # of a sharded stage a part is here
+            kept["weight"][index] = ways * _size(_held(stage.modules))
+            kept["optimizer"][index] = ways * _size(tree_leaves(state))
+            kept["gradient"][index] = ways * gauge.kept["gradient"][index]
+        return kept
 
 
 def _sizes(found: Sequence[Mapping[str, Mapping[int, int]] | None], stages: int) -> Sizes | None:
@@ -220,66 +220,52 @@ class Gauge:
 
     def __call__(self, instruction: Instruction) -> Instruction:
         """Observe an instruction."""
-        kind, run = instruction.action.kind, instruction.run
-        stage, cell = instruction.stage, instruction.cell
-        if stage is None:
+        kind, run, cell = instruction.action.kind, instruction.run, instruction.cell
+        stage = instruction.stage
+        if stage is None or not (instruction.listed and kind in _WEIGHED):
             return instruction
-        if kind is Kind.OPTIM_STEP:
-            run = self._before_step(stage, run)
-        elif cell is not None and kind in (Kind.FORWARD, Kind.RECOMPUTE):
-            run = self._weighed(kind, stage, cell, run)
-        elif cell is not None and kind is Kind.BACKWARD_INPUT:
-            run = self._split(stage, cell, run)
-        return attrs.evolve(instruction, run=run)
-
-    def _weighed(self, kind: Kind, stage: Stage, cell: Cell, run: Bound) -> Bound:
-        """Measure the first forward of a stage, and its first recomputation: no later microbatch
-        has more rows."""
-        key = stage.index, kind
 
         def weighed() -> None:
-            if key in self._seen:
+            # Of each stage the first is measured: no later microbatch has more rows.
+            if (stage.index, kind) in self._seen:
                 run()
                 return
-            self._seen.add(key)
-            inputs, saved = cell.leaves, Saved()
-            with saved.hooks():
+            self._seen.add((stage.index, kind))
+            if cell is None:
+                self._gradients_of(stage)
                 run()
-            if cell.saved is not None:  # by hooks within these, which saw nothing
-                saved = cell.saved
-            self._note("input", stage.index, _size(inputs))
-            self._note("activation", stage.index, _left(stage, cell, [*inputs, *saved.tensors()]))
+            elif kind is Kind.BACKWARD_INPUT:
+                self._split(stage, cell, run)
+            else:
+                self._forward(stage, cell, run)
 
-        return weighed
+        return attrs.evolve(instruction, run=weighed)
 
-    def _split(self, stage: Stage, cell: Cell, run: Bound) -> Bound:
-        """Around the first I of a stage."""
-
-        def weighed() -> None:
-            if stage.index in self.kept["deferred"]:
-                run()
-                return
-            roots = [
-                root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
-                for root in cell.outputs
-                if root is not None and (isinstance(root, GradientEdge) or root.requires_grad)
-            ]
+    def _forward(self, stage: Stage, cell: Cell, run: Bound) -> None:
+        """Run a forward, or a recomputation."""
+        inputs, saved = cell.leaves, Saved()
+        with saved.hooks():
             run()
-            part = cell.weight_part
-            assert part is not None  # the I has left it
-            late = (cast(Any, node).variable for node in part.accumulators())
-            self._late[stage.index] = _size(late)
-            left = _left(stage, cell, [*part.kept(), *_still_saved(roots)])
-            self._note("deferred", stage.index, left)
+        if cell.saved is not None:  # by hooks within these, which saw nothing
+            saved = cell.saved
+        self._note("input", stage.index, _size(inputs))
+        self._note("activation", stage.index, _left(stage, cell, [*inputs, *saved.tensors()]))
 
-        return weighed
-
-    def _before_step(self, stage: Stage, run: Bound) -> Bound:
-        def weighed() -> None:
-            self._gradients_of(stage)
-            run()
-
-        return weighed
+    def _split(self, stage: Stage, cell: Cell, run: Bound) -> None:
+        """Run an I."""
+        roots = [
+            root.node if isinstance(root, GradientEdge) else get_gradient_edge(root).node
+            for root in cell.outputs
+            if root is not None and (isinstance(root, GradientEdge) or root.requires_grad)
+        ]
+        run()
+        part = cell.weight_part
+        assert part is not None  # the I has left it
+        late = (cast(Any, node).variable for node in part.accumulators())
+        self._late[stage.index] = _size(late)
+        self._note(
+            "deferred", stage.index, _left(stage, cell, [*part.kept(), *_still_saved(roots)])
+        )
 
     def _gradients_of(self, stage: Stage) -> None:
         grads = (p.grad for p in stage.weights.newest)
@@ -310,17 +296,12 @@ def _left(stage: Stage, cell: Cell, tensors: Iterable[Any]) -> int:
 
 def _still_saved(roots: Iterable[Node]) -> Iterator[Tensor]:
     """The tensors that the nodes of a graph have saved, and not freed."""
-    nodes, seen = list(roots), set(roots)
-    while nodes:
-        node = nodes.pop()
+    for node in nodes_below(roots):
         for name in dir(node):
             if name.startswith("_saved_") or name == "saved_tensors":
                 with suppress(RuntimeError):  # it is freed already
                     found = getattr(node, name)
                     yield from found if isinstance(found, tuple) else (found,)
-        below = {child for child, _ in node.next_functions if child is not None} - seen
-        seen |= below
-        nodes += below
 
 
 def _held(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -35,9 +35,9 @@ import numpy as np
 
 from schedir.graph.compile import graph_of
 from schedir.ir import (
+    CARRIES_GRADIENTS,
     COMPUTE,
     COPIES,
-    COUNTERPARTS,
     GROUPS,
     HOMES,
     KINDS,
@@ -187,7 +187,7 @@ def grouped(rows: Ints, one: Ints, other: Ints) -> dict[tuple[int, int], Ints]:
 _COST_OF_KIND = np.array(
     [COSTS.index(kind.cost_name if kind.cost_name in COSTS else "transfer") for kind in KINDS]
 )
-_BACK = np.array([kind in SENDS and COUNTERPARTS[kind][1] < 0 for kind in KINDS])
+_BACK = np.array([kind in SENDS & CARRIES_GRADIENTS for kind in KINDS])
 _PAIR = COSTS.index("overlapped")
 
 

@@ -15,6 +15,7 @@ import attrs
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
 from transformers import BatchEncoding, BatchFeature, DynamicCache
@@ -124,11 +125,36 @@ def test_a_container_that_is_not_understood_is_named(name: str) -> None:
     a, b, y = torch.randn(3, 8, 3)
     held = NOT_UNDERSTOOD[name](a, b)
     with Executor(ONE_OF_FOUR, {0: nn.Linear(3, 3)}, MSE) as executor:
-        for inputs in ((a, held), {"a": a, "b": {"inner": held}}, [(a, held)] * 4):
+        for inputs in ((a, held), {"a": a, "b": {"inner": held}}):
             with refused(f"inputs: {name} is no container"):
                 executor.step(inputs, target=y)
         with refused(f"stage_inputs.0.: {name} is no"):
             executor.step(a, target=y, stage_inputs={0: (b, held)})
+
+
+def test_ready_microbatches_may_hold_anything() -> None:
+    """It is used as it is, and another one of its kind makes no other signature."""
+    x, y = torch.randn(2, 8, 3)
+    rows = [*torch.randn(8, 3).chunk(4)]
+    stages: dict[int, nn.Module] = {
+        0: Calls(lambda layer, x, held: layer(x) + held.a, nn.Linear(3, 3)),
+        1: Calls(lambda layer, x, mask: layer(x) + mask.kv_num_blocks.sum(), nn.Linear(3, 3)),
+    }
+    whole = copy.deepcopy(stages)
+    schedule = schedir.build("1f1b", ranks=2, microbatches=4)
+    with Executor(schedule, stages, MSE, in_process=True) as executor:
+        for _ in range(2):
+            masks = [create_block_mask(causal, None, None, 256, 256, "cpu") for _ in range(4)]
+            inputs = [(one, Holder(row, row)) for one, row in zip(x.chunk(4), rows, strict=True)]
+            beside = {1: [{"mask": mask} for mask in masks]}
+            found = executor.step(inputs, target=[*y.chunk(4)], stage_inputs=beside).loss
+        assert len(executor._engine.training._numbers) == 1
+    hidden = torch.cat([whole[0](*one) for one in inputs])
+    assert found == pytest.approx(MSE(whole[1](hidden, masks[0]), y).item())
+
+
+def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
 
 
 class Colour(enum.Enum):

@@ -15,9 +15,9 @@ import schedir
 from schedir import Kind, Schedule
 from schedir.passes import offload
 from schedir.runtime import Executor
+from schedir.runtime.memory import Saved, unpacked
 from schedir.runtime.program.offloading import Copier
 from schedir.runtime.stage import split_backward
-from schedir.runtime.stage.saved import Saved, unpacked
 from tests.literals import listed
 from tests.runtime.kit import (
     MSE,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import schedir
 from schedir.runtime import Executor, plan, rng
-from schedir.runtime.stage import rng as seeds
+from schedir.runtime.stage import stage as seeds
 from tests.runtime.kit import MSE, adamw, linear_stages, message_of, numbered, random_batch
 from tests.runtime.streams.clocks import FakeDevice
 from tests.runtime.streams.watched import watching

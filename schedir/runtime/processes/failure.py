@@ -105,11 +105,11 @@ def interface_advice() -> str:
     )
 
 
-@attrs.frozen
+@attrs.define
 class Patience:
     """Waits for as long as `timeout`; `others_failed` asks whether another process has failed."""
 
-    _timeout: timedelta
+    timeout: timedelta
     _others_failed: Callable[[], bool]
 
     def until(
@@ -120,7 +120,7 @@ class Patience:
         begun = asked = monotonic()
         while not done():
             now = monotonic()
-            if now - begun > self._timeout.total_seconds():
+            if now - begun > self.timeout.total_seconds():
                 raise WaitError(TimeoutError("timed out"), what())
             if now - asked > _ASK:
                 asked = now

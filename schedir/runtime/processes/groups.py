@@ -249,7 +249,7 @@ class Groups:
         self._name = Groups.named(everyone)
         alone = len(everyone) == 1
         self.store = PrefixStore(self._name, HashStore() if alone else _get_default_store())
-        self.timeout = _timeout_of_user() if timeout is None else timeout
+        self.timeout = timeout_of_user() if timeout is None else timeout
         self.patience = Patience(self.timeout, Noticeboard(self.store).has_failed)
         self.posted: list[dist.Work] = []  # over NCCL, for whoever follows it
         self._asked: list[NcclGroup] = []
@@ -263,6 +263,12 @@ class Groups:
         the same number of executors together, so they use the same keys."""
         cls._made[everyone] += 1
         return f"schedir/{_attempt()}/{everyone}/{cls._made[everyone]}"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Wait as long as this from now on."""
+        self.timeout = self.patience.timeout = timeout
+        for group in self._groups:
+            group.backend._set_default_timeout(timeout)
 
     def make(
         self, purpose: str, processes: Sequence[int], device: torch.device | None = None
@@ -386,7 +392,7 @@ def goes_over_nccl(device: torch.device | None) -> bool:
     return device is not None and device.type == "cuda"
 
 
-def _timeout_of_user() -> timedelta:
+def timeout_of_user() -> timedelta:
     """That of the default process group, where there is one."""
     if dist.is_initialized():
         group = _get_default_group()

@@ -23,6 +23,7 @@ from schedir.errors import ExecutionError
 from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import graph_of
 from schedir.ir import (
+    BACKWARDS,
     COMMUNICATION,
     COMPLETES_GRADIENTS,
     COMPUTE,
@@ -260,6 +261,8 @@ class RankList:
             receive = Action(CONSUMES[kind], action.stage, action.microbatch)
             batch = self._batches.get(receive, [receive])  # all of it is waited for
             after = [(transfer.counterpart, 1) for transfer in batch]
+        if stage.sharded is not None and stage.sharded.free and kind in BACKWARDS:
+            run = _after(stage.sharded.only_add, run)
         if stage.sharded is not None and turn in self._gathered:
             wait = _until_gathered(stage.sharded, stage.weights, wait)
         return Instruction(
@@ -372,7 +375,7 @@ class RankList:
     def _abreast(self, pair: Sequence[Instruction], forward_aside: bool) -> list[Instruction]:
         """The two of an overlapped pair on two streams."""
         first, second = pair
-        side = self._parts.streams.of("pairs", self._rank)
+        side = self._parts.streams("pairs", self._rank)
         (aside,) = (
             one.action.kind for one in pair if (one.action.kind is Kind.FORWARD) == forward_aside
         )
@@ -451,7 +454,15 @@ def _until_gathered(sharded: Sharded, weights: StageWeights, wait: Bound | None)
         if wait is not None:
             wait()
         sharded.wait()
-        weights.compute_with(sharded.parameters)
+        weights.expect_gradients(sharded.parameters)
+
+    return call
+
+
+def _after(first: Bound, run: Bound) -> Bound:
+    def call() -> None:
+        first()
+        run()
 
     return call
 

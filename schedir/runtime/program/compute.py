@@ -46,7 +46,7 @@ from schedir.runtime.plan import Plan
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
 from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.split_backward import input_part
-from schedir.runtime.stage.stage import Stage, arguments, no_loss
+from schedir.runtime.stage.stage import Stage, arguments, copy_of, no_loss
 
 Root: TypeAlias = Tensor | GradientEdge
 Output: TypeAlias = Callable[[Stage, Cell, bool], Any]
@@ -66,7 +66,10 @@ def run_module(stage: Stage, cell: Cell, with_graph: bool) -> Any:
 
 def run_loss(stage: Stage, cell: Cell, output: Any) -> Tensor:
     """The last stage's loss."""
-    return stage.loss(cell, output)
+    target, keywords = cell.target, cell.loss_keywords
+    if cell.learned.changes_target:
+        target, keywords = copy_of(target), copy_of(keywords)
+    return stage.loss(cell, output, target, keywords)
 
 
 def forward(stage: Stage, cell: Cell, now: Now, trains: bool, replayed: bool) -> Bound:

@@ -102,17 +102,18 @@ def first_forward(
         passed, lent = inputs.tensors, beside.tensors
         if stage.index == 0:
             passed, lent = [], [*passed, *lent]
-        found = sharing(tensors_of(made), passed, held_by([stage.module]), lent)
-        learned.copied = found.changeable
+        learned.copied, aliases_after = sharing(
+            tensors_of(made), passed, held_by([stage.module]), lent, learned.aliases
+        )
         if stage.loss_fn is None and described:
-            learned.aliases_after = found.aliases_after(learned.aliases)
+            learned.aliases_after = aliases_after
             _describe(stage, cell, made, [*passed, *lent], first)
         return made
 
     def loss(stage: Stage, cell: Cell, output: Any) -> Tensor:
         target, keywords = copy_of(cell.target), copy_of(cell.loss_keywords)
         given = Watched(tensors_of((target, keywords)))
-        found = stage.loss_of(cell, output, target, keywords)
+        found = stage.loss(cell, output, target, keywords)
         cell.learned.changes_target = any(given.changed())
         return found
 

@@ -41,7 +41,7 @@ from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.boundary import EVERY, Learned, Lessons, crossed, mask_gradients, meta_of
 from schedir.runtime.call import Call
 from schedir.runtime.feeding import Feed, ends_of_batches
-from schedir.runtime.microbatches import Batch
+from schedir.runtime.microbatches import Batch, is_opaque
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe, of_the_user
@@ -324,7 +324,7 @@ class Programs:
         self._sees_input = 0 in plan.local_stages
         accelerator = plan.accelerator
         apart = transports if accelerator.queues and len(transports) > 1 else ()
-        streams = {rank: parts.streams.of("lists", rank) for rank in apart}
+        streams = {rank: parts.streams("lists", rank) for rank in apart}
         self._streams = RankStreams(accelerator, streams)
         self._known: OrderedDict[int, Program] = OrderedDict()
         self._numbers: dict[object, int] = {}
@@ -533,12 +533,14 @@ def _signature_of(feed: Feed, inputs: Batch | None, precision: torch.dtype | Non
         return inputs.shape, inputs.stride(), inputs.dtype, inputs.requires_grad, precision
     given, form = pytree.tree_flatten(feed.inputs)
     beside, around = pytree.tree_flatten(dict(sorted(feed.extras.items())))
-    looks = (_looks(leaf) if isinstance(leaf, Tensor) else repr(leaf) for leaf in given)
+    looks = (_looks(leaf) for leaf in given)
     of_extras = (_looks(leaf) for leaf in beside if isinstance(leaf, Tensor))
     return tuple(looks), form, tuple(of_extras), around, precision
 
 
-def _looks(tensor: Tensor) -> object:
-    if tensor.layout is torch.strided or tensor.is_nested:
-        return meta_of(tensor)
-    return tensor.layout, tensor.shape, tensor.dtype, tensor.requires_grad
+def _looks(leaf: object) -> object:
+    if not isinstance(leaf, Tensor):
+        return type(leaf) if is_opaque(leaf) else repr(leaf)
+    if leaf.layout is torch.strided or leaf.is_nested:
+        return meta_of(leaf)
+    return leaf.layout, leaf.shape, leaf.dtype, leaf.requires_grad

@@ -11,9 +11,9 @@ from torch.autograd.graph import GradientEdge
 
 from schedir.runtime.boundary import Learned, Lessons
 from schedir.runtime.feeding import Feed
+from schedir.runtime.memory import Saved
 from schedir.runtime.microbatches import Count
 from schedir.runtime.stage.buffers import Kept
-from schedir.runtime.stage.saved import Saved
 from schedir.runtime.stage.split_backward import WeightPart
 from schedir.runtime.transports import Work
 
@@ -133,16 +133,11 @@ class Cells:
                 cell.extra = None
 
     def drop(self) -> None:
-        """Forget all: a call has failed."""
+        """Forget all: a call has failed, and nobody uses these cells again."""
         for cell in self:
-            cell.batch = cell.extra = cell.target = cell.result = cell.loss = None
-            cell.loss_keywords = {}
-            cell.weight_part = cell.saved = cell.kept = cell.mask = None
-            cell.leaves = cell.outputs = cell.outputs_to_send = ()
-            cell.output_grads = cell.input_grads = ()
-            cell.computed_grads.clear()
             for works in (
                 *(cell.input_receives, cell.grad_receives),
                 *(cell.output_sends, cell.grad_sends),
             ):
                 works.clear()
+            Cell.__init__(cell, cell.stage, cell.microbatch, cell.learned)

@@ -60,26 +60,22 @@ class Buffers:
         """
         before = [holder[name] for holder, name in self._places]
         versions = [None if buffer is None else buffer._version for buffer in before]
-        states = dict.fromkeys(self._all(), True) if all_attributes else self._changing
-        found = {state: _value(state) for state in states} if all_attributes else {}
+        found = {state: _value(state) for state in self._all()} if all_attributes else {}
         looks = {state: _look(value) for state, value in found.items()}
+        deep = dict.fromkeys(found, True) if all_attributes else self._changing
         with torch.no_grad():
             buffers = [
                 buffer if buffer is None or index in self._unchanged else buffer.clone()
                 for index, buffer in enumerate(before)
             ]
-            kept = Kept(
-                buffers,
-                {state: _snapshot(_value(state), deep) for state, deep in states.items()},
-            )
+            kept = Kept(buffers, {state: _snapshot(_value(state), deep[state]) for state in deep})
             as_found = {state: _snapshot(value, deep=False) for state, value in found.items()}
         yield kept
+        self._unchanged.clear()
         for index, (buffer, version) in enumerate(zip(before, versions, strict=True)):
             if buffer is not None and buffer.numel() > _SMALL and buffer._version == version:
                 buffers[index] = buffer
                 self._unchanged.add(index)
-            else:
-                self._unchanged.discard(index)
         for state in self._all() if all_attributes else ():
             if state not in looks:  # the forward has made it
                 kept.attributes[state] = _ABSENT
@@ -135,11 +131,7 @@ def _snapshot(value: Any, deep: bool) -> Any:
     """A copy of an attribute's containers; with `deep`, of its tensors too."""
     if isinstance(value, set):
         return value.copy()
-    return pytree.tree_map(_copy_of if deep else _itself, value)  # copies containers
-
-
-def _itself(leaf: Any) -> Any:
-    return leaf
+    return pytree.tree_map(_copy_of if deep else lambda leaf: leaf, value)  # copies containers
 
 
 def _copy_of(leaf: Any) -> Any:

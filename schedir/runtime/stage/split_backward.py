@@ -16,7 +16,7 @@ Some gradients I computes as well, since leaving them to W would do work twice:
   from the upper place would come by the lower one;
 * from a custom Function: it computes all its gradients at once;
 * where saved tensors come from hooks: activation checkpointing would recompute for every place.
-  Those of what is offloaded (`saved`) do nothing of the kind, and count as none.
+  Those of what is offloaded (`memory`) do nothing of the kind, and count as none.
 
 I adds these to `.grad` at once where microbatches are still added in the order of their Ws: if the
 list allows it, and no earlier microbatch has a gradient of the parameter left for its W. Otherwise
@@ -46,10 +46,11 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from schedir.runtime.memory import Occupied, keep_apart
-from schedir.runtime.stage.saved import unpacked
+from schedir.runtime.memory import Held, Occupied, keep_apart, unpacked
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
+
+_RELEASED = Held(None, version=0)
 
 _WHOLE = frozenset(
     [
@@ -147,13 +148,12 @@ def input_part(
     sides = [
         Side(
             place,
-            [GradientEdge(place, n) for n, g in enumerate(arrived) if g is not None],
+            [GradientEdge(place, n) for n, grad in enumerate(arrived) if grad is not None],
             arrived,
-            to,
+            graph.by_place[place],
         )
-        for place, to in graph.by_place.items()
-        if place is not None
-        for arrived in kept[place]
+        for place, came in kept.items()
+        for arrived in came
     ]
     if None in graph.by_place:
         sides.append(Side(None, outputs, tuple(grads), graph.by_place[None]))
@@ -183,7 +183,7 @@ class _Graph:
 
 def _read(outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge]) -> _Graph:
     """Find the path, and go along it and down its sides."""
-    below = _below(edge.node for edge in outputs)
+    below = nodes_below(edge.node for edge in outputs)
     ends = {edge.node for edge in inputs}
     path: set[Node] = set()
     for node, children in below.items():
@@ -211,7 +211,7 @@ def _read(outputs: Sequence[GradientEdge], inputs: Sequence[GradientEdge]) -> _G
     return _Graph(path, by_place, early_leaves, [*(path - by_place.keys()), *early])
 
 
-def _below(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
+def nodes_below(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
     """Every node that the outputs lead to, with the nodes that it leads to; these come first."""
     found: dict[Node, list[Node]] = {}
     below: dict[Node, list[Node]] = {}
@@ -248,15 +248,7 @@ def _free_saved(node: Node) -> None:
             if getattr(saved, "unpack_hook", None) is unpacked:
                 saved.data.release()
             else:
-                saved.register_hooks(_nothing, _freed)
-
-
-def _nothing(_: Tensor) -> None:
-    return None
-
-
-def _freed(_: object) -> Tensor:
-    raise RuntimeError("the backward of the inputs has been here, and freed what was saved")
+                saved.register_hooks(lambda _: _RELEASED, unpacked)
 
 
 def _saved(node: Node) -> Iterator[Any]:

@@ -1,9 +1,13 @@
-"""One stage: its module and its weights; it runs the forward and the loss."""
+"""One stage: its module, its weights and its seeds; it runs the forward and the loss.
+
+Every forward is seeded by (seed, step, stage, microbatch), never by the order of the calls. So
+every schedule, and a loop in one process, drops out the same units.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,16 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ExecutionError
-from schedir.runtime.accelerator import Streams
+from schedir.runtime.accelerator import Streams, current_accelerator
 from schedir.runtime.gradients.gradients import Gradients
 from schedir.runtime.memory import is_plain
 from schedir.runtime.plan import Plan
 from schedir.runtime.sharded import Sharded, return_local
 from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.buffers import Buffers
-from schedir.runtime.stage.replicas import Replicas
-from schedir.runtime.stage.rng import Seeds, seeder
-from schedir.runtime.stage.weights import StageWeights, readers_of
+from schedir.runtime.stage.weights import Replicas, StageWeights, readers_of
 
 
 class Stage:
@@ -45,7 +47,7 @@ class Stage:
     ) -> None:
         self.index = index
         self.module = plan.arguments.stages[index]
-        self.device, self.queues = plan.device, plan.accelerator.queues
+        self.queues = plan.accelerator.queues
         self.loss_fn = plan.arguments.loss_fn if index == plan.last_stage else None
         self.weights = weights
         self.reduction = gradients.reductions.get(index)
@@ -53,7 +55,9 @@ class Stage:
         self.optimizer = optimizer
         self.sharded = self.replicas = None
         if isinstance(self.module, FSDPModule):
-            self.sharded = Sharded(index, self.module, not plan.updates)
+            given = plan.arguments
+            free, weighs = given.gathers == "free", given.weigh is not None
+            self.sharded = Sharded(index, self.module, not plan.updates, free, weighs)
         if len(ranks := plan.local_holders(index)) > 1:
             self.replicas = Replicas(ranks, weights, plan.accelerator)
         self.buffers = Buffers(plan.trained[index])
@@ -90,14 +94,7 @@ class Stage:
             return self.module, self.loss_fn
         return (self.module,)
 
-    def loss(self, cell: Cell, output: Any) -> Tensor:
-        """The last stage's loss."""
-        target, keywords = cell.target, cell.loss_keywords
-        if cell.learned.changes_target:
-            target, keywords = copy_of(target), copy_of(keywords)
-        return self.loss_of(cell, output, target, keywords)
-
-    def loss_of(self, cell: Cell, output: Any, target: Any, keywords: Mapping[str, Any]) -> Tensor:
+    def loss(self, cell: Cell, output: Any, target: Any, keywords: Mapping[str, Any]) -> Tensor:
         """The loss of the cell's output."""
         assert self.loss_fn is not None  # asked of the last stage
         if not isinstance(cell.loss_share, Tensor) and not cell.loss_share:
@@ -122,7 +119,7 @@ def stages_of(
     for stage in plan.local_stages:
         accumulators = None
         if stage in apart:
-            stream = streams.of("gradients", stage)
+            stream = streams("gradients", stage)
             accumulators = partial(plan.accelerator.accumulate_on, stream)
         weights = StageWeights(plan.trained[stage], readers.get(stage, {}), accumulators)
         found[stage] = Stage(plan, stage, weights, gradients, optimizers.get(stage), busy)
@@ -204,17 +201,95 @@ def arguments(stage: Stage, cell: Cell, with_graph: bool) -> tuple[Any, Any]:
 
 @contextmanager
 def evaluating(stages: Iterable[Stage]) -> Iterator[None]:
-    """Run forwards alone inside: the modules are in eval mode, and no graph is made."""
+    """Inside, the modules of these stages are in eval mode."""
     torch.clear_autocast_cache()  # it may hold casts of earlier weights
     roots = [(root, root.training) for stage in stages for root in stage.modules]
     modes = [(module, module.training) for root, _ in roots for module in root.modules()]
     try:
         for root, _ in roots:
             root.eval()
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for root, training in roots:
             root.train(training)  # it may do more than set modes
         for module, training in modes:
             module.training = training
+
+
+_MASK = (1 << 64) - 1
+
+
+def rng(seed: int, step: int, stage: int, microbatch: int) -> SavedRng:
+    """Seed torch's default generators as the executor does before that stage's forward.
+
+    >>> import torch
+    >>> from schedir.runtime import rng
+    >>> with rng(seed=0, step=3, stage=1, microbatch=2):
+    ...     first = torch.rand(4)
+    >>> with rng(seed=0, step=3, stage=1, microbatch=2):
+    ...     print(torch.equal(torch.rand(4), first))
+    True
+
+    It seeds the generators of the CPU and of the current device, at the call. As a context manager
+    it puts them back on leaving. `step` counts the executor's calls of `step` from 0.
+    """
+    generators = (torch.default_generator, *current_accelerator().generators())
+    saved = SavedRng(generators)
+    (found,) = Seeds(seed, stage, [microbatch]).of(step)
+    seeder(generators)(found)
+    return saved
+
+
+class SavedRng(AbstractContextManager["SavedRng"]):
+    """The state of some generators, which leaving the context restores."""
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        self._found = [(generator, generator.get_state()) for generator in generators]
+
+    def restore(self) -> None:
+        """Put the generators back into that state."""
+        for generator, state in self._found:
+            generator.set_state(state)
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+
+def seeder(generators: Sequence[torch.Generator]) -> Callable[[int], object]:
+    """A function that seeds some generators directly: torch.manual_seed takes 100 times longer."""
+    if len(generators) == 1:
+        return generators[0].manual_seed
+
+    def seed(number: int) -> None:
+        for generator in generators:
+            generator.manual_seed(number)
+
+    return seed
+
+
+class Seeds:
+    """The seeds of one stage's forwards; microbatches are numbered over all pipelines."""
+
+    def __init__(self, seed: int, stage: int, microbatches: Iterable[int]) -> None:
+        self._seed, self._stage = seed & _MASK, _mixed(stage + 1)
+        self._microbatches = [_mixed(m + 1) for m in microbatches]
+
+    def of(self, step: int) -> list[int]:
+        """The seeds of a step, by microbatch."""
+        of_stage = _mixed(_mixed(self._seed ^ _mixed(step + 1)) ^ self._stage)
+        found = []
+        for microbatch in self._microbatches:  # `_mixed` written out: this runs at every step
+            mixed = ((of_stage ^ microbatch) + 0x9E3779B97F4A7C15) & _MASK
+            mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+            mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+            found.append(mixed ^ (mixed >> 31))
+        return found
+
+
+def _mixed(number: int) -> int:
+    """Hash a number so that neighbours end far apart: the finaliser of SplitMix64 (Steele, Lea &
+    Flood, OOPSLA 2014)."""
+    mixed = (number + 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)

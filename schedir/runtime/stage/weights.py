@@ -1,17 +1,26 @@
-"""The live weight versions of one stage.
+"""The weights of one stage: their live versions, and ranks of one process that share them.
 
 A version that is not read after its OPTIM_STEP is the module's own parameters, updated in place. A
 version that is still read then gets its own leaf tensors, which are installed in the module during
 its forwards and backwards: activation checkpointing runs the module again in the backward, and
 needs the same weights. Swapping `param.data` instead would give silently wrong gradients, because a
 saved leaf unpacks to the parameter itself.
+
+Replicas of a stage whose ranks all run in this process share its module. Every rank adds up its own
+gradients, as separate processes do, so that the sums are the same. While it is a rank's turn, its
+gradients are the parameters' `.grad`:
+
+    rank 0   0B0  0B2 ─ 0REDUCE_GRAD ┐             0OPTIM_STEP  steps
+    rank 1   0B1  0B3 ─ 0REDUCE_GRAD ┴ their sum   0OPTIM_STEP  finds that done
+
+The first rank that comes to an OPTIM_STEP runs it. The version before it is kept if other ranks
+still read it (`readers_of`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import TypeAlias
 
 import torch
@@ -20,6 +29,8 @@ from torch import Tensor, nn
 from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
+from schedir.runtime.accelerator import Accelerator, Mark
+from schedir.runtime.gradients.reduction import Barrier
 from schedir.runtime.memory import keep_apart
 
 Readers: TypeAlias = Mapping[int, int]
@@ -35,39 +46,35 @@ def readers_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, Readers]:
     """
     sums = graph_of(schedule).sums
     starts = schedule.columns.starts.tolist()
-    held: dict[int, list[tuple[int, StageVersions]]] = {}
+    lists: dict[int, list[tuple[int, StageVersions]]] = defaultdict(list)
     for rank in ranks:
         for stage, versions in weight_versions(schedule.columns, rank).items():
-            held.setdefault(stage, []).append((starts[rank], versions))
+            lists[stage].append((starts[rank], versions))
     found: dict[int, Readers] = {}
-    for stage, lists in held.items():
-        outlives: set[int] = set()
-        for start, versions in lists:
-            for version, at in enumerate(versions.steps):
-                replaced = start + at
-                if len(lists) > 1:
-                    replaced = sums.get(replaced, replaced)
-                if start + versions.last_read.get(version, -1 - start) > replaced:
-                    outlives.add(version)
-        read = Counter(version for _, versions in lists for version in versions.last_read)
-        found[stage] = {version: read[version] for version in outlives}
+    for stage, own in lists.items():
+        read = Counter(version for _, versions in own for version in versions.last_read)
+        found[stage] = {
+            version: read[version]
+            for start, versions in own
+            for version, at in enumerate(versions.steps)
+            if versions.last_read.get(version, -1)
+            > (at if len(own) == 1 else sums.get(start + at, start + at) - start)
+        }
     return found
 
 
 NEWEST = -1
 """In place of a version: the module's own parameters."""
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
-
 
 class StageWeights:
     """The parameters of a stage's module, and the older versions that are still needed.
 
-    `readers` has the versions that are still read when they are replaced. `accumulators` makes the
-    autograd nodes that add to gradients, if the first forward must not make them. `latest` is the
-    newest version in this call. It `stashes` if older versions are kept, as copies. It `collects`
-    if it has to take in the gradients of a backward: the first ones of parameters, or those of
-    copies.
+    `newest` are the module's own parameters, which gradients go to. `readers` has the versions that
+    are still read when they are replaced. `accumulators` makes the autograd nodes that add to
+    gradients, if the first forward must not make them. `latest` is the newest version in this call.
+    It `stashes` if older versions are kept, as copies. It `collects` if it has to take in the
+    gradients of a backward: the first ones of parameters, or those of copies.
     """
 
     def __init__(
@@ -76,15 +83,14 @@ class StageWeights:
         readers: Readers,
         accumulators: Callable[[Sequence[nn.Parameter]], Sequence[object]] | None = None,
     ) -> None:
-        self._newest = list(module.parameters())
-        self._readers = readers
-        self._accumulators = accumulators
+        self.newest = list(module.parameters())
+        self._readers, self._accumulators = readers, accumulators
         # Of each version, for which parameters they were made, and they.
         self._held: dict[int, tuple[list[int], Sequence[object]]] = {}
         self.stashes = bool(readers)
         self.latest = 0
         # A parameter may stand at several places of a module; all of them are swapped together.
-        numbers = {id(parameter): number for number, parameter in enumerate(self._newest)}
+        numbers = {id(parameter): number for number, parameter in enumerate(self.newest)}
         self._places = [
             (holder._parameters, name, numbers[id(parameter)])
             for holder in module.modules()
@@ -94,32 +100,25 @@ class StageWeights:
         self._stashed: dict[int, list[nn.Parameter]] = {}
         self._reading: dict[int, int] = {}  # of these, on how many ranks they are still read
         self._pool: list[list[nn.Parameter]] = []
-        self._installed: list[nn.Parameter] = self._newest
-        self._without_gradient: list[nn.Parameter] = []  # or not known to have one
-        self.collects = True
+        self._installed = self.newest
+        self.expect_gradients(self.newest)
 
     @property
     def copies(self) -> Sequence[nn.Parameter]:
         """Those of older versions that are kept now."""
         return [parameter for copy in self._stashed.values() for parameter in copy]
 
-    @property
-    def newest(self) -> Sequence[nn.Parameter]:
-        """The module's own parameters, which gradients go to."""
-        return self._newest
-
     def begin(self, version: int) -> None:
         """`version` is the newest now: keep a copy of it if it will outlive its OPTIM_STEP."""
         torch.clear_autocast_cache()  # it holds casts of what the parameters were before
         self.latest = version
-        self._hold(self._newest)
-        self._without_gradient = [*filter(_REQUIRES_GRAD, self._newest)]
-        self.collects = True
+        self._hold(self.newest)
+        self.expect_gradients(self.newest)
         if version not in self._readers:
             return
-        copy = self._pool.pop() if self._pool else [_like(parameter) for parameter in self._newest]
+        copy = self._pool.pop() if self._pool else [_like(parameter) for parameter in self.newest]
         with torch.no_grad():
-            for kept, parameter in zip(copy, self._newest, strict=True):
+            for kept, parameter in zip(copy, self.newest, strict=True):
                 kept.copy_(parameter)
                 kept.requires_grad_(parameter.requires_grad)
         self._hold(copy)
@@ -130,28 +129,23 @@ class StageWeights:
         """Hold the accumulators of a version, which would end with the graphs that use them."""
         if self._accumulators is None:
             return
-        trained = [id(parameter) for parameter in filter(_REQUIRES_GRAD, parameters)]
+        trained = [id(parameter) for parameter in parameters if parameter.requires_grad]
         if self._held.get(id(parameters), ((), ()))[0] != trained:
             self._held[id(parameters)] = trained, self._accumulators(parameters)
 
-    def compute_with(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gradients go to these parameters now: the full ones of a sharded stage."""
+    def expect_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients go to these parameters now: the full ones of a sharded stage, or the newest,
+        after they have been given others."""
         self._without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
-        self.collects = bool(self._without_gradient)
-
-    def look_at_gradients(self) -> None:
-        """The parameters have been given other gradients, or none."""
-        self._without_gradient = [p for p in self._newest if p.requires_grad and p.grad is None]
         self.collects = True
 
-    def install(self, version: int) -> list[nn.Parameter]:
-        """Make `version` the one that the module runs with, and return its parameters."""
-        parameters = self._stashed.get(version, self._newest)
+    def install(self, version: int) -> None:
+        """Make `version` the one that the module runs with."""
+        parameters = self._stashed.get(version, self.newest)
         if parameters is not self._installed:
             for holder, name, number in self._places:
                 holder[name] = parameters[number]
             self._installed = parameters
-        return parameters
 
     def collect(
         self,
@@ -173,7 +167,7 @@ class StageWeights:
             self.collects = self.stashes or bool(self._without_gradient)
             return
         keep_apart(copy, (*output_grads, *input_grads))
-        for kept, parameter in zip(copy, self._newest, strict=True):
+        for kept, parameter in zip(copy, self.newest, strict=True):
             if kept.grad is not None:
                 _accumulate(parameter, kept.grad)
                 kept.grad = None
@@ -194,7 +188,7 @@ class StageWeights:
 
     def forget_gradients(self) -> None:
         """Drop the gradients that a call has made in part."""
-        for parameter in self._newest:
+        for parameter in self.newest:
             parameter.grad = None
 
     def restore(self) -> None:
@@ -220,3 +214,92 @@ def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
 
 def _like(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
+
+
+class Replicas:
+    """The replicas of one stage on `ranks` of this process, which take turns.
+
+    A rank comes to the `barrier` once its gradients are complete, and leaves it after their sum.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], weights: StageWeights, accelerator: Accelerator
+    ) -> None:
+        self._ranks, self._weights, self._accelerator = ranks, weights, accelerator
+        self.barrier = Barrier(len(ranks), self._sum, accelerator, weights.newest)
+        self.begin()
+
+    def begin(self) -> None:
+        """A call begins: what the parameters have accumulated before is of the first rank."""
+        self._grads = self._none()
+        self._scaled = 0  # the steps whose sums are
+        self._turn = self._ranks[0]
+        self._latest: Mark | None = None
+
+    def _none(self) -> dict[int, Sequence[Tensor | None]]:
+        return {rank: [None] * len(self._weights.newest) for rank in self._ranks}
+
+    def in_turn(self, run: Callable[[], object], rank: int | None = None) -> Callable[[], None]:
+        """What uses the stage, one after the other; with `rank` it adds to that rank's gradients.
+
+        On a device the ranks have streams of their own, and the module, its buffers and versions
+        are of all.
+        """
+
+        def taken() -> None:
+            if self._latest is not None:
+                self._latest.wait()
+            if rank is not None and rank != self._turn:
+                self._give_turn(rank)
+            run()
+            if self._accelerator.queues:
+                self._latest = self._accelerator.mark()
+
+        return taken
+
+    def _give_turn(self, rank: int) -> None:
+        parameters = self._weights.newest
+        self._grads[self._turn] = [parameter.grad for parameter in parameters]
+        for parameter, grad in zip(parameters, self._grads[rank], strict=True):
+            parameter.grad = grad
+        self._turn = rank
+        self._weights.expect_gradients(parameters)
+
+    def scale(self, step: int, scale: Callable[[], None]) -> None:
+        """Before an OPTIM_STEP of that number: scale the sum, once for all ranks."""
+        if self._latest is not None:
+            self._latest.wait()
+        if self._scaled <= step:
+            self._scaled = step + 1
+            scale()
+            if self._accelerator.queues:
+                self._latest = self._accelerator.mark()
+        for parameter in self._weights.newest:
+            if parameter.grad is not None:
+                self._accelerator.used(parameter.grad)
+
+    def _sum(self) -> None:
+        """Make the gradients of all ranks, in their order, those of the first."""
+        first, *others = self._ranks
+        self._give_turn(first)
+        for rank in others:
+            for parameter, part in zip(self._weights.newest, self._grads[rank], strict=True):
+                if part is not None:
+                    self._accelerator.used(part)
+                    if parameter.grad is not None:
+                        self._accelerator.used(parameter.grad)
+                    parameter.grad = part if parameter.grad is None else parameter.grad + part
+        self._grads = self._none()
+        if self._accelerator.queues:
+            self._latest = self._accelerator.mark()
+
+    def restore(self) -> None:
+        """A call is over: what is not summed yet becomes the parameters' `.grad` as well."""
+        if self._grads:
+            self._sum()
+            self._grads = {}
+
+    def reset(self) -> None:
+        """A call has failed: nobody comes any more."""
+        self.barrier.reset()
+        self._grads = {}
