@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, TypeGuard
 
@@ -319,8 +319,8 @@ class Programs:
         self._plan, self._listed, self._control = plan, schedule, control
         self._handshake, self._newcomers = handshake, newcomers
         self.parts, self._transports, self._under_way = parts, transports, under_way
-        self.schedule = plan.posted(schedule)
-        self._lists: dict[int | None, Schedule] = {None: self.schedule}  # by the room for buffers
+        self._posted_list = lru_cache(_MOST)(partial(plan.posted, schedule))  # by its room
+        self.schedule: Schedule = self._posted_list(None)
         self._sees_input = 0 in plan.local_stages
         accelerator = plan.accelerator
         apart = transports if accelerator.queues and len(transports) > 1 else ()
@@ -393,8 +393,6 @@ class Programs:
             old, _ = self._known.popitem(last=False)
             self._posted.discard(old)
         self._numbers = {key: n for key, n in self._numbers.items() if n in self._known}
-        in_use = {id(program.schedule) for program in self._known.values()}
-        self._lists = {r: s for r, s in self._lists.items() if r is None or id(s) in in_use}
         self.schedule = self._known[number].schedule
 
     def post_ahead(self, call: Call) -> None:
@@ -450,9 +448,7 @@ class Programs:
     ) -> Program:
         """The program of a signature by its number, with `room` for so many receive buffers on a
         rank; without that, for its first call."""
-        if room not in self._lists:
-            self._lists[room] = self._plan.posted(self._listed, room)
-        schedule = self._lists[room]
+        schedule = self._posted_list(room)
         cells = Cells(lessons, self._plan.last_stage, graph_of(schedule).runs)
         tag = DESCRIBED_TAGS + 2 * number + self.parts.trains
         lists: list[Sequence[Instruction]] = []
