@@ -69,6 +69,9 @@ class Executor:
     - `weigh`: how the microbatches of an update are weighted. With "samples" each has its share of
       their samples. With "equal" all have the same weight, 1 / their number. With None losses that
       are normalised already are summed as they are; see below.
+    - `gathers`: with "listed" the weights of stages that fully_shard has wrapped are gathered and
+      given up only where the list says so; what a module gathers besides is refused. With "free"
+      it may, and its own settings stand, as in torch's pipelining; see below.
     - `count`: `count(target)` returns how many samples the mean loss of a microbatch is over. By
       default these are the target's rows. Pass a function if the loss is the mean over something
       else: tokens that are not padding, or `weight[target].sum()` for class weights. Microbatches
@@ -119,7 +122,7 @@ class Executor:
     - `trace`: record when each entry of the list runs in each call of `step`, on every rank of the
       first pipeline; see `timelines`. It costs about a microsecond an action.
 
-    All ranks must pass the same `weigh`, `recompute`, `batch_dim`, `seed`, `step`,
+    All ranks must pass the same `weigh`, `gathers`, `recompute`, `batch_dim`, `seed`, `step`,
     `clip_grad_norm`, `nonfinite`, `scaler`, `ties`, `mesh` and its dimensions, `channel` and
     `trace`, and either all or none must pass an `optimizer`: the executor compares them. A rank
     needs `loss_fn`, `count`, `boundaries` and chunk specs only for its own stages.
@@ -151,7 +154,8 @@ class Executor:
     keywords of `stage_inputs` and `loss_kwargs`. Without a spec, a tensor in those two goes whole
     to every microbatch if neither its dim 0 nor its `batch_dim` has as many entries as the batch
     has rows; otherwise it is refused, as it is if this rank does not know the rows. Values that are
-    not tensors go to every microbatch. Ready microbatches are taken as they are.
+    not tensors go to every microbatch. Ready microbatches are taken as they are, with objects that
+    hold tensors, such as a BlockMask; those stay on their device.
 
     **Between stages.** The output of a stage goes into the forward of the next one: a tuple by
     position and a dict by keyword if forward takes them so, anything else as one argument. Tensors
@@ -179,6 +183,15 @@ class Executor:
     normalised already, over the whole batch: a sum over tokens divided by the number of all tokens,
     say. Only there a loss that evidently sums is taken. Both take `result.samples` for the number
     of microbatches. In a short batch of `evaluate` the missing ones count for nothing.
+
+    **Sharded stages.** The gradient divide factor of fully_shard is honoured. If none is set, sums
+    over its processes are not divided, because weights are shares over all pipelines; with
+    `weigh=None` they are divided by the number of processes, as torch does. `gathers="free"` is for
+    a loss that runs a backward of its own inside the forward, and gathers, gives up and sums the
+    weights of a part of the stage. It has to do so alike on all processes of that part. The list's
+    UNSHARD, RESHARD and REDUCE_GRAD run as well. Such a loss ignores the weight of its microbatch,
+    so "free" needs `weigh=None` and no scaler. Without fully_shard nobody sees such a loss: pass
+    `weigh=None` yourself.
 
     **NaN and infinity.** schedir never applies an update that is NaN or infinite, unless you ask
     for "ignore", which checks nothing. With `nonfinite="raise"` the rank that finds one raises

@@ -60,9 +60,9 @@ class Taken:
 
     def busy(self) -> float:
         """The seconds in compute; the host waits for the device."""
-        spans = ((self.marks[row + BEGAN], self.marks[row + ENDED]) for row in self.computes)
         total = 0.0
-        for began, ended in spans:
+        for row in self.computes:
+            began, ended = self.marks[row + BEGAN], self.marks[row + ENDED]
             if began and ended:
                 ended.synchronize()
                 total += began.elapsed_time(ended)

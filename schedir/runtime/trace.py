@@ -169,16 +169,15 @@ class Trace:
         """The bytes that the stages here keep; None if no call was measured yet."""
         if not gauge.finished:
             return None
-        weight, optimizer = {}, {}
+        kept = gauge.kept | {"weight": {}, "optimizer": {}, "gradient": {}, "shard_ways": {}}
         for index, stage in self._stages.items():
+            ways = 1 if stage.sharded is None else stage.sharded.ways
             state = [] if stage.optimizer is None else [*stage.optimizer.state.values()]
-            weight[index] = _size(_held(stage.modules))
-            optimizer[index] = _size(tree_leaves(state))
-        kept = gauge.kept | {"weight": weight, "optimizer": optimizer}
-        ways = {n: 1 if s.sharded is None else s.sharded.ways for n, s in self._stages.items()}
-        for name in ("weight", "optimizer", "gradient"):  # of a sharded stage a part is here
-            kept[name] = {index: size * ways.get(index, 1) for index, size in kept[name].items()}
-        return kept | {"shard_ways": ways}
+            kept["shard_ways"][index] = ways  # of a sharded stage a part is here
+            kept["weight"][index] = ways * _size(_held(stage.modules))
+            kept["optimizer"][index] = ways * _size(tree_leaves(state))
+            kept["gradient"][index] = ways * gauge.kept["gradient"][index]
+        return kept
 
 
 def _sizes(found: Sequence[Mapping[str, Mapping[int, int]] | None], stages: int) -> Sizes | None:

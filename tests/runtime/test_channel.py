@@ -37,11 +37,12 @@ from tests.runtime.nccl_over_gloo import nccl_over_gloo
 from tests.runtime.on_ranks import on_ranks
 from tests.sweeps import sweep
 
+RUN = [channel for channel in schedir.CHANNELS if channel != "direction"]
+
 
 def test_gloo_and_one_process_take_every_model_that_runs() -> None:
     for transport in (GlooTransport, Endpoint):
-        models = [channel for channel in schedir.CHANNELS if channel != "direction"]
-        assert [channel_for(transport, channel) for channel in models] == models
+        assert [channel_for(transport, channel) for channel in RUN] == RUN
         with refused("channel='direction' is for checking only"):
             channel_for(transport, "direction")
 
@@ -142,7 +143,7 @@ def communication(
     ]
 
 
-@pytest.mark.parametrize("channel", schedir.CHANNELS)
+@pytest.mark.parametrize("channel", RUN)
 @sweep("microbatches", [1, 5, 8], quick=[5])
 @sweep("name", NAMES, quick=["interleaved-1f1b"])
 def test_the_schedule_is_what_the_transport_posted(

@@ -21,7 +21,7 @@ from torch.distributed.tensor import (
 
 import schedir
 from schedir.runtime import Executor
-from tests.runtime.kit import MSE, Batch, Twins, adamw, everyone, message_of, random_batch
+from tests.runtime.kit import MSE, Batch, Calls, Twins, adamw, everyone, message_of, random_batch
 from tests.runtime.launch import torchrun
 from tests.runtime.layouts import LONG, blocks, split_up
 from tests.runtime.on_ranks import on_ranks
@@ -307,6 +307,29 @@ class Experts(nn.Module):
         made: Any = torch.einsum("te,td,edf->tf", routes, tokens, self.experts)
         y: Tensor = x + made.redistribute(placements=[Replicate()]).to_local()
         return y
+
+
+@on_ranks(4)
+def test_dtensors_may_be_data(rank: int) -> None:
+    """Their local parts tell batches apart."""
+    mesh, place, tp = mesh_of()
+    batches = [
+        [distribute_tensor(t, tp, [Shard(0)]) for t in random_batch(8, seed)] for seed in range(2)
+    ]
+    layers: list[nn.Module] = [blocks(2)[place]]
+    stage = Calls(lambda layer, x: layer(x if place else x.full_tensor()), *layers)
+
+    def loss_fn(output: Tensor, target: Any) -> Tensor:
+        return MSE(output, target.full_tensor())
+
+    with executor_of(mesh, stage, loss_fn) as executor:
+        (x, y), (_, other) = batches
+        found = [executor.step(x, target=y).loss for _ in range(2)]
+        found.append(executor.evaluate([*x.chunk(2)], target=[*y.chunk(2)]).loss)
+        z = nn.Sequential(*blocks(2))(x.full_tensor())
+        assert found == [pytest.approx(MSE(z, y.full_tensor()).item())] * 3
+        said = message_of(executor.step, x, target=other if place else y)
+    assert "`target` is another batch on rank 1" in said
 
 
 @on_ranks(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import schedir
 from schedir.passes import forward_only
@@ -20,6 +24,7 @@ from schedir.runtime import Executor
 from tests.built_in import EVERY
 from tests.runtime.kit import (
     MSE,
+    Calls,
     Checkpointed,
     adamw,
     everyone,
@@ -29,6 +34,7 @@ from tests.runtime.kit import (
     random_batch,
 )
 from tests.runtime.on_ranks import name_of, on_ranks
+from tests.runtime.test_meshes_on_ranks import Experts as Split
 from tests.runtime.test_meshes_on_ranks import whole_of
 from tests.runtime.test_replicas_on_ranks import accumulate_by_pipeline, clip, pipelines
 from tests.sweeps import sweep
@@ -65,13 +71,14 @@ def assert_trains(
     mesh: DeviceMesh,
     exact: bool = True,
     nested: bool = False,
+    wrap: Callable[..., nn.Module] = sharded,
     **options: Any,
 ) -> None:
     """Two pipelines of two ranks train the whole model as one process does."""
     over = mesh[tuple(options.get("data_dims", ("dp",)))]
     line = over.get_local_rank() if over.ndim == 1 else over._flatten("both").get_local_rank()
     held = schedule.stages_of(pipeline_rank(mesh))
-    local = {s: sharded(copy.deepcopy(whole[s]), over, nested) for s in held}
+    local = {s: wrap(copy.deepcopy(whole[s]), over, nested) for s in held}
     optimizers = [adamw(stage.parameters()) for stage in whole]
     lines = over.size()
     with Executor(schedule, local, MSE, adamw, mesh=mesh, timeout=LONG, **options) as executor:
@@ -242,6 +249,169 @@ def test_nothing_is_gathered_that_the_list_does_not_gather(rank: int) -> None:
         for module in (stage, stage[1]):  # type: ignore[index]
             assert "fully_shard gathers weights that the list does not" in message_of(module, x)
         executor.step(x, target=y)
+
+
+class Experts(Split):
+    """Experts that are split over the processes of the data, which exchange their tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.experts, DTensor):
+            return super().forward(x)
+        mesh = self.experts.device_mesh
+        shares = self.gate(x).softmax(-1)
+        routes = nn.functional.one_hot(shares.argmax(-1), 4) * shares
+        every = [
+            DTensor.from_local(t, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+            for t in (routes, x)
+        ]
+        made: Any = torch.einsum("te,td,edf->tf", *every, self.experts)
+        y: Tensor = x + made.redistribute(placements=[Shard(0)]).to_local()
+        return y
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.05}])
+def test_experts_are_sharded_over_fewer_processes(rank: int, options: dict[str, Any]) -> None:
+    """Parameters of one module lie on two meshes."""
+    mesh = pipelines()
+    sparse = DeviceMesh("cpu", mesh.mesh.t()[:, None], mesh_dim_names=("pp", "efsdp", "ep"))
+    torch.manual_seed(5)
+
+    def wrap(stage: Any, over: DeviceMesh, nested: bool) -> Any:
+        stage.split(sparse["ep"])
+        few, all_of = FSDPMeshInfo(sparse["efsdp"], 0), FSDPMeshInfo(over, 0)
+
+        def placed(parameter: nn.Parameter) -> ShardPlacementResult:
+            return ShardPlacementResult(Shard(0), few if parameter is stage.experts else all_of)
+
+        return fully_shard(stage, mesh=over, shard_placement_fn=placed)
+
+    schedule = schedir.shard(schedir.build("1f1b", ranks=2, microbatches=4))
+    assert_trains(schedule, [Experts() for _ in range(2)], mesh, False, wrap=wrap, **options)
+
+
+@on_ranks(4)
+def test_replicas_of_torch_train_as_one_process(rank: int) -> None:
+    """Their weights are not split, so nothing is gathered."""
+    schedule = schedir.shard(schedir.build("1f1b", ranks=2, microbatches=4))
+
+    def wrap(stage: nn.Module, over: DeviceMesh, nested: bool) -> Any:
+        return replicate(stage, mesh=over)
+
+    assert_trains(schedule, blocks(2), pipelines(), wrap=wrap)
+
+
+class Chunked(torch.autograd.Function):
+    """A loss whose gradient is known already, and is taken as it is."""
+
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, grad: Tensor, loss: Tensor) -> Tensor:
+        context.grad = grad
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, *_: Tensor) -> tuple[Tensor, None, None]:
+        return context.grad, None, None
+
+
+def chunked(head: Any, hidden: Tensor, target: Tensor) -> Tensor:
+    """As torchtitan's loss: the head's backward runs in the forward, chunk by chunk."""
+    whole = hidden.detach().requires_grad_(hidden.requires_grad)
+    total = torch.zeros(())
+    head.set_reshard_after_forward(False)
+    head.set_reshard_after_backward(False)
+    for last, (part, y) in enumerate(zip(whole.chunk(2), target.chunk(2), strict=True)):
+        head.set_requires_gradient_sync(bool(last), recurse=False)
+        loss = MSE(head(part), y, reduction="sum") / 64
+        if hidden.requires_grad:
+            loss.backward()
+        total += loss.detach()
+    head.set_reshard_after_forward(True)
+    head.set_reshard_after_backward(True)
+    head.reshard()
+    apply: Callable[..., Tensor] = Chunked.apply
+    return apply(hidden, whole.grad, total) if hidden.requires_grad else total
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_loss_may_gather_and_sum_by_itself(rank: int, name: str) -> None:
+    mesh = pipelines()
+    pp, dp = pipeline_rank(mesh), mesh["dp"]
+    whole = blocks(3)
+    parts = [*copy.deepcopy(whole)][pp : 2 * pp + 1]  # the last stage has the head, for its loss
+    for part in parts[1:]:
+        fully_shard(part, mesh=dp)
+    local: Any = sharded(Calls(lambda body, *others: body(others[-1]), *parts), dp)
+    for part in (local, *parts[1:]):
+        part.set_gradient_divide_factor(1.0)
+    schedule = schedir.shard(schedir.build(name, ranks=2, microbatches=4))
+    options: dict[str, Any] = {"weigh": None, "gathers": "free", "timeout": LONG}
+    optimizers = [adamw(stage.parameters()) for stage in whole]
+
+    def loss_fn(hidden: Tensor, target: Tensor) -> Tensor:
+        return chunked(parts[1], hidden, target)
+
+    with Executor(schedule, {pp: local}, loss_fn, adamw, mesh=mesh, **options) as executor:
+        for step in range(2):
+            batches = [random_batch(8, seed=10 * step + line) for line in range(2)]
+            x, y = batches[dp.get_local_rank()]
+            result = executor.step(x, target=y)
+            x, y = (torch.cat(both) for both in zip(*batches, strict=True))
+            expected = MSE(nn.Sequential(*whole)(x), y)
+            expected.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert result.loss == pytest.approx(expected.item())
+            theirs = [p for stage in whole[pp : 2 * pp + 1] for p in stage.parameters()]
+            torch.testing.assert_close([*map(whole_of, local.parameters())], theirs)
+
+
+WEIGHED = {(None, None): 1 / 2, (None, 1.0): 1.0, ("equal", None): 1 / 8, ("equal", 2.0): 1 / 16}
+"""What sums of gradients are scaled by, of 8 microbatches in 2 pipelines, by `weigh` and by what
+fully_shard is told to divide them by: by default by the number of processes, where losses are not
+weighed over all of them."""
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("weigh", "factor"), WEIGHED)
+def test_the_divide_factor_is_honoured(rank: int, weigh: str | None, factor: float | None) -> None:
+    mesh = pipelines()
+    pp = pipeline_rank(mesh)
+    whole = blocks(2)
+    stage: Any = sharded(copy.deepcopy(whole[pp]), mesh["dp"], nested=True)
+    for part in (stage, stage[1]):
+        if factor is not None:
+            part.set_gradient_divide_factor(factor)
+    schedule = schedir.shard(schedir.build("1f1b", ranks=2, microbatches=4))
+    batches = [random_batch(8, seed) for seed in range(2)]
+    for x, y in (piece for batch in batches for piece in microbatches_of(batch, 4)):
+        MSE(nn.Sequential(*whole)(x), y).backward()
+    with Executor(schedule, {pp: stage}, MSE, mesh=mesh, weigh=weigh) as executor:
+        x, y = batches[mesh["dp"].get_local_rank()]
+        executor.step(x, target=y)
+    for mine, theirs in zip(stage.parameters(), whole[pp].parameters(), strict=True):
+        assert theirs.grad is not None
+        torch.testing.assert_close(whole_of(mine.grad), WEIGHED[weigh, factor] * theirs.grad)
+
+
+@on_ranks(4)
+def test_a_first_call_that_fails_before_a_forward_says_why(rank: int) -> None:
+    """What FSDP has of a call is made by its first forward."""
+    mesh = pipelines()
+    pp = pipeline_rank(mesh)
+    schedule = schedir.shard(schedir.build("1f1b", ranks=2, microbatches=4))
+    stage = sharded(blocks(2)[pp], mesh["dp"])
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no such row")
+
+    if not pp:
+        stage[0].register_forward_pre_hook(fail)  # type: ignore[index]
+    x, y = random_batch(8)
+    executor = Executor(schedule, {pp: stage}, MSE, adamw, mesh=mesh, timeout=LONG)
+    assert "0F0: ValueError: no such row" in message_of(executor.step, x, target=y)
 
 
 def refused(mesh: DeviceMesh, schedule: Any, stage: Any, **options: Any) -> str:

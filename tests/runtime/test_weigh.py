@@ -167,6 +167,8 @@ def test_sums_are_for_losses_without_weights() -> None:
         ({"weigh": "rows"}, 'weigh must be "samples", "equal" or None, not \'rows\''),
         ({"weigh": None, "count": len}, "weigh=None does not weigh by samples: leave one"),
         ({"weigh": "equal", "count": len}, "weigh='equal' does not weigh by samples: leave one"),
+        ({"gathers": "all"}, 'gathers must be "listed" or "free", not \'all\''),
+        ({"gathers": "free"}, "make their own backward, .* pass weigh=None, and no scaler"),
     ],
 )
 def test_wrong_weights_are_named(options: dict[str, Any], text: str) -> None:

@@ -50,6 +50,8 @@ from schedir.runtime.memory import Held, Occupied, keep_apart, unpacked
 
 Grads: TypeAlias = tuple[Tensor | None, ...]
 
+_RELEASED = Held(None, version=0)
+
 _WHOLE = frozenset(
     [
         "NativeGroupNormBackward0",  # in channels last it crashes unless asked for the input's
@@ -246,7 +248,7 @@ def _free_saved(node: Node) -> None:
             if getattr(saved, "unpack_hook", None) is unpacked:
                 saved.data.release()
             else:
-                saved.register_hooks(lambda _: Held(None, 0), unpacked)
+                saved.register_hooks(lambda _: _RELEASED, unpacked)
 
 
 def _saved(node: Node) -> Iterator[Any]:

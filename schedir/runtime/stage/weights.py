@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import TypeAlias
 
 import torch
@@ -66,8 +65,6 @@ def readers_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, Readers]:
 
 NEWEST = -1
 """In place of a version: the module's own parameters."""
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class StageWeights:
@@ -132,14 +129,14 @@ class StageWeights:
         """Hold the accumulators of a version, which would end with the graphs that use them."""
         if self._accumulators is None:
             return
-        trained = [id(parameter) for parameter in filter(_REQUIRES_GRAD, parameters)]
+        trained = [id(parameter) for parameter in parameters if parameter.requires_grad]
         if self._held.get(id(parameters), ((), ()))[0] != trained:
             self._held[id(parameters)] = trained, self._accumulators(parameters)
 
     def expect_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gradients go to these parameters now, which are not known to have one: the full ones of a
-        sharded stage, or the newest, after they have been given others."""
-        self._without_gradient = [*filter(_REQUIRES_GRAD, parameters)]
+        """Gradients go to these parameters now: the full ones of a sharded stage, or the newest,
+        after they have been given others."""
+        self._without_gradient = [p for p in parameters if p.requires_grad and p.grad is None]
         self.collects = True
 
     def install(self, version: int) -> None:
@@ -255,14 +252,10 @@ class Replicas:
             if rank is not None and rank != self._turn:
                 self._give_turn(rank)
             run()
-            self._note()
+            if self._accelerator.queues:
+                self._latest = self._accelerator.mark()
 
         return taken
-
-    def _note(self) -> None:
-        """Whoever is next comes after what was done until now."""
-        if self._accelerator.queues:
-            self._latest = self._accelerator.mark()
 
     def _give_turn(self, rank: int) -> None:
         parameters = self._weights.newest
@@ -279,7 +272,8 @@ class Replicas:
         if self._scaled <= step:
             self._scaled = step + 1
             scale()
-            self._note()
+            if self._accelerator.queues:
+                self._latest = self._accelerator.mark()
         for parameter in self._weights.newest:
             if parameter.grad is not None:
                 self._accelerator.used(parameter.grad)
@@ -296,7 +290,8 @@ class Replicas:
                         self._accelerator.used(parameter.grad)
                     parameter.grad = part if parameter.grad is None else parameter.grad + part
         self._grads = self._none()
-        self._note()
+        if self._accelerator.queues:
+            self._latest = self._accelerator.mark()
 
     def restore(self) -> None:
         """A call is over: what is not summed yet becomes the parameters' `.grad` as well."""
