@@ -1,0 +1,1 @@
+"""schedir inside the training loops of others."""

@@ -1,0 +1,135 @@
+"""torchtitan's own trainer on the CPU, with its schedule or with schedir's.
+
+    torchrun --nproc-per-node 2 tests/integrations/torchtitan_run.py '{"steps": 10, "schedir": "hanayo"}'
+
+Prints the losses, as JSON, from the rank that has them. torchtitan wants a GPU, a tokenizer and
+data: here the CPU stands in for the first, and random tokens for the rest.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import torch
+import torch._utils
+
+torch._utils._get_available_device_type = lambda: "cpu"
+for name, value in {
+    "get_device_name": lambda device=None: "cpu",
+    "current_device": lambda: 0,
+    "get_device_properties": lambda device=None: SimpleNamespace(total_memory=1 << 34),
+    "reset_peak_memory_stats": lambda: None,
+    "empty_cache": lambda: None,
+    "memory_stats": lambda device=None: {},
+    "set_device": lambda device: None,
+    "manual_seed": torch.manual_seed,
+}.items():
+    setattr(torch.cpu, name, value)
+
+import torchtitan.distributed.utils as dist_utils  # noqa: E402
+import torchtitan.trainer  # noqa: E402
+from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
+from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.config import ParallelismConfig  # noqa: E402
+from torchtitan.models.common.attention import (  # noqa: E402
+    FlexAttention,
+    ScaledDotProductAttention,
+)
+from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+from torchtitan.tools import utils  # noqa: E402
+
+
+class Tokens(BaseDataLoader):
+    """The same random tokens for each step in every run."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
+
+    def __init__(self, config, *, dp_rank, seq_len, local_batch_size, **others):
+        self.shape = local_batch_size, seq_len + 1
+        self.rank, self.at = dp_rank, 0
+
+    def __iter__(self):
+        while True:
+            drawn = torch.Generator().manual_seed(1000 * self.at + self.rank)
+            self.at += 1
+            tokens = torch.randint(2000, self.shape, generator=drawn)
+            labels = tokens[:, 1:].clone()
+            labels[:, : self.at % 5] = -100  # padding, so that microbatches weigh differently
+            yield {"input": tokens[:, :-1]}, labels
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class NoTokenizer(BaseTokenizer):
+    """No text is read."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config, *, tokenizer_path):
+        super().__init__()
+
+    def encode(self, *given, **others):
+        return []
+
+    def decode(self, *given, **others):
+        return ""
+
+    def get_vocab_size(self):
+        return 2048
+
+
+def main(given) -> None:
+    utils.device_type = dist_utils.device_type = "cpu"
+    config = llama3_debugmodel()
+    config.tokenizer, config.dataloader = NoTokenizer.Config(), Tokens.Config()
+    config.dump_folder = given.get("folder", "/tmp/none")
+    config.checkpoint = CheckpointManager.Config(
+        enable="folder" in given, interval=5, last_save_model_only=False
+    )
+    config.training.steps, config.training.seq_len = given["steps"], 64
+    config.training.disable_cuda_graphs = True
+    config.training.dtype = "float32"
+    config.training.mixed_precision_param = "float32"
+    config.debug.seed, config.validator.enable = 1, False
+    config.metrics.log_freq = 1
+    config.parallelism = ParallelismConfig(
+        pipeline_parallel_schedule=given.get("schedule", "1F1B"),
+        pipeline_parallel_degree=given.get("pp", 2),
+        data_parallel_shard_degree=given.get("fsdp", 1),
+    )
+    spec = config.model_spec
+    for _, _, held_by, name in [*spec.model.traverse(FlexAttention.Config)]:
+        setattr(held_by, name, ScaledDotProductAttention.Config())  # flex trains on GPUs alone
+    if "schedir" in given:
+        from schedir.integrations.torchtitan import pipelining_fn
+
+        own = pipelining_fn(spec.pipelining_fn, given["schedir"], **given.get("options", {}))
+        config.model_spec = replace(spec, pipelining_fn=own)
+    barrier = torch.distributed.barrier
+    torch.distributed.barrier = lambda *given, device_ids=None, **others: barrier(*given, **others)
+    losses = []
+    trainer = config.build()
+    trainer.metrics_processor.log = lambda step, loss, *rest, **others: losses.append(loss)
+    try:
+        trainer.train()
+        if trainer.pp_has_last_stage and torch.distributed.get_rank() in (0, given.get("fsdp", 1)):
+            print("LOSSES", json.dumps(losses), flush=True)
+    finally:
+        if "schedir" in given:
+            trainer.pp_schedule.close()
+        trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
