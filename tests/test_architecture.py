@@ -21,7 +21,7 @@ FLOORS = [
     {*floor.split()}
     for floor in (
         *("errors files lazy display", "ir", "graph", "passes", "checker", "diagnosis"),
-        *("simulator", "library", "finder", "render", "runtime", "training", "cli"),
+        *("simulator", "library", "finder", "render", "runtime", "training", "integrations cli"),
     )
 ]
 # The parts of these floors, each of which imports those before it alone; they alone import torch.

@@ -29,8 +29,7 @@ def pipelining_fn(
     """A model's `pipelining_fn` for torchtitan, whose schedule is run by schedir's executor.
 
     ```python
-    spec = config.model_spec
-    spec.pipelining_fn = pipelining_fn(spec.pipelining_fn, "hanayo")
+    config.model_spec.pipelining_fn = pipelining_fn(config.model_spec.pipelining_fn, "hanayo")
     ```
 
     - `own`: the model's own function, which cuts the model and wraps its parts.
@@ -41,13 +40,19 @@ def pipelining_fn(
     The mesh is that of torchtitan's `parallel_dims`. torchtitan's chunked loss, its default, runs
     backwards of its own; stages that fully_shard has wrapped then gather by `gathers="free"`.
 
-    The function raises ExecutionError if the schedule does not fit the config's numbers of ranks
-    and microbatches, or `module_fqns_per_model_part`; if `own` makes other stages; and if
-    torchtitan would look for the loss on another rank than the schedule's.
+    It warns if torchtitan would look for the loss on another rank than the schedule's last stage
+    has. The function that it returns raises ExecutionError if the schedule does not fit the
+    config's numbers of ranks and microbatches, or its `module_fqns_per_model_part`.
     """
 
     def pipelined(
-        model: Any, *, parallel_dims: Any, parallelism: Any, training: Any, loss_fn: Any, **rest: Any
+        model: Any,
+        *,
+        parallel_dims: Any,
+        parallelism: Any,
+        training: Any,
+        loss_fn: Any,
+        **rest: Any,
     ) -> tuple[TorchSchedule, list[Any], bool, bool]:
         from torchtitan.components.loss import ChunkedLossWrapper
 
