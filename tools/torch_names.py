@@ -58,7 +58,7 @@ OF_OBJECTS: Mapping[str, Sequence[str]] = {
         *("Stream", "Stream.record_event", "current_stream", "default_generators", "device"),
         *("get_device_properties", "is_initialized", "stream", "synchronize"),
     ),
-    "torch.distributed.ProcessGroupGloo": ("options",),
+    "torch.distributed.ProcessGroupGloo": ("_set_default_timeout", "options"),
     "torch.distributed.ProcessGroupNCCL": (
         *("Options._timeout", "Options.config", "Options.config.max_ctas"),
         *("Options.global_ranks_in_group", "Options.group_name", "abort"),
@@ -76,6 +76,10 @@ OF_OBJECTS: Mapping[str, Sequence[str]] = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": ("post_backward",),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": (
         "_root_post_backward_final_callback",
+    ),
+    "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
+    "torch.distributed.pipelining.schedules._PipelineSchedule": (
+        *("_check_inputs", "_merge_outputs", "_split_inputs"),
     ),
     "torch.nn.Module": ("_forward_hooks", "_forward_pre_hooks"),
 }

@@ -41,10 +41,18 @@ _NUMBER = "schedir_microbatch"
 class TorchSchedule:
     """Runs a schedule object of torch's by schedir's executor, and has the interface of torch's.
 
-    ```python
-    schedule = TorchSchedule(Schedule1F1B(stage, 8, loss_fn))  # all else stays as it was
-    schedule.step(inputs, target=target, losses=losses)
-    ```
+    >>> import torch, torch.distributed as dist
+    >>> from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    >>> from schedir.runtime import TorchSchedule
+    >>> dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, backend="gloo")
+    >>> module, loss_fn, losses = torch.nn.Linear(4, 1), torch.nn.MSELoss(), []
+    >>> stage = PipelineStage(module, 0, 1, torch.device("cpu"))
+    >>> schedule = TorchSchedule(Schedule1F1B(stage, 8, loss_fn))  # all else stays as it was
+    >>> _ = schedule.step(torch.randn(16, 4), target=torch.randn(16, 1), losses=losses)
+    >>> len(losses)
+    8
+    >>> schedule.close()
+    >>> dist.destroy_process_group()
 
     - `theirs`: the schedule object, with its stages, its loss, its chunk specs and `scale_grads`.
     - `schedule`: a Schedule that runs in place of torch's list, with the same stages on each rank

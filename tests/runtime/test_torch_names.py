@@ -33,7 +33,12 @@ NO_TORCH = {
         *("_adjust_missing_and_unexpected_keys", "_get_dtype_plan", "_load_pretrained_model"),
         *("_is_hf_initialized", "_keys_to_ignore_on_save", "_model_mapping", "_weight_conversions"),
     ],
-    "of an FSDPState, which sets it of itself": ["_comm_ctx", "_state_ctx"],
+    "of an FSDPState, or its groups, which set it of themselves": [
+        *("_all_gather_comm", "_auto_reshard_after_forward", "_comm_ctx", "_is_root", "_state_ctx"),
+    ],
+    "of a schedule of torch's, which sets it of itself": [
+        *("_backward_requires_autograd", "_comp_type_to_function_map", "_n_microbatches"),
+    ],
     "of an operator, which sets it of itself": ["_schema"],
     "of an FSDPState, from torch 2.13 on": ["_fsdp_param_groups", "_reset_iter_state"],
     "of sys": ["_getframe"],
