@@ -43,28 +43,34 @@ def compared(plan: Plan, session: Session) -> Sequence[Claim]:
 
     Raises ExecutionError on all of them if copies, schedules or arguments differ.
     """
-    copies: dict[str, tuple[int, ...]] = {}
-    for each in copies_of_stages(plan):
+    shared, copies = [*copies_of_stages(plan)], dict[str, object]()
+    for each in shared:
         copies[each.label] = each.digest()
         (here,) = each.here.values()
         copies[f"what is frozen of {each.label}"] = tuple(not p.requires_grad for p in here)
     ties = [*copies_of_ties(plan)]
-    copies |= {each.label: each.digest() for each in ties}
+    cut = getattr(plan.arguments.stages, "cut", None)  # of schedir.training's Stages
     skipped = _skipped(plan)
     own = Claim(
-        plan.schedule.content_hash,
-        plan.device.type,
+        {
+            "torch": {
+                "torch.__version__": torch.__version__.partition("+")[0],  # less its local part
+                "torch.get_default_dtype()": torch.get_default_dtype(),
+            },
+            "argument": plan.compared,
+            "schedule": {"": plan.schedule.content_hash},
+            "device": {"": plan.device.type},
+            "cut": {} if cut is None else {"": cut},
+            "dtype": {each.label: each.dtypes for each in (*shared, *ties)},
+            "copies": copies | {each.label: each.digest() for each in ties},
+        },
         "" if "NCCL_HOSTID" in os.environ else plan.accelerator.name,
         plan.accelerator.processors,
-        plan.compared,
-        copies,
-        {each.label: each.dtypes for each in (*copies_of_stages(plan), *ties)},
         {
             stage: sum(p not in skipped for p in _trained(module))
             for stage, module in plan.trained.items()
         },
         any(p.dtype is torch.float64 for m in plan.trained.values() for p in m.parameters()),
-        getattr(plan.arguments.stages, "cut", None),  # of schedir.training's Stages
         plan.described,
     )
     with session.gathering():
