@@ -248,8 +248,9 @@ class Gauge:
             run()
         if cell.saved is not None:  # by hooks within these, which saw nothing
             saved = cell.saved
+        here = [tensor for _, tensor in saved.here()]
         self._note("input", stage.index, _size(inputs))
-        self._note("activation", stage.index, _left(stage, cell, [*inputs, *saved.tensors()]))
+        self._note("activation", stage.index, _left(stage, cell, [*inputs, *here]))
 
     def _split(self, stage: Stage, cell: Cell, run: Bound) -> None:
         """Run an I."""
