@@ -49,8 +49,7 @@ from schedir.runtime.memory import refuse_changes, sharing
 from schedir.runtime.processes.control import packed, unpacked
 from schedir.runtime.program.compute import forward_with, hand_back
 from schedir.runtime.program.instruction import Bound
-from schedir.runtime.stage.activations import Cell
-from schedir.runtime.stage.stage import Stage, arguments, copy_of
+from schedir.runtime.stage.stage import Cell, Stage, arguments, copy_of
 from schedir.runtime.transports import Poster, Work
 
 

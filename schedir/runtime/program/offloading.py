@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.memory import Held, Saved
 from schedir.runtime.program.instruction import Bound
-from schedir.runtime.stage.activations import Cell
-from schedir.runtime.stage.stage import Stage
+from schedir.runtime.stage.stage import Cell, Stage
 
 
 class Copier:
