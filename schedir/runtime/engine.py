@@ -53,8 +53,7 @@ from schedir.runtime.program.instruction import Progress
 from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Session
-from schedir.runtime.stage.activations import Cells
-from schedir.runtime.stage.stage import SavedRng, evaluating, stages_of
+from schedir.runtime.stage.stage import Cells, SavedRng, evaluating, stages_of
 from schedir.runtime.stage.weights import NEWEST
 from schedir.runtime.trace import Trace
 from schedir.runtime.transports import Transport, Work, wait_for
@@ -430,7 +429,7 @@ class Engine:
         losses = self._report(-1, exchanges, feed, cells) if exchanges else None
         # In a short batch the last microbatches are copies.
         outputs = cells.results(call.rows) if call.keeps is not None else None
-        cells.clear(feed)
+        cells.empty()
         if program.learns:
             programs.learn(program, call)
         return losses, outputs
