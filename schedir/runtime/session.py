@@ -40,9 +40,8 @@ from schedir.runtime.processes.failure import (
     waiting,
     within_stage,
 )
-from schedir.runtime.processes.groups import Groups, hello, init_process_group
+from schedir.runtime.processes.groups import ABORT, Groups, hello, init_process_group
 from schedir.runtime.processes.monitor import watch, watch_no_longer
-from schedir.runtime.processes.nccl import ABORT
 from schedir.runtime.processes.noticeboard import (
     BUSY,
     BUSY_OF,
@@ -392,7 +391,7 @@ class Session:
 
     def _let_go(self, abort: bool) -> None:
         """End the connections to other processes."""
-        self.control.drop()
+        self.control.courier.stop()
         self.groups.close(abort)
 
 

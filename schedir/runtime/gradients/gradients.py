@@ -45,8 +45,7 @@ from schedir.runtime.gradients.reduction import (
     reduction_groups,
 )
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.groups import Group, Groups
-from schedir.runtime.processes.nccl import in_turn
+from schedir.runtime.processes.groups import Group, Groups, in_turn
 from schedir.runtime.session import Claim, Session, agree
 
 
