@@ -53,8 +53,7 @@ from schedir.runtime.program.instruction import Progress
 from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Session
-from schedir.runtime.stage.activations import Cells
-from schedir.runtime.stage.stage import SavedRng, evaluating, stages_of
+from schedir.runtime.stage.stage import Cells, SavedRng, evaluating, stages_of
 from schedir.runtime.stage.weights import NEWEST
 from schedir.runtime.trace import Trace
 from schedir.runtime.transports import Transport, Work, wait_for
@@ -94,7 +93,7 @@ class Engine:
         self._queues = plan.accelerator.queues
         self._marks = self._queues or plan.traced
         self._follows = self._progress.follows
-        self._scales = gradients.scaling.active
+        self._scales = bool(gradients.share_sums)
         self._applies = gradients.nonfinite.active and (plan.updates or self._queues)
         self._versioned = [stage.weights for stage in stages if stage.weights.stashes]
         self._checks = [*gradients.checks]
@@ -400,11 +399,11 @@ class Engine:
             stage.seeds[:] = stage.draws.of(call.step)
         if kind.trains:
             if self._scales and kind.updates:
-                self.gradients.scaling.begin()
+                self.gradients.check_unscaled()
             if self._applies:
                 self.gradients.nonfinite.begin(kind.updates)
-                if (scale := self.gradients.nonfinite.scale) is not None:
-                    cells.set_loss_shares([share * scale.now for share in shares])
+                if (scale := self.gradients.nonfinite.scale) != 1:
+                    cells.set_loss_shares([share * scale for share in shares])
             for begin in self._begins:
                 begin()
             for stage in self.stages.values():
@@ -430,7 +429,7 @@ class Engine:
         losses = self._report(-1, exchanges, feed, cells) if exchanges else None
         # In a short batch the last microbatches are copies.
         outputs = cells.results(call.rows) if call.keeps is not None else None
-        cells.clear(feed)
+        cells.empty()
         if program.learns:
             programs.learn(program, call)
         return losses, outputs

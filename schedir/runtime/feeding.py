@@ -73,10 +73,6 @@ class Feed:
     counts: Sequence[Count]
     rows: int | None
 
-    def extra(self, stage: int, microbatch: int) -> Any:
-        """What a stage gets beside its input, or None."""
-        return self.extras[stage][microbatch] if stage in self.extras else None
-
 
 class Feeder:
     """Cuts the arguments of calls into microbatches for the stages here."""

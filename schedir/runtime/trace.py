@@ -32,9 +32,8 @@ from schedir.runtime.processes.groups import Group, Message
 from schedir.runtime.program.instruction import Bound, Instruction, Observer
 from schedir.runtime.recorder import COLUMNS, Anchor, Nanoseconds, Recorder, Taken, timeline
 from schedir.runtime.session import Session
-from schedir.runtime.stage.activations import Cell, Cells
 from schedir.runtime.stage.split_backward import nodes_below
-from schedir.runtime.stage.stage import Stage
+from schedir.runtime.stage.stage import Cell, Cells, Stage
 from schedir.simulator import Measured, Sizes, Timeline
 
 _FEWEST_STEPS = 8
@@ -248,8 +247,9 @@ class Gauge:
             run()
         if cell.saved is not None:  # by hooks within these, which saw nothing
             saved = cell.saved
+        here = [tensor for _, tensor in saved.here()]
         self._note("input", stage.index, _size(inputs))
-        self._note("activation", stage.index, _left(stage, cell, [*inputs, *saved.tensors()]))
+        self._note("activation", stage.index, _left(stage, cell, [*inputs, *here]))
 
     def _split(self, stage: Stage, cell: Cell, run: Bound) -> None:
         """Run an I."""
@@ -283,7 +283,7 @@ class Gauge:
             self._gradients_of(stage)
         for index, late in self._late.items():
             self._note("early_gradient", index, max(0, self.kept["gradient"][index] - late))
-        for cell in cells:
+        for cell in cells.values():
             self._note("boundary", cell.stage, cell.learned.after.nbytes)
 
 

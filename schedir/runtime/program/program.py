@@ -58,7 +58,7 @@ from schedir.runtime.program.instruction import (
     profiler_ranges,
     unseen,
 )
-from schedir.runtime.stage.activations import Cells
+from schedir.runtime.stage.stage import Cells
 from schedir.runtime.transports import Transport, Work
 
 _MOST = 64
