@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from typing import ClassVar, Protocol, TypeAlias
 
 import attrs
@@ -287,17 +286,10 @@ class NcclTransport(Transport):
                 continue
             members = sorted(processes[rank] for rank in ranks)
             positions = {rank: members.index(processes[rank]) for rank in ranks}
-            listed = ",".join(f"{processes[s]}-{processes[t]}" for s, t in channels)
-            asked = Asked(f"channel/{listed}", tuple(members), sums=False)
-            # What is posted first makes the communicator, and connects the ends of the channels.
-            ends = [
-                (target if sends else source, sends)
-                for source, target in channels
-                for sends in (True, False)
-                if rank == (source if sends else target)
-            ]
-            warm_up = partial(_warm_up, positions=positions, ends=ends, device=device)
-            lane = _Lane(groups.ask(asked, warm_up), positions)
+            ends = tuple((processes[source], processes[target]) for source, target in channels)
+            listed = ",".join(f"{source}-{target}" for source, target in ends)
+            asked = Asked(f"channel/{listed}", tuple(members), ends)
+            lane = _Lane(groups.ask(asked, device), positions)
             self._lanes.update(dict.fromkeys(channels, lane))
 
     def send(self, tensor: Tensor, peer: int) -> Work:
@@ -327,17 +319,6 @@ class _Lane:
         own = [Post(_carried(p.tensor), self.positions[p.peer], p.sends) for p in posts]
         # One work of all, which may be waited for more than once.
         return [self.group.together(own)] * len(own)
-
-
-def _warm_up(
-    group: NcclGroup,
-    positions: dict[int, int],
-    ends: Sequence[tuple[int, bool]],
-    device: torch.device,
-) -> Sequence[dist.Work]:
-    """Post a number at each of these ends, given by the peer and by whether it sends."""
-    posts = [Post(torch.zeros(1, device=device), peer, sends) for peer, sends in ends]
-    return _Lane(group, positions).post(posts)
 
 
 def _carried(tensor: Tensor) -> Tensor:
