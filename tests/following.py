@@ -316,9 +316,7 @@ def a_case(chance: random.Random) -> Case:
     """A right list with one to three faults, judged under any channel model, with ties or
     without."""
     base = right(chance)
-    # Known and open: with a stray RELOAD after its backward, the help of S409 is to add an I. Draws
-    # that include `direction` come upon it.
-    channel = chance.choice([each for each in CHANNELS if each != "direction"])
+    channel = chance.choice(CHANNELS)
     options: dict[str, Any] = {}
     if base.stages > 1 and chance.random() < 0.25:
         options["ties"] = [tuple(sorted(chance.sample(range(base.stages), 2)))]

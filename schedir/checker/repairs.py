@@ -489,10 +489,15 @@ def _living(schedule: Schedule, finding: Diagnostic, places: list[int]) -> Repai
 
 def _unlisted(schedule: Schedule, place: int, does: str, value: str) -> Iterator[Add]:
     """The actions that would make or end a value of a place's stage and microbatch, and that nobody
-    lists; those of a whole stage, before or after what uses the value."""
+    lists, but nothing that would end it beside a backward; those of a whole stage, before or after
+    what uses the value."""
     action, listed = schedule.columns.action(place), pairs_of(schedule).listed
     rank = int(schedule.columns.rank[place])
-    for kind in (kind for kind in Kind if uses_of(kind, does, value)):
+    kinds = [kind for kind in Kind if uses_of(kind, does, value)]
+    backwards = BACKWARDS.intersection(kinds) if does == "end" else ()
+    if any(listed(kind, action.stage, action.microbatch or 0) >= 0 for kind in backwards):
+        return
+    for kind in kinds:
         if kind in STAGE_WIDE:
             last = last_of_stage(schedule.columns, action.stage, rank, *READS_WEIGHTS)
             side: Side = "before" if does == "make" else "after"

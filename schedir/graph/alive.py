@@ -151,11 +151,8 @@ def _followed(touches: list[Touch], entry: Ints, several: Bools, given: Bools) -
                 found[number, label].append((place, later[0] if later else ender))
             elif use.does == "end":
                 alive, ender = False, place
-        if use.value in HELD:
-            makers, ends = makers[-1:], 1 - alive
-        if use.value in _ENDED and len(makers) > ends:
-            for _, number, place, _ in makers:
-                found[number, "unended"].append((place, -1))
+        if alive and makers and use.value in _ENDED and (use.value in HELD or len(makers) > ends):
+            found[makers[-1][1], "unended"].append((maker, -1))
     for (number, label), wrong in found.items():
         places, others = np.array(wrong).T
         yield number, label, places, others

@@ -93,7 +93,7 @@ class Engine:
         self._queues = plan.accelerator.queues
         self._marks = self._queues or plan.traced
         self._follows = self._progress.follows
-        self._scales = gradients.scaling.active
+        self._scales = bool(gradients.share_sums)
         self._applies = gradients.nonfinite.active and (plan.updates or self._queues)
         self._versioned = [stage.weights for stage in stages if stage.weights.stashes]
         self._checks = [*gradients.checks]
@@ -399,11 +399,11 @@ class Engine:
             stage.seeds[:] = stage.draws.of(call.step)
         if kind.trains:
             if self._scales and kind.updates:
-                self.gradients.scaling.begin()
+                self.gradients.check_unscaled()
             if self._applies:
                 self.gradients.nonfinite.begin(kind.updates)
-                if (scale := self.gradients.nonfinite.scale) is not None:
-                    cells.set_loss_shares([share * scale.now for share in shares])
+                if (scale := self.gradients.nonfinite.scale) != 1:
+                    cells.set_loss_shares([share * scale for share in shares])
             for begin in self._begins:
                 begin()
             for stage in self.stages.values():

@@ -87,16 +87,6 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def groups_of_shards(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of processes over which a tensor is split, by dimension of its mesh."""
-    mesh = tensor.device_mesh
-    return tuple(
-        mesh.get_group(dim)
-        for dim, placement in enumerate(tensor.placements)
-        if not placement.is_replicate() and mesh.size(dim) > 1
-    )
-
-
 class _Guard(DefaultAllGather):
     """All-gathers of weights, while a list asks for them; else they are refused."""
 

@@ -178,8 +178,8 @@ class TorchSchedule:
     def _call(
         self, kind: Call, given: CallArguments, losses: list[Tensor] | None, return_outputs: bool
     ) -> Any:
-        executor = self.executor
-        engine = executor._engine
+        _check(self._theirs, self._stages, self._schedule)
+        engine = self.executor._engine
         engine.session.set_timeout(self._timeout or timeout_of_user())
         divides = kind.trains and self._theirs.scale_grads
         earlier = [p.grad for p in self._parameters] if divides else []
@@ -233,7 +233,6 @@ class TorchSchedule:
     def _make(self) -> Executor:
         """Make the executor; all processes of the pipeline do."""
         stages, theirs = self._stages, self._theirs
-        _check(theirs, stages, self._schedule)
         group = stages[0].group
         wrapped = [stage for stage in stages if isinstance(stage.submod, FSDPModule)]
         found = next(filter(None, (mesh_of(stage.submod) for stage in wrapped)), None)
@@ -294,7 +293,8 @@ class _Loss(nn.Module):
     @property
     def found(self) -> list[Tensor]:
         """The losses of the latest call, by microbatch."""
-        return [loss.reshape(()) for _, loss in sorted(self._by_microbatch.items())]
+        by_microbatch = (self._by_microbatch[m] for m in range(len(self._by_microbatch)))
+        return [loss.reshape(()) if loss.dim() else loss for loss in by_microbatch]
 
 
 def _as_input(given: Any) -> Any:

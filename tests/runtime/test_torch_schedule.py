@@ -244,10 +244,10 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         ("_backward_requires_autograd", False, "backward_requires_autograd=False"),
         ("_comp_type_to_function_map", {1: print}, "register_custom_function"),
     ):
-        other = single(stage())
-        setattr(other, name, value)
+        made = TorchSchedule(later := single(stage()))
+        setattr(later, name, value)
         with refused(said):
-            TorchSchedule(other)
+            made.step(torch.ones(4))
     with refused("takes a schedule object of torch.distributed.pipelining, not int"):
         TorchSchedule(3)
     both = TorchSchedule(good)

@@ -7,11 +7,10 @@ puts the norms of its stages, and zeros for the others. On a GPU they stay there
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, compress
+from itertools import chain
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +20,7 @@ from schedir.runtime.gradients.reduction import refuse_sparse
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.failure import waiting
 from schedir.runtime.processes.groups import Group, Groups
-from schedir.runtime.sharded import groups_of_shards, local
+from schedir.runtime.sharded import local
 
 
 class Clipping:
@@ -51,9 +50,10 @@ class Clipping:
         # Of each stage its first holder's norms are taken.
         placement, row = plan.schedule.placement, plan.grid.processes[plan.grid.pipeline]
         self._counted = {
-            stage: [p for p in own if p not in skipped]
+            stage: counted
             for stage, own in sorted(trained.items())
             if placement[stage][0] in plan.local_ranks
+            and (counted := [p for p in own if p not in skipped])
         }
         self._stages = [s for s in sorted(sizes) for _ in range(sizes[s])]
         # A rank without stages has no step to receive them at.
@@ -69,35 +69,25 @@ class Clipping:
         for parameter in self._parameters:
             refuse_sparse(parameter, "clipped")
         self._nonfinite.look_before_norms()
-        norms, stages = self._norms()
-        total = torch.linalg.vector_norm(norms)
+        norms = self._norms()
+        # A device takes a zero for a gradient that is not there: its sum may round differently.
+        there = norms if self._plan.accelerator.queues else norms[norms != _ABSENT]
+        total = torch.linalg.vector_norm(there)
         self.norm = Late(self._plan.accelerator, total, lambda copied: float(copied.item()))
-        if self._nonfinite.accepts(norms, stages, total):
+        if self._nonfinite.accepts(norms, self._stages, total):
             held = [_Held(local(p.grad)) for p in self._parameters if p.grad is not None]
             torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)  # type: ignore[arg-type]
 
-    def _norms(self) -> tuple[Tensor, Sequence[int]]:
-        """The norms of all stages in their order, and of each the stage.
-
-        On a device that of a gradient that is not there is a zero, so the total's sum may round
-        differently; the host leaves it out.
-        """
-        queues = self._plan.accelerator.queues
+    def _norms(self) -> Tensor:
+        """The norms of all stages in their order."""
         values = torch.zeros(len(self._stages), dtype=self._dtype, device=self._plan.device)
-        absent = values.new_full((), 0.0 if queues else _ABSENT)
+        absent = values.new_full((), 0.0 if self._plan.accelerator.queues else _ABSENT)
         for stage, own in self._counted.items():
-            if own:
-                found = iter(_each([p.grad for p in own if p.grad is not None]))
-                start = self._stages.index(stage)
-                values[start : start + len(own)] = torch.stack(
-                    [absent if p.grad is None else next(found) for p in own]
-                )
-        if self._stages:
-            values = self._group.sum(values, "all norms")()
-        if queues:
-            return values, self._stages
-        there = values != _ABSENT
-        return values[there], [*compress(self._stages, there.tolist())]
+            there = {p: p.grad for p in own if p.grad is not None}
+            found = dict(zip(there, _each([*there.values()]), strict=True))
+            start = self._stages.index(stage)
+            values[start : start + len(own)] = torch.stack([found.get(p, absent) for p in own])
+        return self._group.sum(values, "all norms")() if self._stages else values
 
 
 @attrs.frozen
@@ -116,22 +106,19 @@ _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 def _each(grads: Sequence[Tensor]) -> list[Tensor]:
     """The norm of each gradient, as torch.nn.utils.clip_grad_norm_ takes it, but that of 16 bits
-    in 32. What is replicated counts once; the squares of shards are added, in one sum for each
-    group of processes."""
-    by_type: dict[torch.dtype, list[int]] = {}
-    parts: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    in 32. Processes with shards add up their squares, in one sum for all that are split alike."""
+    alike: dict[object, list[int]] = {}
     for at, grad in enumerate(grads):
-        by_type.setdefault(grad.dtype, []).append(at)
-        if isinstance(grad, DTensor) and (groups := groups_of_shards(grad)):
-            parts.setdefault(groups, []).append(at)
+        split: object = None
+        if isinstance(grad, DTensor):
+            split = grad.device_mesh, (*(placed.is_replicate() for placed in grad.placements),)
+        alike.setdefault((grad.dtype, split), []).append(at)
     norms: dict[int, Tensor] = {}
-    for kind, places in by_type.items():
-        held = [local(grads[at]) for at in places]
-        norms |= zip(places, torch._foreach_norm(held, dtype=_SUMMED_IN.get(kind)), strict=True)
-    for groups, places in parts.items():
-        squares = torch.stack([norms[at] for at in places]).square()
-        for group in groups:
+    for places in alike.values():
+        own = [grads[at] for at in places]
+        found = torch.stack(torch._foreach_norm(own, dtype=_SUMMED_IN.get(own[0].dtype)))
+        if isinstance(found, DTensor):
             with waiting("the norms of all shards"):
-                dist.all_reduce(squares, group=group)
-        norms |= zip(places, squares.sqrt().unbind(), strict=True)
+                found = found.full_tensor()
+        norms |= zip(places, found.unbind(), strict=True)
     return [norms[at] for at in range(len(grads))]

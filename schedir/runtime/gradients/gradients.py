@@ -7,6 +7,17 @@
 
 Who takes part in sums, ties and clipping is settled when the executor is made: processes compare
 what they hold, and make groups for it.
+
+Every gradient is accumulated with the share that the last stage gave its microbatch. The shares of
+each of the last stage's OPTIM_STEPs add up to one. A stage that groups the microbatches in another
+way takes the mean over its own group: before it steps, it divides its sum by the sum of the group's
+shares. In 1F1B-RR (PipeDream, SOSP 2019, section 3.2), with two replicas of stage 0:
+
+    stage 1   0 | 1 | 2 | 3     a step for each: all shares are 1
+    stage 0   0   1 | 2   3     a step for two: their sum is 2, and the scale is a half
+
+Of n whole groups of the last stage the sum is n. Of a part of a group it is that part, as the
+microbatches of such a group must hold equally many samples (`feeding`).
 """
 
 from __future__ import annotations
@@ -14,16 +25,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
 from schedir.errors import ExecutionError
-from schedir.ir import Kind
+from schedir.graph.compile import graph_of
+from schedir.ir import Kind, Schedule
 from schedir.runtime.accelerator import Reach
 from schedir.runtime.arguments import TieOf
 from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.copies import DriftCheck, copies_of_stages, copies_of_ties
-from schedir.runtime.gradients.nonfinite import NonFinite
+from schedir.runtime.gradients.nonfinite import NonFinite, Step
 from schedir.runtime.gradients.reduction import (
     Accumulated,
     Barrier,
@@ -31,10 +44,8 @@ from schedir.runtime.gradients.reduction import (
     Tie,
     reduction_groups,
 )
-from schedir.runtime.gradients.scaling import Scaling
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.groups import Group, Groups
-from schedir.runtime.processes.nccl import in_turn
+from schedir.runtime.processes.groups import Group, Groups, in_turn
 from schedir.runtime.session import Claim, Session, agree
 
 
@@ -43,28 +54,34 @@ def compared(plan: Plan, session: Session) -> Sequence[Claim]:
 
     Raises ExecutionError on all of them if copies, schedules or arguments differ.
     """
-    copies: dict[str, tuple[int, ...]] = {}
-    for each in copies_of_stages(plan):
+    shared, copies = [*copies_of_stages(plan)], dict[str, object]()
+    for each in shared:
         copies[each.label] = each.digest()
         (here,) = each.here.values()
         copies[f"what is frozen of {each.label}"] = tuple(not p.requires_grad for p in here)
     ties = [*copies_of_ties(plan)]
-    copies |= {each.label: each.digest() for each in ties}
+    cut = getattr(plan.arguments.stages, "cut", None)  # of schedir.training's Stages
     skipped = _skipped(plan)
     own = Claim(
-        plan.schedule.content_hash,
-        plan.device.type,
+        {
+            "torch": {
+                "torch.__version__": torch.__version__.partition("+")[0],  # less its local part
+                "torch.get_default_dtype()": torch.get_default_dtype(),
+            },
+            "argument": plan.compared,
+            "schedule": {"": plan.schedule.content_hash},
+            "device": {"": plan.device.type},
+            "cut": {} if cut is None else {"": cut},
+            "dtype": {each.label: each.dtypes for each in (*shared, *ties)},
+            "copies": copies | {each.label: each.digest() for each in ties},
+        },
         "" if "NCCL_HOSTID" in os.environ else plan.accelerator.name,
         plan.accelerator.processors,
-        plan.compared,
-        copies,
-        {each.label: each.dtypes for each in (*copies_of_stages(plan), *ties)},
         {
             stage: sum(p not in skipped for p in _trained(module))
             for stage, module in plan.trained.items()
         },
         any(p.dtype is torch.float64 for m in plan.trained.values() for p in m.parameters()),
-        getattr(plan.arguments.stages, "cut", None),  # of schedir.training's Stages
         plan.described,
     )
     with session.gathering():
@@ -92,7 +109,8 @@ class Gradients:
     """The gradients of the stages here; `claims` are those of all processes.
 
     `begin`, `end` and `restore` are what a call that trains does then, in order; `checks` come
-    before it. It `updates` if OPTIM_STEPs run here; else the caller steps.
+    before it. It `updates` if OPTIM_STEPs run here; else the caller steps. `share_sums` are
+    those of the OPTIM_STEPs that scale what they apply.
     """
 
     def __init__(
@@ -118,7 +136,8 @@ class Gradients:
         ties = self._ties(made)
         elsewhere = (tie.elsewhere for tie in ties)
         self._sums = [*self.reductions.values(), *filter(None, elsewhere)]
-        self.scaling = Scaling(plan)
+        weighs = plan.arguments.weigh is not None  # else every share is 1, in every group
+        self.share_sums = share_sums(plan.schedule) if plan.updates and weighs else {}
         self.nonfinite = NonFinite(plan, groups, optimizers, reach)
         self.clipping = self._clipping(claims)
         self._barriers = self._made_barriers(ties)
@@ -227,6 +246,25 @@ class Gradients:
         """The barriers before consecutive OPTIM_STEPs of these stages, on one rank."""
         return [barrier for own, barrier in self._barriers if not set(own).isdisjoint(stages)]
 
+    def scale(self, parameters: Sequence[nn.Parameter], step: Step) -> None:
+        """Scale what has been accumulated for an OPTIM_STEP, after all sums over replicas."""
+        for parameter in parameters:
+            if parameter.grad is not None:  # out of place: another's may share its memory
+                parameter.grad = parameter.grad * (1.0 / self.share_sums[step])
+
+    def check_unscaled(self) -> None:
+        """Raise ExecutionError for gradients from before a call that updates, which would be scaled
+        once more."""
+        for stage, module in sorted(self._plan.trained.items()):
+            if (stage, 0) in self.share_sums and any(
+                p.grad is not None for p in module.parameters()
+            ):
+                raise ExecutionError(
+                    f"stage {stage} has gradients from before this call, but its first OPTIM_STEP "
+                    "scales them too, because it steps after other microbatches than the loss "
+                    "stage; clear them (zero_grad), and leave update=False out"
+                )
+
     def _check_frozen(self) -> None:
         """Raise ExecutionError where a parameter was frozen or thawed since the executor was made,
         though who takes part in sums, ties or clipping was settled there."""
@@ -251,3 +289,18 @@ class Gradients:
         self._drift.reset()
         for reduction in self._sums:
             reduction.reset()
+
+
+def share_sums(schedule: Schedule) -> dict[Step, float]:
+    """The sums of the shares of the OPTIM_STEPs that apply other microbatches than those of the
+    loss stage."""
+    flow = graph_of(schedule)
+    turns = flow.turn[flow.weight_gradients]
+    sizes = np.bincount(turns[-1])
+    found = {}
+    for stage, own in enumerate(turns):
+        for step in range(own.max() + 1):
+            parts = np.bincount(turns[-1][own == step], minlength=len(sizes)) / sizes
+            if np.count_nonzero(parts) > 1 or parts.max() < 1:
+                found[stage, step] = float(parts.sum())
+    return found

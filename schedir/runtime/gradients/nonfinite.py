@@ -7,8 +7,16 @@
 
 Processes that sum gradients get equal sums, so they find the same. With "skip" the OPTIM_STEPs are
 last, and all ranks learn of it from the clipping norm, or from a message. The host waits for the
-device once before consecutive OPTIM_STEPs. With a GradScaler, gradients are divided by the scale
-before they are checked.
+device once before consecutive OPTIM_STEPs.
+
+A GradScaler's decision is shared by all stages:
+
+    backward of the last stage   starts from scale x share of the microbatch
+    before OPTIM_STEP            every gradient is divided by the scale, after all sums, and checked
+    end of the call              the scale grows, or shrinks if a gradient was not finite
+
+Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2. All processes begin with
+the same scale and share each decision, so their scales stay equal without a message.
 """
 
 from __future__ import annotations
@@ -16,19 +24,22 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.runtime.accelerator import Accelerator, Reach
-from schedir.runtime.gradients.scaling import LossScale, Step
 from schedir.runtime.microbatches import Count
 from schedir.runtime.plan import Plan, steps_last
 from schedir.runtime.processes.groups import Group, Groups
 from schedir.runtime.sharded import local
+
+Step: TypeAlias = tuple[int, int]
+"""A stage, and the number of one of its OPTIM_STEPs in a call."""
 
 _MEND = (
     ", so it is not applied; look at the batch, the learning rate and the loss, or make the "
@@ -43,7 +54,7 @@ class NonFinite:
     `optimizers` are those of the stages here. `leaves_out` says whether the current call leaves its
     OPTIM_STEPs out. `agreement` is what ranks that don't clip do together before they step, if
     anything. `active` says whether anything is checked, `ends` whether `end` has anything to do.
-    `scale` is the loss scale, if there is one. With `reach` the host waits for a device.
+    `scale` is that of the current call's loss. With `reach` the host waits for a device.
     """
 
     def __init__(
@@ -59,8 +70,7 @@ class NonFinite:
         self.active, self._raises = rule != "ignore", rule == "raise"
         self.agreement = self._agree if rule == "skip" and not clips else None
         self.looks_alone = self._raises and not clips
-        scaler = plan.arguments.scaler
-        self.scale = None if scaler is None else LossScale(scaler, plan.accelerator)
+        self._scaler, self.scale = plan.arguments.scaler, 1.0
         self._gradients = {
             stage: _Gradients(_names(plan, stage), optimizer, plan.accelerator)
             for stage, optimizer in optimizers.items()
@@ -75,7 +85,7 @@ class NonFinite:
                 {layout[line][rank] for layout in grid.slices for line in lines for rank in holders}
             )
         # On a device, losses are looked at after the call; a scale changes then.
-        self.ends = self.scale is not None or plan.accelerator.queues
+        self.ends = self._scaler is not None or plan.accelerator.queues
         self.leaves_out = False
         self._looked_at: set[Step] = set()
         self._losses: dict[int, Tensor] = {}  # on a device, by microbatch: not looked at yet
@@ -87,13 +97,13 @@ class NonFinite:
         self.leaves_out = False
         self._looked_at.clear()
         self._losses.clear()
-        if self.scale is not None:
-            self.scale.begin()
+        if self._scaler is not None:
+            self.scale = self._scaler.get_scale()
 
     def end(self) -> None:
         """A call is over: losses that no OPTIM_STEP has waited for are looked at later."""
-        if self.scale is not None and not self._accumulates:
-            self.scale.update(self.leaves_out)
+        if self._scaler is not None and not self._accumulates:
+            self._rescale(self._scaler)
         if self._losses:
             microbatches = list(self._losses)
             values = torch.stack(list(self._losses.values()))
@@ -188,9 +198,20 @@ class NonFinite:
 
     def _unscale(self) -> None:
         """Divide the gradients here by the scale of the loss, if there is one."""
-        if self.scale is not None:
+        if self._scaler is not None:
             for gradients in self._gradients.values():
-                gradients.multiply(self.scale.inverse)
+                gradients.multiply(1 / self.scale)
+
+    def _rescale(self, scaler: GradScaler) -> None:
+        """Change the scale as `GradScaler.update` does after steps that were applied or not."""
+        state = scaler.state_dict()
+        scale = torch.tensor(self.scale, dtype=torch.float32, device="cpu")
+        applied = torch.tensor(state["_growth_tracker"], dtype=torch.int32, device="cpu")
+        factors = state["growth_factor"], state["backoff_factor"], state["growth_interval"]
+        overflowed = torch.full_like(scale, self.leaves_out)
+        torch._amp_update_scale_(scale, applied, overflowed, *factors)
+        state |= {"scale": scale.item(), "_growth_tracker": applied.item()}
+        scaler.load_state_dict(state)
 
     def _not_finite(self, steps: Sequence[Step] | None = None) -> list[Step]:
         """Of these steps, or each stage's only one, those with a gradient that is not finite."""
@@ -270,8 +291,8 @@ class _Gradients:
                 found += ~_is_finite(grad)
         return found
 
-    def multiply(self, factor: Tensor) -> None:
-        """Multiply all gradients by a scalar, in place."""
+    def multiply(self, factor: float) -> None:
+        """Multiply all gradients by a number, in place."""
         for p in self._own:
             if p.grad is not None:
                 local(p.grad).mul_(factor)

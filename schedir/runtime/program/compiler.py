@@ -340,7 +340,7 @@ class RankList:
             *(reduction.finish for reduction in reductions),
             *(barrier.leave for barrier in summed),
             *([partial(settle, split)] if split else []),
-            *(self._scale(*step) for step in steps if gradients.scaling.scales(*step)),
+            *(self._scale(*step) for step in steps if step in gradients.share_sums),
             *(barrier.arrive for barrier in barriers),
         ]
         yield Instruction(
@@ -364,7 +364,7 @@ class RankList:
 
     def _scale(self, stage: int, step: int) -> Callable[[], None]:
         weights, replicas = self._stages[stage].weights, self._stages[stage].replicas
-        scale = partial(self._parts.gradients.scaling.scale, weights.newest, stage, step)
+        scale = partial(self._parts.gradients.scale, weights.newest, (stage, step))
         return scale if replicas is None else partial(replicas.scale, step, scale)
 
     def _step(self, stage: int, turn: int) -> int:

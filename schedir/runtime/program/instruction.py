@@ -29,7 +29,7 @@ from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.processes.control import Courier
 from schedir.runtime.processes.failure import Patience, WaitError
-from schedir.runtime.processes.nccl import ABORT
+from schedir.runtime.processes.groups import ABORT
 from schedir.runtime.stage.stage import Cell, Stage
 from schedir.runtime.transports import Work
 

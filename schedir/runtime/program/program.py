@@ -383,7 +383,8 @@ class Programs:
         """
         lessons = program.cells.lessons
         mask_gradients(lessons, program.schedule, self._plan.local_ranks)
-        room = min(self._control.in_pipeline(self._room(lessons)))
+        own, pipeline = self._room(lessons), self._control.pipeline
+        room = min(self._control.gather(own, numbers=pipeline, what="the buffers"))
         number, self._next = self._next, self._next + 1
         described = self.parts.first.described
         self._known[number] = self._compiled(lessons, call.precision, described, number, room)
