@@ -5,10 +5,10 @@ process maps a small file of its own, in memory that outlives it, and stores its
 each bound call, as one number. The other processes of its host read the file when something has
 gone wrong, even after a SIGKILL. Other hosts are told through the store:
 
-    /dev/shm/schedir-1f0c…/0     code   call   step   heartbeats   state   process id   busy times
-                          /1     code = number of the bound call, index of the entry, phase
-                          /verdict     who is to blame, once that is known; in the store too
-                          /stop        a process has been asked to end; in the store too
+    /dev/shm/schedir-places-1f…/0   code   call   step   heartbeats   state   process id  busy times
+                               /1   code = number of the bound call, index of the entry, phase
+                               /verdict   who is to blame, once that is known; in the store too
+                               /stop      a process has been asked to end; in the store too
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Noticeboard:
         The `token` is the job's, and makes the folder's name."""
         shared = Path("/dev/shm")
         base = shared if shared.is_dir() else Path(tempfile.gettempdir())
-        self._folder, self._own, self.far = base / f"schedir-{token}", own, frozenset(far)
+        self._folder, self._own, self.far = base / f"schedir-places-{token}", own, frozenset(far)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         with (self._folder / str(own)).open("wb+") as file:
             file.truncate(_WORDS * 8)
@@ -256,7 +256,7 @@ def place_of(words: Sequence[int], is_silent: bool) -> Place:
 def remove_stale() -> None:
     """Remove folders of jobs whose processes have all been killed, but none that a job may be about
     to fill."""
-    for folder in Path("/dev/shm").glob("schedir-*"):
+    for folder in Path("/dev/shm").glob("schedir-places-*"):
         with suppress(OSError):
             if time() - folder.stat().st_mtime > _FRESH:
                 _remove_unless_used(folder)
