@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 import attrs
 import torch
@@ -265,7 +264,7 @@ class Session:
             return error
         if self.plan.groups_of_stages:
             error = within_stage(error)
-        found, verdict = error, self._verdict(error, what)
+        found, verdict = error, self._verdict(error)
         roots = () if verdict is None else verdict.roots
         if isinstance(error, WaitError):
             found = self._explained(error, what, verdict)
@@ -290,7 +289,7 @@ class Session:
         self._let_go(abort=True)
         return found
 
-    def _verdict(self, error: BaseException, what: str) -> Verdict | None:
+    def _verdict(self, error: BaseException) -> Verdict | None:
         """Who is to blame for an error here: this process, unless it waited for others."""
         if not self.board.is_open:
             if isinstance(error, WaitError):
@@ -351,15 +350,15 @@ class Session:
             said += f"; the first to fail was {reason}"
         elif stalled.timed_out and stalled.advice:
             said += f"; {stalled.advice}"
-        place: dict[str, Any] = {
-            "rank": self.grid.rank if stalled.rank is None else stalled.rank,
-            "index": stalled.index,
-            "action": stalled.action,
-            "cause": stalled.cause,
-        }
-        if left is not None:
-            return ExecutionError(f"{what}: {said}", processes=(left.rank, self.own), **place)
-        return ExecutionError(f"{what}: {said}", one_line=True, **place)
+        return ExecutionError(
+            f"{what}: {said}",
+            rank=self.grid.rank if stalled.rank is None else stalled.rank,
+            index=stalled.index,
+            action=stalled.action,
+            cause=stalled.cause,
+            processes=() if left is None else (left.rank, self.own),
+            one_line=left is None,
+        )
 
     @contextmanager
     def closing(self) -> Iterator[bool]:
