@@ -47,10 +47,10 @@ from schedir.runtime.processes.failure import (
 from schedir.runtime.processes.noticeboard import CALL, CODE, OUTSIDE, code
 from schedir.runtime.program.compiler import Parts, set_autocast
 from schedir.runtime.program.compute import on_several_streams
-from schedir.runtime.program.first_call import FirstCall, Messenger
 from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.instruction import Progress
 from schedir.runtime.program.program import Program, Programs
+from schedir.runtime.program.transfers import Messenger
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Session
 from schedir.runtime.stage.stage import Cells, SavedRng, evaluating, stages_of
@@ -167,7 +167,9 @@ class Engine:
                 accelerator,
                 self.stages,
                 self.gradients,
-                FirstCall(messengers, described, declared),
+                messengers,
+                described,
+                declared,
                 [self._progress] if clock is None else [clock, self._progress],
                 beside,
                 trains,
