@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 from schedir.runtime.boundary import Learned, Lessons
 from schedir.runtime.feeding import Feed
 from schedir.runtime.memory import Saved
-from schedir.runtime.microbatches import Count
+from schedir.runtime.samples import Count
 from schedir.runtime.stage.buffers import Kept
 from schedir.runtime.stage.split_backward import WeightPart
 from schedir.runtime.transports import Work
@@ -94,7 +94,8 @@ class Cells:
                 cell.loss_keywords = feed.loss_keywords[cell.microbatch]
         if feed.extras:
             for cell in self:
-                cell.extra = feed.extra(cell.stage, cell.microbatch)
+                if cell.stage in feed.extras:
+                    cell.extra = feed.extras[cell.stage][cell.microbatch]
 
     def set_loss_shares(self, shares: Sequence[Count]) -> None:
         """Give the last stage's microbatches their shares of the loss."""
