@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,8 +42,9 @@ from schedir.runtime.processes.failure import (
     within_stage,
 )
 from schedir.runtime.processes.groups import ABORT, Groups, hello, init_process_group
-from schedir.runtime.processes.monitor import watch, watch_no_longer
+from schedir.runtime.processes.monitor import MONITOR
 from schedir.runtime.processes.noticeboard import (
+    BROKEN,
     BUSY,
     BUSY_OF,
     CALL,
@@ -51,9 +53,9 @@ from schedir.runtime.processes.noticeboard import (
     STEP,
     Noticeboard,
     Verdict,
-    at_place,
+    code,
 )
-from schedir.runtime.processes.watch import Member, Watch
+from schedir.runtime.processes.watch import Watch, host
 from schedir.runtime.sharded import local
 from schedir.runtime.transports import (
     Endpoint,
@@ -66,7 +68,7 @@ from schedir.runtime.transports import (
 
 logger = logging.getLogger("schedir")
 
-_AT_HANDSHAKE = at_place(HANDSHAKE)
+_AT_HANDSHAKE = code(HANDSHAKE)
 
 
 class Session:
@@ -116,16 +118,16 @@ class Session:
 
     def _come_together(self) -> None:
         """Wait for all others, show them where this process stands, and begin to watch them."""
-        own, everyone, timeout = Member.here(), self.grid.everyone, self.groups.timeout
+        said = host(), os.getpid(), secrets.token_hex(8)
+        everyone, timeout = self.grid.everyone, self.groups.timeout
         with self.gathering():
-            said = attrs.astuple(own), secrets.token_hex(8)
             heard = hello(self.groups.store, everyone, everyone[self.own], said, timeout)
-        members = [Member(*fields) for fields, _ in heard]
-        far = [number for number, member in enumerate(members) if member.host != own.host]
-        self.board.open(heard[0][1], self.own, far)
+        hosts, processes, (token, *_) = zip(*heard, strict=True)
+        far = [number for number, each in enumerate(hosts) if each != said[0]]
+        self.board.open(token, self.own, far)
         empty = partial(empty_standing, self.plan)
-        self.watch = Watch(self.board, members, self.own, empty, timeout.total_seconds())
-        watch(self.watch)
+        self.watch = Watch(self.board, processes, self.own, empty, timeout.total_seconds())
+        MONITOR.add(self.watch)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait as long as this for other processes from the next call on."""
@@ -136,7 +138,7 @@ class Session:
 
     def stand(self, index: int) -> None:
         """This process has come to a place beside its list; see `schedir.diagnosis.verdict`."""
-        self.board.words[CODE] = at_place(index)
+        self.board.words[CODE] = code(index)
 
     def take_up(self, plan: Plan) -> None:
         """From now on this plan is made, or run."""
@@ -275,12 +277,12 @@ class Session:
         elsewhere = bool(roots) and self.own not in {root.rank for root in roots}
         if verdict is None or verdict.by == self.own or (found is error and not elsewhere):
             record(found)
-        if self.watch is not None:
-            self.watch.break_off()
+        self.board.become(BROKEN)
         told = says_all(error) or isinstance(error, (WaitError, KeyboardInterrupt))
         if roots and (told or (elsewhere and isinstance(error, ExecutionError) and error.roots)):
-            members = () if self.watch is None else self.watch.members_here(roots)
-            end_in_silence(found, members)  # the verdict has said it
+            others = {} if self.watch is None else self.watch.others
+            here = [others[root.rank] for root in roots if root.rank in others]
+            end_in_silence(found, here)  # the verdict has said it
         if self.groups.aborts:  # an abort may not return: log the failure before it
             said = in_one_line(found if isinstance(found, ExecutionError) else describe(found))
             logger.error("%s; aborting NCCL's communicators now, in at most %g s", said, ABORT)
@@ -295,7 +297,7 @@ class Session:
             return self.board.give(Verdict((), str(error), self.own))
         if isinstance(error, WaitError):
             if self.plan.transport.queues and error.index is not None:
-                self.board.words[CODE] = at_place(error.index)  # of the device, behind the host
+                self.board.words[CODE] = code(error.index)  # of the device, behind the host
             peer = error.process
             if peer is None and error.peer is not None:
                 peer = self.grid.number(error.peer)
@@ -312,8 +314,7 @@ class Session:
 
     def root(self, error: BaseException) -> Root:
         """This process, as the one to blame for an error."""
-        assert self.watch is not None  # or nobody is told
-        at = self.watch.own_position()
+        at = self.board.read(self.own).position
         inner = error.cause if isinstance(error, ExecutionError) and error.cause else error
         cause, index, action = describe(inner), None, None
         if isinstance(inner, ExecutionError):
@@ -382,7 +383,8 @@ class Session:
     def watch_no_longer(self) -> None:
         """Stop watching the other processes."""
         if self.watch is not None:
-            watch_no_longer(self.watch)
+            MONITOR.remove(self.watch)
+            self.board.close()
 
     def leave(self) -> None:
         """Tell the others that this process makes no more calls, and end its connections."""
