@@ -146,8 +146,6 @@ def test_where_a_wait_of_the_host_tells_nothing_is_followed() -> None:
     progress = Progress(Patience(SECOND, lambda: False), posted, Host(CPU), follows=False)
     instruction: Any = object()
     assert progress(instruction) is instruction
-    progress.begin()
-    progress.reach(progress.end())
     progress.settle()
     assert len(posted) == 1
 
