@@ -30,14 +30,17 @@ Count: TypeAlias = float | Tensor
 
 
 class Samples:
-    """The samples of microbatches, by which the executor weighs them, and their shares."""
+    """The samples of microbatches, by which the executor weighs them, and their shares.
+
+    It `asks` the user's function for them; else the microbatches of a whole batch have their rows.
+    """
 
     def __init__(self, plan: Plan, groups: Groups) -> None:
         given, self._accelerator = plan.arguments, plan.accelerator
         self._weigh = given.weigh
         self._microbatches = plan.schedule.microbatches
-        self._asks = given.count is not rows
-        self._count = given.count if self._asks else partial(rows, dim=given.batch_dim)
+        self.asks = given.count is not rows
+        self._count = given.count if self.asks else partial(rows, dim=given.batch_dim)
         flow = graph_of(plan.schedule)
         made = flow.weight_gradients
         turns, order = flow.turn[made], np.argsort(made[-1])
@@ -53,18 +56,13 @@ class Samples:
             if plan.updates and np.ptp(turns[:, group], axis=1).any()
         ]
         self._pipelines, self._pipeline = plan.grid.pipelines, plan.grid.pipeline
-        on_device = self._asks and plan.accelerator.queues
+        on_device = self.asks and plan.accelerator.queues
         self._device = plan.device if on_device else torch.device("cpu")
         self._group = None
         has_loss = plan.last_stage in plan.local_stages
         if self._pipelines > 1 and has_loss and self._weigh == "samples":
             self._group = groups.for_numbers(plan.grid.holders([plan.grid.rank]), self._device)
         self._latest: tuple[Sequence[Count], Call, Sequence[Count]] | None = None
-
-    @property
-    def are_rows(self) -> bool:
-        """Whether the microbatches of a whole batch count alike, or as they have rows."""
-        return not self._asks
 
     def of_rows(self, number: int) -> Sequence[float]:
         """The samples of each microbatch of a whole batch with that many rows."""
@@ -78,7 +76,7 @@ class Samples:
         """
         if self._weigh != "samples":
             return self.of_rows(self._microbatches if number is None else number)
-        if self._asks or target.ready:
+        if self.asks or target.ready:
             found = [*map(self._counted, target.microbatches[:number])]
             return found + [0.0] * (self._microbatches - len(found))
         if target.rows is None:
@@ -279,16 +277,16 @@ class Losses:
         here = [*zip(counts[own], losses[own], strict=True)]
         entries = [n if loss is not None else 0.0 for n, loss in here]
         entries += [loss if loss is not None else 0.0 for _, loss in here]
-        late = self._late(entries)
+        late = self._late(entries) if self._accelerator.queues else None
 
         def exchanged() -> list[Tensor]:
-            if self._has_part:
+            if late is not None and self._has_part:
                 exchange.give(late(), self._receivers)
             return exchange.result()
 
-        if not self._accelerator.queues:
+        if late is None:
             if self._has_part:
-                exchange.give(late(), self._receivers)
+                exchange.give(_report(entries), self._receivers)
             read = exchange.result
         elif len(self._receivers) == 1:  # no other process waits for it
             read = exchanged
@@ -299,14 +297,13 @@ class Losses:
     def _late(self, entries: Sequence[float | Tensor]) -> Callable[[], Tensor]:
         """A function that gets this process's report; what is on the device comes by one copy."""
         on_device = [entry.reshape(()) for entry in entries if isinstance(entry, Tensor)]
-
-        def report(copied: Tensor | None = None) -> Tensor:
-            read = iter(() if copied is None else copied.tolist())
-            known = [next(read) if isinstance(entry, Tensor) else entry for entry in entries]
-            return torch.tensor(known, dtype=torch.float64, device="cpu")
-
         if not on_device:
-            return report
+            return lambda: _report(entries)
+
+        def report(copied: Tensor) -> Tensor:
+            read = iter(copied.tolist())
+            return _report([next(read) if isinstance(x, Tensor) else x for x in entries])
+
         return Late(self._accelerator, torch.stack(on_device).to(torch.float64), report)
 
     def _found(self, reports: Sequence[Tensor]) -> CallLosses:
@@ -319,3 +316,7 @@ class Losses:
         losses = tuple(loss if n else math.nan for table in tables for n, loss in table)
         mean = total if self._adds_up else total / samples if samples else math.nan
         return CallLosses(mean, samples, losses)
+
+
+def _report(entries: Sequence[float | Tensor]) -> Tensor:
+    return torch.tensor(entries, dtype=torch.float64, device="cpu")
