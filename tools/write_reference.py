@@ -21,7 +21,7 @@ from schedir.files import write_text
 from schedir.ir.kinds import STAGE_WIDE, VALUES, Use, Value, uses_of
 from schedir.library import built_in
 from schedir.render.diagnostics import command_options, finding
-from schedir.runtime.processes.nccl import shares
+from schedir.runtime.processes.groups import shares
 from schedir.runtime.transports import communicators_of, ranks_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from socket import gethostname
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,20 +26,28 @@ Reach: TypeAlias = Callable[[Callable[[], bool]], None]
 """Waits until the device has come so far that a function is true; raises if that is in vain."""
 
 
-class Mark(Protocol):
-    """A point on a stream, after everything that was queued there before."""
+class Mark:
+    """A point on a stream, after everything that was queued there before: on a device one of its
+    events, on the CPU a moment, before which it has finished all its work."""
+
+    __slots__ = ("_seconds",)
+
+    def __init__(self) -> None:
+        self._seconds = perf_counter()
 
     def wait(self) -> None:
         """Make the current stream wait for it; the host does not wait."""
 
     def query(self) -> bool:
         """Whether the device has reached it."""
+        return True
 
     def synchronize(self) -> None:
         """Make the host wait for it."""
 
     def elapsed_time(self, end: Any) -> float:
         """The milliseconds from here to a later one; both were made with `timed`."""
+        return 1e3 * float(end._seconds - self._seconds)
 
 
 class Accelerator:
@@ -76,7 +84,7 @@ class Accelerator:
         """
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         with self.on(stream):
-            return [get_gradient_edge(p).node for p in parameters if p.requires_grad]
+            return [get_gradient_edge(parameter).node for parameter in parameters]
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Make it the current stream inside; None leaves the one that is."""
@@ -110,17 +118,10 @@ class Accelerator:
         reused before that use is done."""
         tensor.record_stream(self._module.current_stream(self.device))
 
-    def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Copy a tensor to the host, which does not wait; returns a function that gets the copy."""
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the host, which does not wait; a later mark tells when it is there."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        copy.copy_(tensor, non_blocking=True)
-        done = self.mark()
-
-        def fetched() -> Tensor:
-            done.synchronize()
-            return copy
-
-        return fetched
+        return copy.copy_(tensor, non_blocking=True)
 
     def host_memory(self, size: int) -> Tensor:
         """Host memory of `size` bytes, for copies that the host does not wait for."""
@@ -175,27 +176,6 @@ class Accelerator:
         return (self._module.default_generators[self.device.index or 0],)
 
 
-class _Moment:
-    """A mark on the CPU, which has always finished its earlier work."""
-
-    __slots__ = ("_seconds",)
-
-    def __init__(self) -> None:
-        self._seconds = perf_counter()
-
-    def wait(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: _Moment) -> float:
-        return 1e3 * (end._seconds - self._seconds)
-
-
 class Host(Accelerator):
     """The CPU: work is done when the call returns."""
 
@@ -211,7 +191,7 @@ class Host(Accelerator):
 
     def mark(self, timed: bool = False) -> Mark:
         """This moment."""
-        return _Moment()
+        return Mark()
 
     def use_again(self, marks: Iterable[Mark], after: object) -> None:
         """Do nothing: a moment takes no time to make."""
@@ -219,9 +199,9 @@ class Host(Accelerator):
     def used(self, tensor: Tensor) -> None:
         """Do nothing: memory is freed when nothing refers to it."""
 
-    def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """The tensor itself: it is on the host."""
-        return lambda: tensor
+        return tensor
 
     def read(self, scalars: Sequence[Tensor], reach: Reach) -> list[float]:
         """Return the values of scalars."""
@@ -261,7 +241,7 @@ class Late(Generic[T]):
         self, accelerator: Accelerator, tensor: Tensor, made: Callable[[Tensor], T]
     ) -> None:
         self._accelerator = accelerator
-        self._fetch = accelerator.to_host(tensor)
+        self._copy = accelerator.to_host(tensor)
         self._copied = accelerator.mark()
         self._made = made
         self._found: list[T] = []  # the value, once it has been read
@@ -274,8 +254,8 @@ class Late(Generic[T]):
         """Read it; the host waits for the device until it is there."""
         if not self._found:
             with self._accelerator.chosen():  # a thread may not have chosen the device
-                copied = self._fetch()
-            self._found.append(self._made(copied))
+                self._copied.synchronize()
+            self._found.append(self._made(self._copy))
         return self._found[0]
 
 

@@ -44,7 +44,7 @@ from schedir.runtime.processes.failure import (
     says_all,
     users_line,
 )
-from schedir.runtime.processes.noticeboard import CALL, CODE, OUTSIDE, at_place
+from schedir.runtime.processes.noticeboard import CALL, CODE, OUTSIDE, code
 from schedir.runtime.program.compiler import Parts, set_autocast
 from schedir.runtime.program.compute import on_several_streams
 from schedir.runtime.program.first_call import FirstCall, Messenger
@@ -54,8 +54,7 @@ from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.recorder import Recorder
 from schedir.runtime.samples import Losses, Samples
 from schedir.runtime.session import Session
-from schedir.runtime.stage.activations import Cells
-from schedir.runtime.stage.stage import SavedRng, evaluating, stages_of
+from schedir.runtime.stage.stage import Cells, SavedRng, evaluating, stages_of
 from schedir.runtime.stage.weights import NEWEST
 from schedir.runtime.trace import Trace
 from schedir.runtime.transports import Transport, Work, wait_for
@@ -63,7 +62,7 @@ from schedir.simulator import Timeline
 
 T = TypeVar("T")
 
-_AT_RESULTS = at_place(RESULTS)
+_AT_RESULTS = code(RESULTS)
 
 
 class Engine:
@@ -427,7 +426,7 @@ class Engine:
         losses = self._report(-1, exchanges, feed, cells) if exchanges else None
         # In a short batch the last microbatches are copies.
         outputs = cells.results(call.rows) if call.keeps is not None else None
-        cells.clear(feed)
+        cells.empty()
         if program.learns:
             programs.learn(program, call)
         return losses, outputs

@@ -11,7 +11,7 @@ Autograd gets a `Held` for each tensor that a forward saves for its backward, an
 backward to ask for the tensor:
 
     F         ── Held ── tensor
-    OFFLOAD   ── Held ── its layout        the tensor is gone, unless others have it
+    OFFLOAD   ── Held ── its copy          the tensor is gone, unless others have it
     RELOAD    ── Held ── tensor            in new memory
 
 Only autograd holds these objects, so a backward frees them as usual.
@@ -21,9 +21,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
 from types import SimpleNamespace
-from typing import TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 from weakref import ref
 
 import attrs
@@ -34,43 +33,32 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import Mark
 
-
-@attrs.frozen
-class Aliases:
-    """The tensors of a boundary that are aliases, so that changing them in place has effects.
-
-    `kept` are the numbers of tensors in the memory of a module before the boundary: a buffer, or a
-    hidden state. `pairs` are tensors that share memory with each other.
-    """
-
-    kept: frozenset[int] = frozenset()
-    pairs: frozenset[tuple[int, int]] = frozenset()
-
-    def forbid(self, changed: Iterable[int]) -> str | None:
-        """Why the tensors of these numbers must not be changed in place; None if they may."""
-        for number in changed:
-            if number in self.kept:
-                return (
-                    f"the stage changes tensor {number} of its input in place, whose memory a "
-                    "stage before keeps for itself; after the boundary it is a copy, so change a "
-                    "copy (clone()) instead"
-                )
-            for pair in sorted(self.pairs):
-                if number in pair:
-                    (other,) = {*pair} - {number}
-                    return (
-                        f"the stage changes tensor {number} of its input in place, which shares "
-                        f"memory with tensor {other} in the stage before; after the boundary they "
-                        "are two tensors: return only one of them, or a copy (clone()) of it"
-                    )
-        return None
+Aliases: TypeAlias = Mapping[int, frozenset[int | None]]
+"""The tensors of a boundary, by number, that changing in place has effects beyond: the others that
+each shares memory with, and None if a module before the boundary keeps its memory, as a buffer or
+a hidden state."""
 
 
-NO_ALIASES = Aliases()
+def refuse_changes(changed: Iterable[int], aliases: Aliases) -> None:
+    """Raise ExecutionError if one of the inputs that a stage changes in place is an alias."""
+    for number in sorted(aliases.keys() & {*changed}):
+        if None in aliases[number]:
+            raise ExecutionError(
+                f"the stage changes tensor {number} of its input in place, whose memory a stage "
+                "before keeps for itself; after the boundary it is a copy, so change a copy "
+                "(clone()) instead"
+            )
+        other = min(n for n in aliases[number] if n is not None)
+        raise ExecutionError(
+            f"the stage changes tensor {number} of its input in place, which shares memory with "
+            f"tensor {other} in the stage before; after the boundary they are two tensors: "
+            "return only one of them, or a copy (clone()) of it"
+        )
 
 
 def sharing(
@@ -86,20 +74,17 @@ def sharing(
     of_module, of_user = storages(held), storages(lent)
     given = [storages([tensor]) for tensor in inputs]
     own = [storages([tensor]) for tensor in outputs]
-    kept = {o for o, memory in enumerate(own) if memory & of_module}
-    changeable = kept.union(o for o, memory in enumerate(own) if memory & of_user)
     # The inputs whose memory each output has.
     passed = [{i for i, theirs in enumerate(given) if memory & theirs} for memory in own]
-
-    def shared(o: int, other: int) -> bool:
-        return bool(own[o] & own[other]) or any(
-            (min(i, j), max(i, j)) in before.pairs for i in passed[o] for j in passed[other]
-        )
-
-    return frozenset(changeable), Aliases(
-        frozenset(kept.union(o for o, numbers in enumerate(passed) if numbers & before.kept)),
-        frozenset(pair for pair in combinations(range(len(own)), 2) if shared(*pair)),
-    )
+    after: dict[int, frozenset[int | None]] = {}
+    for o, memory in enumerate(own):
+        aliases = {alias for i in passed[o] for alias in before.get(i, ())}
+        kept = {None} if memory & of_module else aliases & {None}
+        others = {p for p in range(len(own)) if memory & own[p] or aliases & passed[p]}
+        if found := kept | others - {o}:
+            after[o] = frozenset(found)
+    changeable = (o for o, memory in enumerate(own) if memory & (of_module | of_user))
+    return frozenset(changeable), after
 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:
@@ -108,25 +93,29 @@ def storages(tensors: Iterable[Tensor]) -> set[int]:
 
 
 class Occupied:
-    """The memory that some tensors take, each with what lies between its first and last byte."""
+    """The memory that some tensors take, each for its owner."""
 
     def __init__(self, tensors: Iterable[Tensor | None] = ()) -> None:
-        self._outlines: dict[int, list[NDArray[np.void]]] = {}
+        self._taken: defaultdict[int, list[tuple[NDArray[np.void], Any]]] = defaultdict(list)
         for tensor in tensors:
             if tensor is not None:
                 self.add(tensor)
 
-    def add(self, tensor: Tensor) -> bool:
-        """Take the tensor's memory; says whether another one has taken a part of it before."""
-        overlaps = False
+    def add(self, tensor: Tensor, owner: object = None) -> list[Any]:
+        """Take the tensor's memory for its owner; gives the owners who have a part of it.
+
+        The columns of a matrix interleave, and do not overlap.
+        """
+        owners: list[Any] = []
         for part in plain_parts(tensor):
             if part.numel():
-                held = part.untyped_storage()
-                storage: int = held.data_ptr() or held._cdata  # of meta tensors there is no address
-                outline, taken = _outline(part), self._outlines.setdefault(storage, [])
-                overlaps |= any(np.may_share_memory(outline, other) for other in taken)
-                taken.append(outline)
-        return overlaps
+                memory = part.untyped_storage()
+                # Of meta tensors there is no address.
+                taken = self._taken[memory.data_ptr() or memory._cdata]
+                outline = _outline(part)
+                owners += [own for other, own in taken if np.shares_memory(outline, other)]
+                taken.append((outline, owner))
+        return owners
 
 
 def any_shared(tensors: Iterable[Tensor]) -> bool:
@@ -167,16 +156,12 @@ def shared_memory(
     Tensors whose ids are `known` may be shared. Parts of one tensor that do not overlap are not
     shared, such as the views of a flat buffer of all weights.
     """
-    by_storage: dict[int, list[tuple[Owned, NDArray[np.void]]]] = defaultdict(list)
+    occupied = Occupied()
     for stage, module in sorted(stages.items()):
         for owned in _owned(stage, module, known):
-            outline = _outline(owned.tensor)
-            for other, taken in (others := by_storage[owned.tensor.untyped_storage().data_ptr()]):
-                concerned = other.stage != stage and (other.trained or owned.trained)
-                # The columns of a matrix interleave, and do not overlap.
-                if concerned and np.shares_memory(outline, taken):
+            for other in occupied.add(owned.tensor, owned):
+                if other.stage != stage and (other.trained or owned.trained):
                     return other, owned
-            others.append((owned, outline))
     return None
 
 
@@ -185,37 +170,37 @@ def _owned(stage: int, module: nn.Module, known: Collection[int]) -> Iterator[Ow
     seen: set[tuple[int, bool]] = set()
     for path, part in module.named_modules():
         before = f"{path}." if path else ""
-        statistics = isinstance(part, _NormBase)
-        for name, tensor in _tensors_of(part):
-            trained = name in part._parameters or (statistics and name in part._buffers)
-            key = id(tensor), trained  # alive as long as the module is
-            if key in seen or id(tensor) in known or is_lazy(tensor):
-                continue
-            seen.add(key)
-            for plain in filter(_has_memory, plain_parts(tensor)):
-                yield Owned(stage, before + name, plain, trained)
+        statistics = part._buffers if isinstance(part, _NormBase) else ()
+        for attribute, value in attributes(part).items():
+            trained = attribute in part._parameters or attribute in statistics
+            for name, tensor in _tensors_in(attribute, value):
+                key = id(tensor), trained  # alive as long as the module is
+                if key in seen or id(tensor) in known or is_lazy(tensor):
+                    continue
+                seen.add(key)
+                for plain in filter(_has_memory, plain_parts(tensor)):
+                    yield Owned(stage, before + name, plain, trained)
 
 
-def _tensors_of(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for registered in (part._parameters, part._buffers):
-        yield from ((name, tensor) for name, tensor in registered.items() if tensor is not None)
-    for name, value in vars(part).items():
-        if name not in ("_parameters", "_buffers", "_modules"):
-            yield from _tensors_in(name, value, depth=3)
+INTERNAL = frozenset(vars(nn.Module()))
+"""The attributes that every module has; all else is its own."""
 
 
-def _tensors_in(name: str, value: object, depth: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in an attribute that torch does not register: also in lists, tuples, dicts, and
-    modules inside of these."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, nn.Module):
-        for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield f"{name}.{inner}", tensor
-    elif isinstance(value, (list, tuple, dict)) and depth:
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, entry in entries:
-            yield from _tensors_in(f"{name}[{key!r}]", entry, depth - 1)
+def attributes(part: nn.Module) -> dict[str, Any]:
+    """What a module holds itself, by name: parameters, buffers, and attributes of its own."""
+    own = {name: value for name, value in vars(part).items() if name not in INTERNAL}
+    return {**part._parameters, **part._buffers, **own}
+
+
+def _tensors_in(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an attribute: also in lists, tuples, dicts, and modules inside of these."""
+    for path, leaf in pytree.tree_leaves_with_path(value):
+        at = name + pytree.keystr(path)
+        if isinstance(leaf, Tensor):
+            yield at, leaf
+        elif isinstance(leaf, nn.Module):
+            for inner, tensor in (*leaf.named_parameters(), *leaf.named_buffers()):
+                yield f"{at}.{inner}", tensor
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -277,30 +262,19 @@ _PARTS: Mapping[torch.layout, Sequence[Callable[[Tensor], Tensor]]] = {
 
 @attrs.define(eq=False)
 class Held:
-    """A tensor that autograd has saved, with its version at that time. While it is away, it has a
-    `layout` in place of the tensor; once released, neither."""
+    """A tensor that autograd has saved, with its version at that time; None once no backward will
+    come for it. While it is `away`, it is on the host."""
 
     tensor: Tensor | None
     version: int
-    layout: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None
+    away: bool = False
 
-    def leave(self) -> None:
-        """Forget the tensor, but for its layout."""
-        tensor = self.tensor
-        assert tensor is not None  # asked of what is there
-        self.layout = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        self.tensor = None
-
-    def come_back(self, memory: Tensor) -> None:
-        """Have the tensor again, in other memory, given as bytes."""
-        assert self.layout is not None  # asked of what is away
-        dtype, shape, stride, offset = self.layout
-        self.tensor = memory.view(dtype).as_strided(shape, stride, offset)
-        self.version, self.layout = self.tensor._version, None
-
-    def release(self) -> None:
-        """Forget it: no backward will come for it."""
-        self.tensor = self.layout = None
+    def move(self, memory: Tensor, away: bool) -> None:
+        """Have the tensor in other memory, given as bytes."""
+        old = self.tensor
+        assert old is not None  # asked of what a backward may still ask for
+        moved = memory.view(old.dtype).as_strided(old.shape, old.stride(), old.storage_offset())
+        self.tensor, self.version, self.away = moved, moved._version, away
 
 
 @attrs.define(eq=False)
@@ -327,21 +301,22 @@ class Saved:
         self._held.append(ref(held))
         return held
 
-    def tensors(self) -> list[Tensor]:
-        """Those that a backward may still ask for, and that are here."""
-        return [held.tensor for held in self._alive() if held.tensor is not None]
+    def here(self) -> Iterator[tuple[Held, Tensor]]:
+        """What a backward may still ask for, and is not away."""
+        for held in filter(None, (at() for at in self._held)):
+            if held.tensor is not None and not held.away:
+                yield held, held.tensor
 
     def movable(self, others: Iterable[object], device: torch.device) -> list[list[Held]]:
         """What can be moved from a device, by the memory that it shares: all tensors of that go
         together, or it would not be free. Not that of `others`, nor what has been changed since."""
         stay = {t.untyped_storage()._cdata for t in others if is_plain(t)}
-        found: dict[int, list[Held]] = {}
-        for held in self._alive():
-            tensor = held.tensor
-            if tensor is None or not is_plain(tensor):
+        found: defaultdict[int, list[Held]] = defaultdict(list)
+        for held, tensor in self.here():
+            if not is_plain(tensor):
                 continue
             memory = tensor.untyped_storage()
-            found.setdefault(memory._cdata, []).append(held)
+            found[memory._cdata].append(held)
             if (
                 (tensor.device.type != device.type or not memory.nbytes())
                 or (memory.nbytes() % tensor.element_size() or tensor.is_conj() or tensor.is_neg())
@@ -350,20 +325,14 @@ class Saved:
                 stay.add(memory._cdata)
         return [each for memory, each in found.items() if memory not in stay]
 
-    def _alive(self) -> Iterator[Held]:
-        for at in self._held:
-            held = at()
-            if held is not None:
-                yield held
-
 
 def unpacked(held: Held) -> Tensor:
     """What was saved. Raises ExecutionError where that is away, RuntimeError where it is gone or,
     as torch does but not where hooks have it, where it has changed since."""
     tensor = held.tensor
-    if tensor is None and held.layout is None:
-        raise RuntimeError("the backward of the inputs has been here, and freed what was saved")
     if tensor is None:
+        raise RuntimeError("the backward of the inputs has been here, and freed what was saved")
+    if held.away:
         raise ExecutionError(
             "a backward asks for what an OFFLOAD has moved to the host: only the one that a RELOAD "
             "is listed for may"

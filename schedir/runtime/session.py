@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,10 +41,10 @@ from schedir.runtime.processes.failure import (
     waiting,
     within_stage,
 )
-from schedir.runtime.processes.groups import Groups, hello, init_process_group
-from schedir.runtime.processes.monitor import watch, watch_no_longer
-from schedir.runtime.processes.nccl import ABORT
+from schedir.runtime.processes.groups import ABORT, Groups, hello, init_process_group
+from schedir.runtime.processes.monitor import MONITOR
 from schedir.runtime.processes.noticeboard import (
+    BROKEN,
     BUSY,
     BUSY_OF,
     CALL,
@@ -52,9 +53,9 @@ from schedir.runtime.processes.noticeboard import (
     STEP,
     Noticeboard,
     Verdict,
-    at_place,
+    code,
 )
-from schedir.runtime.processes.watch import Member, Watch
+from schedir.runtime.processes.watch import Watch, host
 from schedir.runtime.sharded import local
 from schedir.runtime.transports import (
     Endpoint,
@@ -67,7 +68,7 @@ from schedir.runtime.transports import (
 
 logger = logging.getLogger("schedir")
 
-_AT_HANDSHAKE = at_place(HANDSHAKE)
+_AT_HANDSHAKE = code(HANDSHAKE)
 
 
 class Session:
@@ -117,16 +118,16 @@ class Session:
 
     def _come_together(self) -> None:
         """Wait for all others, show them where this process stands, and begin to watch them."""
-        own, everyone, timeout = Member.here(), self.grid.everyone, self.groups.timeout
+        said = host(), os.getpid(), secrets.token_hex(8)
+        everyone, timeout = self.grid.everyone, self.groups.timeout
         with self.gathering():
-            said = attrs.astuple(own), secrets.token_hex(8)
             heard = hello(self.groups.store, everyone, everyone[self.own], said, timeout)
-        members = [Member(*fields) for fields, _ in heard]
-        far = [number for number, member in enumerate(members) if member.host != own.host]
-        self.board.open(heard[0][1], self.own, far)
+        hosts, processes, (token, *_) = zip(*heard, strict=True)
+        far = [number for number, each in enumerate(hosts) if each != said[0]]
+        self.board.open(token, self.own, far)
         empty = partial(empty_standing, self.plan)
-        self.watch = Watch(self.board, members, self.own, empty, timeout.total_seconds())
-        watch(self.watch)
+        self.watch = Watch(self.board, processes, self.own, empty, timeout.total_seconds())
+        MONITOR.add(self.watch)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait as long as this for other processes from the next call on."""
@@ -137,7 +138,7 @@ class Session:
 
     def stand(self, index: int) -> None:
         """This process has come to a place beside its list; see `schedir.diagnosis.verdict`."""
-        self.board.words[CODE] = at_place(index)
+        self.board.words[CODE] = code(index)
 
     def take_up(self, plan: Plan) -> None:
         """From now on this plan is made, or run."""
@@ -276,12 +277,12 @@ class Session:
         elsewhere = bool(roots) and self.own not in {root.rank for root in roots}
         if verdict is None or verdict.by == self.own or (found is error and not elsewhere):
             record(found)
-        if self.watch is not None:
-            self.watch.break_off()
+        self.board.become(BROKEN)
         told = says_all(error) or isinstance(error, (WaitError, KeyboardInterrupt))
         if roots and (told or (elsewhere and isinstance(error, ExecutionError) and error.roots)):
-            members = () if self.watch is None else self.watch.members_here(roots)
-            end_in_silence(found, members)  # the verdict has said it
+            others = {} if self.watch is None else self.watch.others
+            here = [others[root.rank] for root in roots if root.rank in others]
+            end_in_silence(found, here)  # the verdict has said it
         if self.groups.aborts:  # an abort may not return: log the failure before it
             said = in_one_line(found if isinstance(found, ExecutionError) else describe(found))
             logger.error("%s; aborting NCCL's communicators now, in at most %g s", said, ABORT)
@@ -296,7 +297,7 @@ class Session:
             return self.board.give(Verdict((), str(error), self.own))
         if isinstance(error, WaitError):
             if self.plan.transport.queues and error.index is not None:
-                self.board.words[CODE] = at_place(error.index)  # of the device, behind the host
+                self.board.words[CODE] = code(error.index)  # of the device, behind the host
             peer = error.process
             if peer is None and error.peer is not None:
                 peer = self.grid.number(error.peer)
@@ -313,8 +314,7 @@ class Session:
 
     def root(self, error: BaseException) -> Root:
         """This process, as the one to blame for an error."""
-        assert self.watch is not None  # or nobody is told
-        at = self.watch.own_position()
+        at = self.board.read(self.own).position
         inner = error.cause if isinstance(error, ExecutionError) and error.cause else error
         cause, index, action = describe(inner), None, None
         if isinstance(inner, ExecutionError):
@@ -383,7 +383,8 @@ class Session:
     def watch_no_longer(self) -> None:
         """Stop watching the other processes."""
         if self.watch is not None:
-            watch_no_longer(self.watch)
+            MONITOR.remove(self.watch)
+            self.board.close()
 
     def leave(self) -> None:
         """Tell the others that this process makes no more calls, and end its connections."""
@@ -392,16 +393,8 @@ class Session:
 
     def _let_go(self, abort: bool) -> None:
         """End the connections to other processes."""
-        self.control.drop()
+        self.control.courier.stop()
         self.groups.close(abort)
-
-
-def _torch() -> dict[str, str]:
-    """What must be the same of torch on all processes: its version, without the local part."""
-    return {
-        "torch.__version__": str(torch.__version__).partition("+")[0],
-        "torch.get_default_dtype()": str(torch.get_default_dtype()),
-    }
 
 
 def empty_standing(plan: Plan) -> Standing:
@@ -413,89 +406,74 @@ def empty_standing(plan: Plan) -> Standing:
     return Standing(plan.schedule, (), ranks, ties, clips, len(plan.grid.slices))
 
 
+_MUST_BE_EQUAL = {
+    "torch": "{what} is {here} on process {first}, but {there} on process {other}; it must be the "
+    "same on every rank",
+    "argument": "the ranks were given different arguments: {what} is {here} on process {first}, "
+    "but {there} on process {other}",
+    "schedule": "the ranks hold different schedules: {what}; build the schedule from the same "
+    "target with the same parameters on every rank",
+    "device": "the stages must all be on GPUs or all on the CPU, but of processes {first}: {here}, "
+    "{other}: {there}",
+    "cut": "the model was cut into stages {here} on process {first}, but into {there} on process "
+    "{other}, so layers would be left out or run twice; cut the same layers in the same way on "
+    "every rank",
+    "dtype": "{what} is {here} on process {first}, but {there} on process {other}; copies of one "
+    "stage or parameter must have the same dtype",
+    "copies": "{what} differs between processes {first} and {other}; load the same values, or seed "
+    "equally, before you make the executor",
+}
+"""What all processes that have it must have alike, and what is said where two don't."""
+
+
 @attrs.frozen
 class Claim:
     """What a process tells the others before the first call, for all to compare.
 
-    `arguments` are those that must be equal on all processes, by name, and `torch` is what torch is
-    there. `copies` are digests of the tensors that must be equal on all processes that hold them,
-    by label, and `dtypes` their types. `sizes` is the number of
-    gradients of each stage here, and `doubles` says whether any is in double precision. `cut` says
-    where the model was cut into stages, None if unknown. `described` are the boundaries that are
-    marked there; the mark of one process suffices. `gpu` identifies the GPU and its host;
-    empty if it doesn't matter. `processors` is the number of kernels that run there at once.
+    `alike` has what must be equal, by a kind of `_MUST_BE_EQUAL` and by name: the schedule as its
+    hash, tensors as their digests. `gpu` identifies the GPU and its host; empty if it doesn't
+    matter. `processors` is the number of kernels that run there at once. `sizes` is the number of
+    gradients of each stage here, and `doubles` says whether any is in double precision. `described`
+    are the boundaries that are marked there; the mark of one process suffices.
     """
 
-    schedule: str
-    device: str
+    alike: Mapping[str, Mapping[str, object]]
     gpu: str
-    processors: int
-    arguments: Mapping[str, object]
-    copies: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, str]
-    sizes: Mapping[int, int]
-    doubles: bool
-    cut: str | None
+    processors: int = 1
+    sizes: Mapping[int, int] = {}
+    doubles: bool = False
     described: frozenset[int] = frozenset()
-    torch: Mapping[str, str] = attrs.field(factory=_torch)
 
 
 def agree(control: Control, own: Claim, schedule: Schedule) -> Sequence[Claim]:
     """Exchange the claims of all processes; returns them by number.
 
-    Raises ExecutionError if processes have different arguments or schedules, another torch, or
-    different copies of what they share.
+    Raises ExecutionError if processes have different arguments or schedules, another torch, other
+    devices, cuts or copies of what they share, or if two share a GPU.
     """
     claims: list[Claim] = control.gather(own)
-    for name, here in claims[0].torch.items():
-        for process, found in enumerate(claims):
-            if found.torch[name] != here:
-                raise ExecutionError(
-                    f"{name} is {here} on process 0, but {found.torch[name]} on process "
-                    f"{process}; it must be the same on every rank",
-                    processes=(0, process),
-                )
-    for name, value in claims[0].arguments.items():
-        for process, found in enumerate(claims):
-            if found.arguments[name] != value:
-                raise ExecutionError(
-                    f"the ranks were given different arguments: {name} is {value} on process 0, "
-                    f"but {found.arguments[name]} on process {process}",
-                    processes=(0, process),
-                )
-    if any(claim.schedule != own.schedule for claim in claims):
-        first, *others = map(loads, control.gather(dumps(schedule)))
-        for process, other in enumerate(others, 1):
-            if other != first:
-                raise ExecutionError(
-                    "the ranks hold different schedules: "
-                    f"{_difference(first, other, process)}; build the schedule from the same "
-                    "target with the same parameters on every rank",
-                    processes=(0, process),
-                )
-    compare(claims)
+    lists: list[str] = []
+    if any(claim.alike["schedule"] != own.alike["schedule"] for claim in claims):
+        lists = control.gather(dumps(schedule))
+    compare(claims, lists)
     return claims
 
 
-def compare(claims: Sequence[Claim]) -> None:
-    """Raise ExecutionError if processes have different devices, cuts or copies, or share a GPU."""
-    devices = [found.device for found in claims]
-    for process, device in enumerate(devices):
-        if device != devices[0]:
-            listed = ", ".join(f"{process}: {device}" for process, device in enumerate(devices))
-            raise ExecutionError(
-                f"the stages must all be on GPUs or all on the CPU, but of processes {listed}",
-                processes=(0, process),
-            )
-    cuts = [(process, found.cut) for process, found in enumerate(claims) if found.cut is not None]
-    for process, cut in cuts:
-        if cut != cuts[0][1]:
-            raise ExecutionError(
-                f"the model was cut into stages {cuts[0][1]} on process {cuts[0][0]}, but into "
-                f"{cut} on process {process}, so layers would be left out or run twice; cut the "
-                "same layers in the same way on every rank",
-                processes=(cuts[0][0], process),
-            )
+def compare(claims: Sequence[Claim], lists: Sequence[str] = ()) -> None:
+    """Raise ExecutionError if claims differ, or two processes share a GPU; `lists` are the texts of
+    all schedules where these differ."""
+    for kind, words in _MUST_BE_EQUAL.items():
+        found: dict[str, tuple[int, object]] = {}
+        for other, claim in enumerate(claims):
+            for what, there in claim.alike.get(kind, {}).items():
+                first, here = found.setdefault(what, (other, there))
+                if there != here:
+                    if kind == "schedule":
+                        what = _difference(loads(lists[first]), loads(lists[other]), other)
+                    raise ExecutionError(
+                        words.format(what=what, here=here, there=there, first=first, other=other),
+                        processes=(first, other),
+                    )
     gpus = [claim.gpu for claim in claims]
     for process, gpu in enumerate(gpus):
         if gpu and (other := gpus.index(gpu)) != process:
@@ -505,23 +483,6 @@ def compare(claims: Sequence[Claim]) -> None:
                 'torch.device("cuda", int(os.environ["LOCAL_RANK"])), or, if you mean it, set '
                 "NCCL_HOSTID to another value for each process"
             )
-    first: dict[str, int] = {}
-    for process, found in enumerate(claims):
-        for label, digests in found.copies.items():
-            other = first.setdefault(label, process)
-            theirs, dtype = claims[other].dtypes.get(label), found.dtypes.get(label)
-            if theirs != dtype:
-                raise ExecutionError(
-                    f"{label} is {theirs} on process {other}, but {dtype} on process {process}; "
-                    "copies of one stage or parameter must have the same dtype",
-                    processes=(other, process),
-                )
-            if claims[other].copies[label] != digests:
-                raise ExecutionError(
-                    f"{label} differs between processes {other} and {process}; load the same "
-                    "values, or seed equally, before you make the executor",
-                    processes=(other, process),
-                )
 
 
 def _difference(one: Schedule, other: Schedule, process: int) -> str:

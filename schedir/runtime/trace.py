@@ -16,23 +16,24 @@ from typing import Any, cast
 
 import attrs
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from schedir.ir import Ints, Kind, Schedule
+from schedir.runtime import recorder
 from schedir.runtime.accelerator import Mark
 from schedir.runtime.call import Call
 from schedir.runtime.memory import Saved, plain_parts
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes import clocks
-from schedir.runtime.processes.clocks import Alignment, Nanoseconds, Reading
+from schedir.runtime.processes.control import CLOCK_TAG, Control
+from schedir.runtime.processes.groups import Group, Message
 from schedir.runtime.program.instruction import Bound, Instruction, Observer
-from schedir.runtime.recorder import COLUMNS, Anchor, Recorder, Taken, timeline
+from schedir.runtime.recorder import COLUMNS, Anchor, Nanoseconds, Recorder, Taken, timeline
 from schedir.runtime.session import Session
-from schedir.runtime.stage.activations import Cell, Cells
 from schedir.runtime.stage.split_backward import nodes_below
-from schedir.runtime.stage.stage import Stage
+from schedir.runtime.stage.stage import Cell, Cells, Stage
 from schedir.simulator import Measured, Sizes, Timeline
 
 _FEWEST_STEPS = 8
@@ -113,11 +114,9 @@ class Trace:
         report = self._report(steps)
         self._steps.clear()
         self._actions = 0
-        if self._plan.grid.rank:
-            self._control.send(report, 0)
+        reports = self._control.collect(report, numbers=self._control.pipeline)
+        if reports is None:
             return []
-        others = range(len(self._plan.local_ranks), self._plan.grid.ranks)
-        reports = [report, *map(self._control.receive, others)]
         # Of any two ranks.
         error = 1e-9 * sum(sorted(report.error for report in reports)[-2:])
         return [
@@ -144,7 +143,7 @@ class Trace:
 
     def _read_clocks(self) -> tuple[Reading, Anchor]:
         """Read the clocks; the processes of one host have the same."""
-        reading = self._control.read_clocks() if self._spans_hosts else Reading(clocks.now())
+        reading = read_clocks(self._control) if self._spans_hosts else Reading(recorder.now())
         return reading, self.recorder.anchor()
 
     def _rows(self, schedule: Schedule) -> Ints:
@@ -248,8 +247,9 @@ class Gauge:
             run()
         if cell.saved is not None:  # by hooks within these, which saw nothing
             saved = cell.saved
+        here = [tensor for _, tensor in saved.here()]
         self._note("input", stage.index, _size(inputs))
-        self._note("activation", stage.index, _left(stage, cell, [*inputs, *saved.tensors()]))
+        self._note("activation", stage.index, _left(stage, cell, [*inputs, *here]))
 
     def _split(self, stage: Stage, cell: Cell, run: Bound) -> None:
         """Run an I."""
@@ -283,7 +283,7 @@ class Gauge:
             self._gradients_of(stage)
         for index, late in self._late.items():
             self._note("early_gradient", index, max(0, self.kept["gradient"][index] - late))
-        for cell in cells:
+        for cell in cells.values():
             self._note("boundary", cell.stage, cell.learned.after.nbytes)
 
 
@@ -318,3 +318,102 @@ def _memory(values: Iterable[Any]) -> dict[int, int]:
 
 def _size(values: Iterable[Any]) -> int:
     return sum(_memory(values).values())
+
+
+# The offset between the clocks of two processes:
+#
+#     process 0              ┌─▶ arrived ─ left ─┐            by its clock all go
+#     process 1     asked ───┘                   └──▶ heard    has one of its own
+#
+# A message arrives after it is sent. So 0's clock is ahead of 1's by at most arrived − asked, and
+# by at least left − heard. Each round gives such an interval, and the offset lies in all of them:
+# the quickest message of each direction bounds their intersection (Cristian, Probabilistic clock
+# synchronization, 1989; NTP's four stamps, RFC 5905, section 8). Two readings some time apart give
+# the drift.
+
+_ROUNDS = 32
+_ANSWER = "the clock of"  # what a wait is for, in words
+_FASTEST_DRIFT = 1000e-6  # of two clocks: an operating system corrects each by half of it at most
+
+
+@attrs.frozen
+class Reading:
+    """The `offset` by which process 0's clock was ahead when this clock showed `at`, within
+    `error`; all in nanoseconds."""
+
+    at: int
+    offset: float = 0.0
+    error: float = 0.0
+
+
+def reading_of(rounds: Sequence[Sequence[int]]) -> Reading:
+    """The reading of several rounds, at the time of the quickest; each has the nanoseconds when it
+    was asked, arrived, left and was heard."""
+    asked, arrived, left, heard = np.array(rounds).T
+    best = np.argmin((heard - asked) - (left - arrived))
+    at = int(asked[best] + heard[best]) // 2
+    most = (arrived - asked + _FASTEST_DRIFT * abs(asked - at)).min()
+    least = (left - heard - _FASTEST_DRIFT * abs(heard - at)).max()
+    return Reading(at, (most + least) / 2, abs(most - least) / 2)
+
+
+@attrs.frozen
+class Alignment:
+    """Converts times of a clock to process 0's, between two readings; the drift between these is
+    taken to be even."""
+
+    first: Reading
+    last: Reading
+
+    @property
+    def error(self) -> float:
+        """By how many nanoseconds an aligned time may be wrong."""
+        return max(self.first.error, self.last.error)
+
+    def aligned(self, times: Nanoseconds) -> Nanoseconds:
+        """Times of this clock as process 0's would have shown them; 0 stands for none."""
+        between = max(self.last.at - self.first.at, 1)
+        drift = (self.last.offset - self.first.offset) / between
+        # Offsets may be larger than what a float has digits for; what they change by is small.
+        base = int(self.first.offset)
+        rest = self.first.offset - base + drift * (times - self.first.at)
+        aligned: Nanoseconds = times + base + np.rint(rest).astype(np.int64)
+        return np.where(times == 0, 0, aligned)
+
+
+def read_clocks(control: Control) -> Reading:
+    """This process's clock beside that of its pipeline's rank 0; all its ranks call it."""
+    first, *others = control.pipeline
+    if control.own != first:
+        return reading_of([_ask(control.group, first) for _ in range(_ROUNDS)])
+    for number in others:
+        _answer(control.group, number)
+    return Reading(recorder.now())  # by which all go
+
+
+def _ask(group: Group, number: int) -> Sequence[int]:
+    """One round with another process, which answers."""
+    # Posted before it can come, and so found at once.
+    answered = group.expect(2, number, CLOCK_TAG, _ANSWER)
+    asked = recorder.now()
+    question = _tell(group, number, 0)
+    stamps = answered.wait()
+    heard = recorder.now()
+    question.wait()
+    return asked, *stamps.tolist(), heard
+
+
+def _answer(group: Group, number: int) -> None:
+    """Tell another process in each round what one's own clock shows."""
+    question = group.expect(1, number, CLOCK_TAG, _ANSWER)
+    for left in reversed(range(_ROUNDS)):
+        question.wait()
+        arrived = recorder.now()
+        if left:
+            question = group.expect(1, number, CLOCK_TAG, _ANSWER)
+        _tell(group, number, arrived, recorder.now()).wait()
+
+
+def _tell(group: Group, number: int, *stamps: int) -> Message:
+    content = torch.tensor(stamps, dtype=torch.int64, device="cpu")
+    return group.tell(content, number, CLOCK_TAG, "its clock")

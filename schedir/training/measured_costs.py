@@ -15,11 +15,10 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.ir import is_number
-from schedir.runtime import rng
+from schedir.runtime import recorder, rng
 from schedir.runtime.accelerator import current_accelerator
 from schedir.runtime.arguments import LossFunction
 from schedir.runtime.boundary import run_on, spreads, tensors_of
-from schedir.runtime.processes import clocks
 from schedir.runtime.processes.groups import init_process_group
 from schedir.training.collective import everywhere
 from schedir.training.cutting.partition import uncut_layers
@@ -115,14 +114,14 @@ def _timed(
         leaves = [x for x in tensors_of(given) if x.requires_grad]
         copies = pytree.tree_map_only(Tensor, lambda x: x.clone(), given)
         current_accelerator().synchronize()
-        begun = clocks.now()
+        begun = recorder.now()
         result = run(copies)
         ends = [x for x in tensors_of(result) if x.requires_grad]
         if ends and (starts := [*leaves, *parameters]):
             ones = [torch.ones_like(x) for x in ends]
             torch.autograd.grad(ends, starts, ones, allow_unused=True)
         current_accelerator().synchronize()
-        times.append(clocks.now() - begun)
+        times.append(recorder.now() - begun)
     with torch.no_grad():
         for buffer, value in buffers.items():
             buffer.copy_(value)

@@ -26,14 +26,28 @@ def losses(processes: int, **given: Any) -> list[float]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_a_checkpoint_of_either_resumes_in_the_other(fsdp: int, tmp_path: Path) -> None:
-    """Clipping and the chunked loss are torchtitan's defaults."""
+    """Clipping and the chunked loss are torchtitan's defaults; each second step is validated."""
     theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
-    plain = losses(2 * fsdp, fsdp=fsdp, folder=theirs)
-    assert len(plain) == 10
-    assert losses(2 * fsdp, fsdp=fsdp, folder=ours, schedir=None) == plain
-    going_on: dict[str, Any] = {"fsdp": fsdp, "from": 5}
-    assert losses(2 * fsdp, folder=ours, **going_on) == plain[5:]
-    assert losses(2 * fsdp, folder=theirs, schedir=None, **going_on) == plain[5:]
+    parallel = {"data_parallel_shard_degree": fsdp}
+    plain = losses(2 * fsdp, parallel=parallel, folder=theirs)
+    assert len(plain) == 10 + 6
+    assert losses(2 * fsdp, parallel=parallel, folder=ours, schedir=None) == plain
+    going_on: dict[str, Any] = {"parallel": parallel, "from": 5}
+    assert losses(2 * fsdp, folder=ours, **going_on) == plain[-5 - 3 :]
+    assert losses(2 * fsdp, folder=theirs, schedir=None, **going_on) == plain[-5 - 3 :]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dimension", ["tensor_parallel", "data_parallel_replicate"])
+def test_it_trains_alike_in_two_dimensions(dimension: str) -> None:
+    given: dict[str, Any] = {"steps": 3, "parallel": {f"{dimension}_degree": 2}}
+    assert losses(4, **given, schedir=None) == losses(4, **given)
+
+
+@pytest.mark.timeout(600)
+def test_compiled_blocks_train_alike_by_another_schedule() -> None:
+    given: dict[str, Any] = {"steps": 3, "compile": True}
+    assert losses(2, **given, schedir="zb") == losses(2, **given)
 
 
 @pytest.mark.timeout(600)

@@ -3,8 +3,9 @@
 
     torchrun --nproc-per-node 2 tests/integrations/torchtitan_run.py '{"steps": 9, "schedir": "zb"}'
 
-Prints the losses, as JSON, from the rank that has them. torchtitan wants a GPU, a tokenizer and
-data: here the CPU stands in for the first, and random tokens for the rest.
+Prints the losses, of training and of validation, as JSON, from the ranks that have them. torchtitan
+wants a GPU, a tokenizer and data: here the CPU stands in for the first, and random tokens for the
+rest.
 """
 
 import json
@@ -48,7 +49,7 @@ class Tokens(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        pass
+        infinite: bool = True
 
     def __init__(self, config, *, dp_rank, seq_len, local_batch_size, **others):
         self.shape = local_batch_size, seq_len + 1
@@ -113,16 +114,20 @@ def main(given) -> None:
     config.training.disable_cuda_graphs = True
     config.training.dtype = "float32"
     config.training.mixed_precision_param = "float32"
-    if "Zero" in given.get("schedule", ""):  # no selective checkpoint runs backward in two parts
-        config.activation_checkpoint = None
-    config.debug.seed, config.validator.enable = 1, False
+    config.compile.enable, config.compile.backend = given.get("compile", False), "aot_eager"
+    config.validator.dataloader, config.validator.steps = Tokens.Config(), 2
+    config.validator.enable, config.validator.freq = True, 2
+    if "Zero" in given.get("schedule", ""):
+        config.activation_checkpoint = None  # no selective one runs backward in two parts
+        config.validator.enable = False  # torch's own eval fails
+    config.debug.seed = 1
     config.metrics.log_freq = 1
     if not given.get("chunked", True):
         config.loss = config.loss.loss_fn
     config.parallelism = ParallelismConfig(
         pipeline_parallel_schedule=given.get("schedule", "1F1B"),
-        pipeline_parallel_degree=given.get("pp", 2),
-        data_parallel_shard_degree=given.get("fsdp", 1),
+        pipeline_parallel_degree=2,
+        **given.get("parallel", {}),
     )
     spec = config.model_spec
     spec = replace(spec, parallelize_fn=partial(for_gloo, spec.parallelize_fn))
@@ -139,9 +144,10 @@ def main(given) -> None:
     losses = []
     trainer = config.build()
     trainer.metrics_processor.log = lambda step, loss, *rest, **others: losses.append(loss)
+    trainer.metrics_processor.log_validation = lambda loss, step: losses.append(loss)
     try:
         trainer.train()
-        if trainer.pp_has_last_stage and torch.distributed.get_rank() in (0, given.get("fsdp", 1)):
+        if trainer.pp_has_last_stage:
             print("LOSSES", json.dumps(losses), flush=True)
     finally:
         if "schedir" in given:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -9,21 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedir.runtime.processes.clocks import Alignment, Reading, Round, reading_of
+from schedir.runtime.trace import Alignment, Reading, reading_of
 
 MS = 1_000_000
 delays = st.integers(1_000, 20 * MS)
 Lengths: TypeAlias = list[tuple[int, int, int]]
 
 
-def rounds_of(begin: int, offset: int, drift: float, lengths: Lengths) -> list[Round]:
+def rounds_of(begin: int, offset: int, drift: float, lengths: Lengths) -> Sequence[Sequence[int]]:
     """Rounds one after the other, of which each message takes its own time; the other clock is
     behind that of process 0 by `offset` at 0."""
     found, true = [], begin
     for there, between, back in lengths:
         arrived, left = true + there, true + there + between
         sent, returned = (round((t - offset) * (1 + drift)) for t in (true, left + back))
-        found.append(Round(sent, arrived, left, returned))
+        found.append((sent, arrived, left, returned))
         true = left + back
     return found
 

@@ -116,7 +116,7 @@ def test_the_device_of_the_stages_is_the_current_one(monkeypatch: pytest.MonkeyP
 
 
 def claim(gpu: str) -> Claim:
-    return Claim("the same", "cuda", gpu, 132, {}, {}, {}, {}, False, None)
+    return Claim({}, gpu)
 
 
 def test_two_processes_on_one_gpu_are_named() -> None:
@@ -139,7 +139,7 @@ def test_a_gpu_may_be_shared_where_it_is_meant(
         monkeypatch.delenv("NCCL_HOSTID", raising=False)
     monkeypatch.setattr(Host, "name", "GPU-1 of here")
     claimed: list[Claim] = []
-    monkeypatch.setattr(session, "compare", claimed.extend)
+    monkeypatch.setattr(session, "compare", lambda claims, _: claimed.extend(claims))
     Executor(ONE, {0: nn.Linear(4, 4)}, MSE, sgd).close()
     (own,) = claimed
     assert own.gpu == ("" if meant else "GPU-1 of here")

@@ -18,7 +18,6 @@ import schedir
 from schedir.runtime import Executor
 from schedir.runtime.accelerator import Accelerator, Host
 from schedir.runtime.processes import groups as module
-from schedir.runtime.processes import nccl
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Groups, Post
@@ -266,7 +265,7 @@ def test_aborts_that_never_return_hold_no_rank_up(rank: int) -> None:
     never = Event()
     with nccl_over_gloo(), pytest.MonkeyPatch.context() as monkeypatch:
         executor = executor_that_fails(rank)
-        monkeypatch.setattr(nccl, "ABORT", 0.1)
+        monkeypatch.setattr(module, "ABORT", 0.1)
         monkeypatch.setattr(NcclOverGloo, "abort", lambda _: never.wait())
         assert FAILED in message_of(executor.step, x, target=y)
         executor.close()

@@ -180,13 +180,13 @@ def test_what_is_away_is_not_to_be_had() -> None:
         y = x.exp()
     ((held,),) = saved.movable([x], x.device)
     before = y.detach().clone()
-    held.leave()
+    held.move(torch.empty(12, dtype=torch.uint8), away=True)
     with pytest.raises(schedir.ExecutionError, match="has moved to the host"):
         y.sum().backward()
-    held.come_back(before.view(torch.uint8))
+    held.move(before.view(torch.uint8), away=False)
     y.sum().backward()
     assert torch.equal(x.grad, before)  # type: ignore[arg-type]
-    held.release()
+    held.tensor = None
     with pytest.raises(RuntimeError, match="freed what was saved"):
         unpacked(held)
 

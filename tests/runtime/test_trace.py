@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import schedir
 from schedir import Kind, Timeline
-from schedir.runtime import Executor, trace
+from schedir.runtime import Executor, recorder, trace
 from schedir.runtime.accelerator import Host
-from schedir.runtime.processes import clocks
 from schedir.runtime.program import program
 from schedir.runtime.program.compute import wait_of
 from schedir.runtime.program.instruction import Instruction, nothing
@@ -424,7 +423,7 @@ def test_times_of_a_device_are_placed_on_the_clock_of_its_host(
     monkeypatch: pytest.MonkeyPatch, pause: int
 ) -> None:
     device = FarClock(torch.device("cpu"))
-    monkeypatch.setattr(clocks, "now", device.now)
+    monkeypatch.setattr(recorder, "now", device.now)
     found = Recorder(device, traces=True)
     first = found.anchor()
     steps: list[Any] = []

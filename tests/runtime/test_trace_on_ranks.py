@@ -14,10 +14,9 @@ from torch import Tensor, nn
 import schedir
 from schedir import Kind, Timeline
 from schedir.graph.compile import graph_of
-from schedir.runtime import Executor
-from schedir.runtime.processes import clocks
-from schedir.runtime.processes.clocks import Alignment
+from schedir.runtime import Executor, recorder
 from schedir.runtime.session import Session
+from schedir.runtime.trace import Alignment, read_clocks
 from tests.literals import listed
 from tests.runtime.features import check_timeline
 from tests.runtime.kit import MSE, everyone, message_of, random_batch, sgd
@@ -135,16 +134,16 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
         return true - 10**15 * rank + rank * (true - begun) // 5000  # 200 ppm fast, each rank more
 
     begun: int = everyone(perf_counter_ns())[0]
-    monkeypatch.setattr(clocks, "now", lambda: own(perf_counter_ns()))
+    monkeypatch.setattr(recorder, "now", lambda: own(perf_counter_ns()))
     monkeypatch.setattr(Session, "spans_hosts", True)  # else they have the same clock
     with executor(rank, ranks) as traced:
         control = traced._engine.session.control
-        first = control.read_clocks()
+        first = read_clocks(control)
         instants = []
         for _ in range(20):
             run(traced, 1)
             instants.append(perf_counter_ns())
-        alignment = Alignment(first, control.read_clocks())
+        alignment = Alignment(first, read_clocks(control))
         aligned = alignment.aligned(np.array([own(t) for t in instants]))
         # All ranks here have the clock of one machine, in truth.
         assert np.abs(aligned - instants).max() <= alignment.error + 1
@@ -158,7 +157,7 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
 @on_ranks(2)
 def test_clocks_of_one_machine_are_found_equal(rank: int) -> None:
     with executor(rank, 2) as traced:
-        reading = traced._engine.session.control.read_clocks()
+        reading = read_clocks(traced._engine.session.control)
     assert abs(reading.offset) <= reading.error
 
 

@@ -50,8 +50,7 @@ from schedir.runtime.gradients.reduction import (
 )
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.failure import waiting
-from schedir.runtime.processes.groups import Group, Groups
-from schedir.runtime.processes.nccl import in_turn
+from schedir.runtime.processes.groups import Group, Groups, in_turn
 from schedir.runtime.session import Claim, Session, agree
 from schedir.runtime.sharded import local
 
@@ -68,17 +67,24 @@ def compared(plan: Plan, session: Session) -> Sequence[Claim]:
         for each in stages
         for own in each.here.values()
     }
+    cut = getattr(plan.arguments.stages, "cut", None)  # of schedir.training's Stages
     own = Claim(
-        plan.schedule.content_hash,
-        plan.device.type,
+        {
+            "torch": {
+                "torch.__version__": torch.__version__.partition("+")[0],  # less its local part
+                "torch.get_default_dtype()": torch.get_default_dtype(),
+            },
+            "argument": plan.compared,
+            "schedule": {"": plan.schedule.content_hash},
+            "device": {"": plan.device.type},
+            "cut": {} if cut is None else {"": cut},
+            "dtype": {each.label: each.dtypes for each in (*stages, *ties)},
+            "copies": copies,
+        },
         "" if "NCCL_HOSTID" in os.environ else plan.accelerator.name,
         plan.accelerator.processors,
-        plan.compared,
-        copies,
-        {each.label: each.dtypes for each in (*stages, *ties)},
         {stage: len(own) for stage, own in _counted(plan).items()},
         any(p.dtype is torch.float64 for m in plan.trained.values() for p in m.parameters()),
-        getattr(plan.arguments.stages, "cut", None),  # of schedir.training's Stages
         plan.described,
     )
     with session.gathering():

@@ -6,20 +6,19 @@ They have a gloo group of their own, on CUDA too, so that they never meet the pi
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakSet
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from schedir.runtime.processes import clocks
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.grid import Grid
 from schedir.runtime.processes.groups import Group, Groups, Message
@@ -29,7 +28,7 @@ _LOSS_TAG = 1
 PIPELINE_TAG = 6
 RANK_TAG = 7
 _BESIDE_TAG = 8
-_CLOCK_TAG = 9
+CLOCK_TAG = 9
 _DESCRIBED_TAG = 13  # and those after it
 
 T = TypeVar("T")
@@ -46,26 +45,27 @@ def unpacked(content: Tensor) -> Any:
 
 
 class Control:
-    """The control messages between the processes of one executor, in their own group.
+    """The control messages between the processes of one executor, in their own `group`.
 
     *Ranks* are those of the schedule, in this process's pipeline; *numbers* are those of the group,
-    over all pipelines.
+    over all pipelines. `own` is this process's number, and `pipeline` has those of its pipeline.
+    `posted` are messages that are on their way.
     """
+
+    group: Group
 
     def __init__(self, grid: Grid) -> None:
         self._numbers = [grid.number(rank) for rank in range(grid.ranks)]
-        self._own = grid.number(grid.rank)
+        self.pipeline = [*dict.fromkeys(self._numbers)]
+        self.own = grid.number(grid.rank)
         self._everyone = grid.everyone
-        self._relays: list[Relay] = []
-        self._earlier: list[Message] = []  # posted by the calls before
-        self._posted: list[Message] = []
-        self._posting = Lock()  # the courier posts as well
-        self._late: WeakSet[Message] = WeakSet()  # what that waits for
+        self.posted: deque[Message] = deque()  # the courier posts as well
+        self._earlier = 0  # of these, those of the calls before
         self.courier = Courier()
 
     def connect(self, groups: Groups) -> None:
         """Make the group. Raises WaitError where the other processes don't come in time."""
-        self._group = groups.make("control", self._everyone)
+        self.group = groups.make("control", self._everyone)
 
     def gather(
         self,
@@ -77,14 +77,13 @@ class Control:
         """The values of all processes, or of these `numbers`, in their order, on each of them; as
         in `collect`."""
         first, *others = numbers or range(len(self._everyone))
-        if not others:
-            return [value]
-        values = self.collect(value, begin, numbers, what)
+        values = self.collect(value, begin, (first, *others), what)
         if values is None:
             return list(self._receive(first, what))
-        answer = packed(values)
-        for number in others:
-            self._post(answer, number, what)
+        if others:
+            answer = packed(values)
+            for number in others:
+                self._post(answer, number, what)
         return values
 
     def collect(
@@ -99,16 +98,14 @@ class Control:
         # By hand, not as a collective: gloo's threads drop a collective's tensors some time after
         # it is done, and abort the process if Python is shutting down by then.
         first, *others = numbers or range(len(self._everyone))
+        if not others:
+            return [value]
         content = packed(value)
         begin()
-        if self._own != first:
+        if self.own != first:
             self._post(content, first, what)
             return None
         return [unpacked(content), *(self._receive(number, what) for number in others)]
-
-    def in_pipeline(self, value: Any) -> list[Any]:
-        """The values of the processes of this pipeline, on each of them."""
-        return self.gather(value, numbers=[*dict.fromkeys(self._numbers)], what="the buffers")
 
     def meet(self, processes: Sequence[int]) -> None:
         """Wait until all of these processes, this one among them, have called this. Raises
@@ -118,42 +115,20 @@ class Control:
 
     def beside(self) -> Beside:
         """Transfers from host to host between ranks whose payloads are on a device."""
-        return Beside(self._group, self._numbers, _BESIDE_TAG)
+        return Beside(self.group, self._numbers, _BESIDE_TAG)
 
     def described(self, tag: int) -> Beside:
         """Transfers of payloads with their description, where the transport has no tags."""
-        return Beside(self._group, self._numbers, _DESCRIBED_TAG + tag)
-
-    def relay(self, members: Sequence[int], size: int, tag: int) -> Relay:
-        """A relay between some numbers, of which this process is one."""
-        self._relays.append(Relay(self._group, members, self._own, size, tag))
-        return self._relays[-1]
-
-    def read_clocks(self) -> clocks.Reading:
-        """This process's clock beside that of this pipeline's rank 0; all its ranks call it."""
-        first, *others = dict.fromkeys(self._numbers)
-        if self._own != first:
-            return clocks.ask(self._group, first, _CLOCK_TAG)
-        for number in others:
-            clocks.answer(self._group, number, _CLOCK_TAG)
-        return clocks.Reading(clocks.now())  # by which all go
-
-    def send(self, value: object, rank: int) -> None:
-        """Send any object; `receive` on the other side takes it."""
-        self._post(packed(value), self._numbers[rank], "a message")
-
-    def receive(self, rank: int) -> Any:
-        """Receive what `send` sends."""
-        return self._receive(self._numbers[rank], "a message")
+        return Beside(self.group, self._numbers, _DESCRIBED_TAG + tag)
 
     def _post(self, content: Tensor, number: int, what: str) -> None:
         for part in (torch.tensor([len(content)], device="cpu"), content):
-            self._group.tell(part, number, _OBJECT_TAG, what).wait()
+            self.group.tell(part, number, _OBJECT_TAG, what).wait()
 
     def _receive(self, number: int, what: str) -> Any:
         place = number, _OBJECT_TAG, f"{what} from"
-        size = int(self._group.expect(1, *place).wait())
-        return unpacked(self._group.expect(size, *place, torch.uint8).wait())
+        size = int(self.group.expect(1, *place).wait())
+        return unpacked(self.group.expect(size, *place, torch.uint8).wait())
 
     def expect(self, numbers: Sequence[int], size: int, late: bool) -> Exchange:
         """Post receives of losses, vectors of float64 of this size, from these numbers.
@@ -161,59 +136,40 @@ class Control:
         Vectors that come `late`, from a device, are waited for by the courier, not by later calls.
         """
         receives = {
-            n: self._group.expect(size, n, _LOSS_TAG, "the loss of", torch.float64)
+            n: self.group.expect(size, n, _LOSS_TAG, "the loss of", torch.float64)
             for n in numbers
-            if n != self._own
+            if n != self.own
         }
-        if late:
-            self._late.update(receives.values())
-        else:
-            with self._posting:
-                self._posted += receives.values()
-        return Exchange(self, [receives.get(number) for number in numbers])
-
-    def tell(self, value: Tensor, numbers: Iterable[int]) -> None:
-        """Send a vector on its way to these numbers."""
-        for number in numbers:
-            if number != self._own:
-                message = self._group.tell(value, number, _LOSS_TAG, "the loss")
-                with self._posting:
-                    self._posted.append(message)
+        if not late:
+            self.posted += receives.values()
+        return Exchange(self, numbers, receives)
 
     def settle(self) -> None:
-        """Wait for the messages of earlier steps, so that they do not pile up."""
-        for message in self._earlier:
-            message.wait()
-        with self._posting:
-            self._earlier, self._posted = self._posted, []
-
-    def drop(self) -> None:
-        """Forget what is under way."""
-        self.courier.stop()
-        for relay in self._relays:
-            relay.drop()
-        for message in (*self._earlier, *self._posted, *self._late):
-            message.drop()
-        self._earlier, self._posted = [], []
+        """Wait for the messages of earlier calls, so that they do not pile up."""
+        for _ in range(self._earlier):
+            self.posted.popleft().wait()
+        self._earlier = len(self.posted)
 
 
 @attrs.define(eq=False)
 class Exchange:
-    """An exchange of losses between processes; the receives are posted."""
+    """An exchange of losses with these numbers; the receives are posted."""
 
     _control: Control
-    _receives: Sequence[Message | None]  # None in one's own place
-    _own: Tensor | None = None
+    _numbers: Sequence[int]
+    _messages: dict[int, Message]
 
     def give(self, own: Tensor, numbers: Iterable[int]) -> None:
         """Send `own` on its way to these numbers."""
-        self._own = own
-        self._control.tell(own, numbers)
+        control = self._control
+        self._messages[control.own] = Message(own, "", control.own, None)
+        for number in numbers:
+            if number != control.own:
+                control.posted.append(control.group.tell(own, number, _LOSS_TAG, "the loss"))
 
     def result(self) -> list[Tensor]:
         """Wait for all expected vectors; returns them in that order, with this process's own."""
-        found = (self._own if message is None else message.wait() for message in self._receives)
-        return [vector for vector in found if vector is not None]
+        return [self._messages[number].wait() for number in self._numbers]
 
 
 @attrs.frozen(eq=False)
@@ -234,23 +190,19 @@ class Beside:
 
 
 class Relay:
-    """A broadcast of a vector of integers, from the first of some processes to all, once a call.
+    """A broadcast of a vector of integers, from the first of some members to all, once a call.
 
     It goes over a binomial tree: member i receives from i without its lowest bit. A receive is
-    always posted one call ahead, so a vector arrives even if the receiver makes no call.
+    always posted one call ahead, so a vector arrives even if the receiver makes no call. `members`
+    are numbers in the group of `control`; this process is one of them.
     """
 
-    def __init__(self, group: Group, members: Sequence[int], own: int, size: int, tag: int) -> None:
-        place = members.index(own)
-        self._group, self._size, self._tag = group, size, tag
-        self._parent = members[place & (place - 1)] if place else None
-        below = (place | 1 << bit for bit in reversed(range(len(members).bit_length())))
-        # Those whose lowest bit is the one that was added.
-        self._children = [
-            members[child]
-            for child in below
-            if child != place and child & (child - 1) == place and child < len(members)
-        ]
+    def __init__(self, control: Control, members: Sequence[int], size: int, tag: int) -> None:
+        place = members.index(control.own)
+        self._group, self._size, self._tag = control.group, size, tag
+        self._parent = members[_without_lowest_bit(place)] if place else None
+        below = reversed(range(place + 1, len(members)))  # the largest part of the tree first
+        self._children = [members[i] for i in below if _without_lowest_bit(i) == place]
         self._sent: list[Message] = []
         self._next = self._post_receive()
 
@@ -272,16 +224,15 @@ class Relay:
 
     def leave(self, own: Tensor) -> None:
         """Send a last vector, if this member is the first, to whoever is still there."""
-        if self._next is None:
+        if self._parent is None:
             with suppress(WaitError):
                 self.pass_on(own)
                 for message in self._sent:
                     message.wait()
 
-    def drop(self) -> None:
-        """Forget what is under way."""
-        self._next = None
-        self._sent.clear()
+
+def _without_lowest_bit(number: int) -> int:
+    return number & (number - 1)
 
 
 _Errands: TypeAlias = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]

@@ -1,20 +1,25 @@
 """schedir's own process groups: each has some of the processes, one purpose, and its own keys.
 
 Groups of gloo, between hosts, are made at once. Groups of NCCL are first asked for, one after the
-other, and then made together: how much of a GPU each may take depends on all.
+other, and then made together: how much of a GPU each may take depends on all. No other module
+talks to torch's ProcessGroupNCCL.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import chain, count
+from threading import Thread
+from time import monotonic
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import attrs
 import torch
@@ -42,7 +47,6 @@ from schedir.runtime.processes.failure import (
     waiting,
 )
 from schedir.runtime.processes.grid import slices_of
-from schedir.runtime.processes.nccl import Shares, end, in_turn, nccl_backend, shares
 from schedir.runtime.processes.noticeboard import Noticeboard, Verdict
 
 _MAKING = "all ranks to make their executors"
@@ -99,27 +103,19 @@ class Group:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
+        self._messages: WeakSet[Message] = WeakSet()
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Post a send. Raises WaitError if the other side is gone."""
-        try:
-            work: dist.Work = _unseen(self.backend.send)(tensors, rank, tag)
-        except RuntimeError as error:
-            raise WaitError(error) from error
-        return work
+        return _posted(self.backend.send, tensors, rank, tag)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Post a receive. Raises WaitError if the other side is gone."""
-        try:
-            work: dist.Work = _unseen(self.backend.recv)(tensors, rank, tag)
-        except RuntimeError as error:
-            raise WaitError(error) from error
-        return work
+        return _posted(self.backend.recv, tensors, rank, tag)
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work:
-        """Post a sum over all of the group."""
-        work: dist.Work = _unseen(self.backend.allreduce)(tensors)
-        return work
+        """Post a sum over all of the group. Raises WaitError if another process is gone."""
+        return _posted(self.backend.allreduce, tensors)
 
     def sum(self, vector: Tensor, what: str) -> Callable[[], Tensor]:
         """Begin to sum a vector over all of the group; returns a function that waits for the sum,
@@ -151,61 +147,18 @@ class Group:
     ) -> Message:
         what = f"{what} process {rank}"
         try:
-            return Message(value, what, rank, post([value], rank, tag))
+            message = Message(value, what, rank, post([value], rank, tag))
         except WaitError as error:
             raise WaitError(error.cause, what, process=rank) from error
+        self._messages.add(message)
+        return message
 
-
-@attrs.frozen
-class Asked:
-    """A request for a communicator of NCCL, equal on all of its processes. It `sums`, or it moves
-    tensors between two ends."""
-
-    purpose: str
-    processes: tuple[int, ...]
-    sums: bool
-
-
-class NcclGroup(Group):
-    """A process group of NCCL: the request for it, `asked`, and the communicator once it is made.
-
-    `warm_up` posts the work that makes it, on all of its processes at once. Posted works are noted
-    in `posted`, because waiting for one makes the device wait, and not the host.
-    """
-
-    def __init__(
-        self,
-        asked: Asked,
-        warm_up: Callable[[NcclGroup], Iterable[dist.Work]],
-        posted: list[dist.Work],
-    ) -> None:
-        super().__init__(None)
-        self.asked, self.warm_up = asked, warm_up
-        self._posted = posted
-
-    def together(self, posts: Iterable[Post]) -> dist.Work:
-        """Post several as one, so that no order among them can block."""
-
-        def post_all() -> None:
-            for post in posts:
-                (self.send if post.sends else self.recv)([post.tensor], post.peer, 0)
-
-        return self._as_one(post_all)
-
-    def allreduce(self, tensors: list[Tensor]) -> dist.Work:
-        """Post a sum over all of the group, coalesced too: a plain work would keep its tensors, and
-        so the gradients of a step, as long as it is noted."""
-        return self._as_one(partial(super().allreduce, tensors))
-
-    def _as_one(self, post: Callable[[], object]) -> dist.Work:
-        """Post everything that `post` posts as one."""
-        self.backend._start_coalescing()
-        try:
-            post()
-        finally:
-            work: dist.Work = self.backend._end_coalescing()
-        self._posted.append(work)
-        return work
+    def end(self) -> None:
+        """Let go of the connections, and of the messages that would hold them."""
+        self.backend = None
+        with suppress(KeyError):  # there is no other
+            while True:
+                self._messages.pop().drop()
 
 
 def wait_for_sum(works: Iterable[dist.Work], whose: str) -> None:
@@ -215,23 +168,22 @@ def wait_for_sum(works: Iterable[dist.Work], whose: str) -> None:
             work.wait()
 
 
-def _unseen(post: Callable[..., Any]) -> Callable[..., Any]:
-    """A posting call, hidden from a running profiler.
+def _posted(post: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
+    """Post, hidden from a running profiler. Raises WaitError if that fails.
 
     A work that the profiler has seen reports its end to it. If that comes after the profile, as for
     receives posted ahead, it writes into freed memory.
     """
-    if not torch.autograd.profiler._is_profiler_enabled:
-        return post
-
-    def unseen(*arguments: Any) -> Any:
+    hides = torch.autograd.profiler._is_profiler_enabled
+    if hides:
         _enable_record_function(False)
-        try:
-            return post(*arguments)
-        finally:
+    try:
+        return post(*arguments)
+    except RuntimeError as error:
+        raise WaitError(error) from error
+    finally:
+        if hides:
             _enable_record_function(True)
-
-    return unseen
 
 
 class Groups:
@@ -242,11 +194,10 @@ class Groups:
     numbers.
     """
 
-    _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
     _told_rank: ClassVar[bool] = False
 
     def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
-        self._name = Groups.named(everyone)
+        self._name = _named(everyone)
         alone = len(everyone) == 1
         self.store = PrefixStore(self._name, HashStore() if alone else _get_default_store())
         self.timeout = timeout_of_user() if timeout is None else timeout
@@ -256,13 +207,6 @@ class Groups:
         self._groups: list[Group] = []
         self._first: dict[tuple[tuple[int, ...], bool], Group] = {}  # by processes, and over NCCL
         self._purposes: Counter[str] = Counter()
-
-    @classmethod
-    def named(cls, everyone: tuple[int, ...]) -> str:
-        """The name of the next groups of these processes. All of them have made, or tried to make,
-        the same number of executors together, so they use the same keys."""
-        cls._made[everyone] += 1
-        return f"schedir/{_attempt()}/{everyone}/{cls._made[everyone]}"
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait as long as this from now on."""
@@ -278,23 +222,21 @@ class Groups:
         A group of a single process only sums. Raises WaitError if the other processes don't make it
         in time.
         """
-        made = self._new(purpose, processes, device)
-        self._first.setdefault((tuple(processes), goes_over_nccl(device)), made)
+        members, over_nccl = tuple(processes), goes_over_nccl(device)
+        if len(members) == 1:
+            made = Group(None)
+        elif over_nccl:
+            made = self.ask(
+                Asked(purpose, members, sums=True),
+                lambda group: [group.allreduce([torch.zeros(1, device=device)])],
+            )
+        else:
+            with waiting(_MAKING, interface_advice()):
+                place = self._place(purpose, members)
+                made = Group(dist.ProcessGroupGloo(*place, len(members), self.timeout))
+            self._groups.append(made)
+        self._first.setdefault((members, over_nccl), made)
         return made
-
-    def _new(self, purpose: str, processes: Sequence[int], device: torch.device | None) -> Group:
-        if len(processes) == 1:
-            return Group(None)
-        if goes_over_nccl(device):
-
-            def warm_up(group: NcclGroup) -> list[dist.Work]:
-                return [group.allreduce([torch.zeros(1, device=device)])]
-
-            return self.ask(Asked(purpose, tuple(processes), sums=True), warm_up)
-        with waiting(_MAKING, interface_advice()):
-            place = self._place(purpose, processes)
-            self._groups.append(Group(dist.ProcessGroupGloo(*place, len(processes), self.timeout)))
-        return self._groups[-1]
 
     def for_numbers(self, processes: Iterable[int], device: torch.device | None = None) -> Group:
         """The group in which some processes sum a call's numbers: samples at its beginning, norms
@@ -383,7 +325,7 @@ class Groups:
         # Those of gloo first: an abort may wait for the other ranks to abort too, and they may wait
         # for this rank's connections to end.
         for group in groups:
-            group.backend = None
+            group.end()
         end(backends, abort)
 
 
@@ -403,12 +345,208 @@ def timeout_of_user() -> timedelta:
     return default_pg_timeout
 
 
-def _attempt() -> str:
-    """How often torchrun has started this job again: keys of an earlier attempt are taken."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+_made: Counter[tuple[int, ...]] = Counter()
 
 
-_groups_made = count()
+def _named(everyone: tuple[int, ...]) -> str:
+    """The name of the next groups of these processes. All of them have made, or tried to make, the
+    same number together, so they use the same keys, and none of a job before torchrun's restart."""
+    _made[everyone] += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"schedir/{attempt}/{everyone}/{_made[everyone]}"
+
+
+# What torch's ProcessGroupNCCL does is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; schedir
+# builds on this:
+#
+# - `pointToPoint`: a send or receive alone goes over a communicator of its two ranks, those within
+#   `startCoalescing` and `endCoalescing` over one of the whole group, as collectives do; each has a
+#   stream of its own. So one group uses one of the two ways alone. Inside, no call returns a work;
+#   the one at the end is of all, and holds none of their tensors once it is waited for, as that of
+#   a transfer or sum alone would (`batch_isend_irecv` and `_coalescing_manager`, which do that for
+#   torch's own groups, are in torch/distributed/distributed_c10d.py).
+# - It calls `recordStream` for what a transfer uses: what is freed then goes to nobody before the
+#   host has seen the transfer's stream come past; see `schedir.runtime.program.transfers`.
+# - A work's `wait` has the current stream wait, not the host. `is_completed` is true of a work that
+#   has failed as well; `wait` then aborts its communicator and raises.
+# - What is posted first makes the communicator, and blocks the host until all of its processes have
+#   come; no time limit holds for that, and the watchdog does not see it.
+# - `shutdown` waits for what is under way, `abort` does not. Each ends its kernels first and then
+#   frees memory, which waits for the kernels of all communicators, and does so on a thread of its
+#   own that the caller waits for: several are aborted at the same time, or the first one waits for
+#   what only the others would end. (A group of NCCL's calls around them, as `_abort_process_group`
+#   of distributed_c10d.py has, does not reach those threads.) An abort may never return, where it
+#   joins a thread of NCCL's that waits for the network (nccl, issues 863 and 1777).
+# - The destructor joins the watchdog, which sleeps for a minute once it has seen an error, to let
+#   others write their flight recorders.
+# - The first group of a process, of whatever library, tells it its rank (`globalRank`).
+# - The watchdog ends the process where a work is not done in time, counted from its post.
+
+_WATCHDOG = timedelta(minutes=10)  # torch's own default
+_MOST_OF_A_TRANSFER = 8  # multiprocessors; more make no single transfer faster
+ABORT = 20.0
+"""Seconds that all aborts together may take."""
+
+
+@attrs.frozen
+class Asked:
+    """A request for a communicator of NCCL, equal on all of its processes. It `sums`, or it moves
+    tensors between two ends."""
+
+    purpose: str
+    processes: tuple[int, ...]
+    sums: bool
+
+
+class NcclGroup(Group):
+    """A process group of NCCL: the request for it, `asked`, and the communicator once it is made.
+
+    `warm_up` posts the work that makes it, on all of its processes at once. Posted works are noted
+    in `posted`, because waiting for one makes the device wait, and not the host.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        warm_up: Callable[[NcclGroup], Iterable[dist.Work]],
+        posted: list[dist.Work],
+    ) -> None:
+        super().__init__(None)
+        self.asked, self.warm_up = asked, warm_up
+        self._posted = posted
+
+    def together(self, posts: Iterable[Post]) -> dist.Work:
+        """Post several as one, so that no order among them can block."""
+
+        def post_all() -> None:
+            for post in posts:
+                (self.send if post.sends else self.recv)([post.tensor], post.peer, 0)
+
+        return self._as_one(post_all)
+
+    def allreduce(self, tensors: list[Tensor]) -> dist.Work:
+        """Post a sum over all of the group, coalesced too: a plain work would keep its tensors, and
+        so the gradients of a step, as long as it is noted."""
+        return self._as_one(partial(super().allreduce, tensors))
+
+    def _as_one(self, post: Callable[[], object]) -> dist.Work:
+        """Post everything that `post` posts as one."""
+        self.backend._start_coalescing()
+        try:
+            post()
+        finally:
+            work: dist.Work = self.backend._end_coalescing()
+        self._posted.append(work)
+        return work
+
+
+@attrs.frozen
+class Shares:
+    """The multiprocessors of a GPU that a communicator may take, for transfers and for sums."""
+
+    transfer: int
+    sum: int
+
+
+def shares(processors: int, transfers: int, sums: int) -> Shares:
+    """The shares of a process with these numbers of communicators for transfers and for sums.
+
+    The kernels of all communicators run at the same time, because a receive is a kernel that runs
+    until its data has come. Half of the GPU is left for compute, which the receives wait for. NCCL
+    rounds the number of blocks of a transfer up to a power of two (`ncclTopoComputeP2pChannels`;
+    nccl, issue 1598), so a transfer's share is a power of two. Sums take what transfers leave. On
+    132 multiprocessors, four communicators for transfers may take 8 each, and three for sums 11
+    each. If a GPU has too few for that, each takes one.
+    """
+    half = processors // 2
+    for_transfers = half // 2 if sums else half
+    each = max(1, min(_MOST_OF_A_TRANSFER, for_transfers // max(1, transfers)))
+    transfer = 1 << (each.bit_length() - 1)
+    return Shares(transfer, max(1, (half - transfers * transfer) // max(1, sums)))
+
+
+def rounds(groups: Iterable[Collection[int]]) -> list[int]:
+    """The round in which each group is made; a group is given by its members.
+
+    All processes of a communicator must come to make it, and none goes on before. One after the
+    other, the communicators of a pipeline would take long. In a round each process makes at most
+    one, so many are made at the same time:
+
+        ring of 4 ranks    round 0   0─1   2─3
+                           round 1   1─2   3─0     as many rounds as a rank has groups, or some more
+
+    Each group goes to the first round in which none of its members has another group, so processes
+    that list the groups in the same order get the same rounds. Groups of two members, with at most
+    n groups a process, take fewer than 2 n rounds (an edge colouring); neighbours that are listed
+    in turn take about n.
+    """
+    found: list[int] = []
+    taken: dict[int, set[int]] = defaultdict(set)  # by member, the rounds in which it has a group
+    for members in groups:
+        busy = set().union(*(taken[member] for member in members))
+        found.append(next(turn for turn in count() if turn not in busy))
+        for member in members:
+            taken[member].add(found[-1])
+    return found
+
+
+def in_turn(groups: Sequence[Collection[int]], own: int) -> list[int]:
+    """The numbers of the groups that a process is in, in the order in which it makes them."""
+    here = (number for number, members in enumerate(groups) if own in members)
+    return sorted(here, key=rounds(groups).__getitem__)
+
+
+def nccl_backend(
+    store: Store,
+    position: int,
+    processes: Sequence[int],
+    name: str,
+    timeout: timedelta,
+    max_ctas: int | None = None,
+) -> Any:
+    """A process group of NCCL of some processes, by their ranks in the default process group.
+
+    A kernel of its communicator takes at most `max_ctas` of a GPU's multiprocessors; see `shares`.
+    """
+    # High priority: results are sent before more is computed.
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # The watchdog counts from the post, which may be a call ahead of the device, and ends the
+    # process without saying where it stands. It is only for a host that hangs.
+    options._timeout = max(2 * timeout, _WATCHDOG)
+    # The flight recorder uses these names in its files.
+    options.group_name = name
+    options.global_ranks_in_group = list(processes)
+    if max_ctas is not None and hasattr(options, "config"):  # of NCCL 2.17
+        options.config.max_ctas = max_ctas
+    return dist.ProcessGroupNCCL(store, position, len(processes), options)
+
+
+def end(backends: Sequence[Any], abort: bool) -> None:
+    """Destroy communicators, which would outlive their groups: after the work under way or, with
+    `abort`, at once.
+
+    Aborts that have not ended after 20 seconds are left to their threads, which end with the
+    process.
+    """
+    if not abort:
+        for backend in backends:
+            backend.shutdown()
+        return
+    threads = [Thread(target=_abort, args=(backend,), daemon=True) for backend in backends]
+    for thread in threads:
+        thread.start()
+    until = monotonic() + ABORT
+    for thread in threads:
+        thread.join(max(0.0, until - monotonic()))
+    for backend in backends:  # never free it: the process might not end for a minute
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+def _abort(backend: Any) -> None:
+    with suppress(RuntimeError):  # it has failed already
+        backend.abort()
+
+
 _SOON = timedelta(seconds=5)
 _kept: list[Store] = []  # until this process ends, so that others can read why
 
@@ -423,18 +561,18 @@ def hello(
     them can't make its executor.
     """
     board = Noticeboard(store)
-    keys = {f"hello/{number}": f"process {number}" for number in everyone}
+    keys = [f"hello/{number}" for number in everyone]
     with waiting(_MAKING, interface_advice()):
         store.set(f"hello/{own}", json.dumps(said))
         try:
             patience = Patience(timeout, board.has_failed)
-            patience.until(lambda: store.check([*keys]), lambda: _MAKING, over_network=True)
+            patience.until(lambda: store.check(keys), lambda: _MAKING, over_network=True)
         except WaitError as stalled:
             verdict = None if stalled.timed_out else board.verdict()
             if verdict is not None:
                 line = f"{_NOT_ALL}: process {everyone[verdict.by]}: {verdict.reason}"
                 raise ExecutionError(line, one_line=True) from None
-            away = (name for key, name in keys.items() if not store.check([key]))
+            away = (key.replace("hello/", "process ") for key in keys if not store.check([key]))
             advice = (
                 f"missing: {', '.join(away)}; make the executor on all of them, with a mesh of the "
                 "same processes"
@@ -455,29 +593,19 @@ def declining(
         reason = str(error) if isinstance(error, SchedirError) else describe(error)
         # It may not be one of several, or be alone yet.
         with suppress(RuntimeError, ValueError, SchedirError):
-            if not dist.is_initialized():
-                store, rank, world = _joined(_SOON)
-                everyone = tuple(range(world))
+            if dist.is_initialized():
+                store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
             else:
-                rank, everyone = dist.get_rank(), tuple(range(dist.get_world_size()))
-                if mesh is not None:
-                    slices = slices_of(mesh, pipeline_dim, data_dims)
-                    everyone = tuple(sorted(slices.flatten().tolist()))
-                store = PrefixStore(Groups.named(everyone), _get_default_store())
+                store, rank, world = next(rendezvous("env://", timeout=_SOON))
+            everyone = tuple(range(world))
+            if mesh is not None:
+                slices = slices_of(mesh, pipeline_dim, data_dims)
+                everyone = tuple(sorted(slices.flatten().tolist()))
+            store = PrefixStore(_named(everyone), store)
             if len(everyone) > 1:
                 _kept.append(store)
                 Noticeboard(store).give(Verdict((), reason, everyone.index(rank)))
         raise
-
-
-def _joined(timeout: timedelta) -> tuple[Store, int, int]:
-    """The store of the processes that torchrun has started, with keys that no group has used; this
-    process's rank there, and their number.
-
-    gloo would find the addresses of an earlier group of this job, or of the run before a restart.
-    """
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
-    return PrefixStore(f"schedir/{_attempt()}/{next(_groups_made)}", store), rank, world
 
 
 def init_process_group(timeout: timedelta | None) -> None:
@@ -486,7 +614,9 @@ def init_process_group(timeout: timedelta | None) -> None:
     Raises ExecutionError if they don't come in time, or if one of them can't make its executor.
     """
     limit = default_pg_timeout if timeout is None else timeout
-    store, rank, world = _joined(default_pg_timeout)
+    store, rank, world = next(rendezvous("env://", timeout=default_pg_timeout))
+    # gloo would find the addresses of an earlier group of this job, or of the run before a restart.
+    store = PrefixStore(_named(tuple(range(world))), store)
     try:
         hello(store, range(world), rank, None, limit)
         with waiting(advice=interface_advice()):

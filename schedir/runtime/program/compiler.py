@@ -85,8 +85,7 @@ from schedir.runtime.program.transfers import (
     waiting,
 )
 from schedir.runtime.sharded import Sharded, settle
-from schedir.runtime.stage.activations import Cell, Cells
-from schedir.runtime.stage.stage import Stage
+from schedir.runtime.stage.stage import Cell, Cells, Stage
 from schedir.runtime.stage.weights import StageWeights
 from schedir.runtime.transports import BatchPoster, Poster, Transport, Work
 

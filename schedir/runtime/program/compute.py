@@ -44,9 +44,8 @@ from schedir.runtime.boundary import EVERY, run_on
 from schedir.runtime.call import Now
 from schedir.runtime.plan import Plan
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
-from schedir.runtime.stage.activations import Cell
 from schedir.runtime.stage.split_backward import input_part
-from schedir.runtime.stage.stage import Stage, arguments, copy_of, no_loss
+from schedir.runtime.stage.stage import Cell, Stage, arguments, copy_of, no_loss
 
 Root: TypeAlias = Tensor | GradientEdge
 Output: TypeAlias = Callable[[Stage, Cell, bool], Any]

@@ -45,12 +45,11 @@ from schedir.runtime.boundary import (
     tensors_of,
 )
 from schedir.runtime.call import Now
-from schedir.runtime.memory import sharing
+from schedir.runtime.memory import refuse_changes, sharing
 from schedir.runtime.processes.control import packed, unpacked
 from schedir.runtime.program.compute import forward_with, hand_back
 from schedir.runtime.program.instruction import Bound
-from schedir.runtime.stage.activations import Cell
-from schedir.runtime.stage.stage import Stage, arguments, copy_of
+from schedir.runtime.stage.stage import Cell, Stage, arguments, copy_of
 from schedir.runtime.transports import Poster, Work
 
 
@@ -96,9 +95,7 @@ def first_forward(
                 "parameter a buffer"
             )
         if stage.index:
-            reason = learned.aliases.forbid(n for n, there in enumerate(changes) if there)
-            if reason is not None:
-                raise ExecutionError(reason)
+            refuse_changes((n for n, there in enumerate(changes) if there), learned.aliases)
         passed, lent = inputs.tensors, beside.tensors
         if stage.index == 0:
             passed, lent = [], [*passed, *lent]

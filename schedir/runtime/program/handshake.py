@@ -27,7 +27,7 @@ from schedir.runtime.call import KINDS, NOTHING, Call
 from schedir.runtime.memory import plain_parts
 from schedir.runtime.microbatches import Batch
 from schedir.runtime.plan import Plan
-from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control
+from schedir.runtime.processes.control import PIPELINE_TAG, RANK_TAG, Control, Relay
 from schedir.runtime.processes.failure import users_line
 from schedir.runtime.processes.grid import Grid
 
@@ -71,7 +71,7 @@ class Handshake:
         ranks = [*dict.fromkeys(grid.number((speaker + i) % grid.ranks) for i in range(grid.ranks))]
         self._within = self._between = None
         if len(ranks) > 1:
-            self._within = control.relay(ranks, _SIZE, RANK_TAG)
+            self._within = Relay(control, ranks, _SIZE, RANK_TAG)
         speakers = [grid.everyone.index(row[speaker]) for layout in grid.slices for row in layout]
         own = grid.number(grid.rank)
         # Of the processes that are compared, the numbers, and the other one's name.
@@ -79,7 +79,7 @@ class Handshake:
         self._with_first = (speakers[0], own), grid.name(speaker, 0) + of_all
         self._with_own = (grid.number(speaker), own), grid.name(speaker, grid.pipeline)
         if len(speakers) > 1 and grid.rank == speaker:
-            self._between = control.relay(speakers, _SIZE, PIPELINE_TAG)
+            self._between = Relay(control, speakers, _SIZE, PIPELINE_TAG)
 
     def open(self, call: Call, inputs: Batch | None, target: Batch | None) -> None:
         """Announce a call on whole batches; see `exchange`."""

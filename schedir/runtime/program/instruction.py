@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import torch.distributed as dist
@@ -29,12 +29,9 @@ from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.processes.control import Courier
 from schedir.runtime.processes.failure import Patience, WaitError
-from schedir.runtime.processes.nccl import ABORT
-from schedir.runtime.stage.activations import Cell
+from schedir.runtime.processes.groups import ABORT
+from schedir.runtime.stage.stage import Cell, Stage
 from schedir.runtime.transports import Work
-
-if TYPE_CHECKING:
-    from schedir.runtime.stage.stage import Stage
 
 Bound: TypeAlias = Callable[[], object]
 """A call with all that it works on: what one action does, resolved when the list is compiled."""

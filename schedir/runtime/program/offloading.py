@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.memory import Held, Saved
 from schedir.runtime.program.instruction import Bound
-from schedir.runtime.stage.activations import Cell
-from schedir.runtime.stage.stage import Stage
+from schedir.runtime.stage.stage import Cell, Stage
 
 
 class Copier:
@@ -110,10 +109,10 @@ def offload_activation(cell: Cell, stage: Stage, copier: Copier) -> Bound:
         ]
         together = saved.movable(held_elsewhere, copier.accelerator.device)
         copies = copier.out([_bytes_of(each[0]) for each in together])
-        for each in together:
-            for held in each:
-                held.leave()
         saved.away = list(zip(copies, together, strict=True))
+        for copy, each in saved.away:
+            for held in each:
+                held.move(copy, away=True)
 
     return call
 
@@ -129,7 +128,7 @@ def reload_activation(cell: Cell, copier: Copier) -> Bound:
         saved.memories = memories
         for memory, (_, together) in zip(memories, away, strict=True):
             for held in together:
-                held.come_back(memory)
+                held.move(memory, away=False)
 
     return call
 

@@ -45,7 +45,7 @@ from schedir.runtime.microbatches import Batch, is_opaque
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe, of_the_user
-from schedir.runtime.processes.noticeboard import CODE, Words, at_place, code, number_of, numbered
+from schedir.runtime.processes.noticeboard import CODE, Words, code, number_of
 from schedir.runtime.program.compiler import Parts, RankList
 from schedir.runtime.program.first_call import DESCRIBED_TAGS
 from schedir.runtime.program.handshake import Handshake
@@ -58,7 +58,7 @@ from schedir.runtime.program.instruction import (
     profiler_ranges,
     unseen,
 )
-from schedir.runtime.stage.activations import Cells
+from schedir.runtime.stage.stage import Cells
 from schedir.runtime.transports import Transport, Work
 
 _MOST = 64
@@ -242,7 +242,7 @@ def _flat(
     A receive that is posted ahead stands at the entry before which it is posted.
     """
     calls: list[Bound] = []
-    codes: list[int] = []
+    stands: list[tuple[int, Phase]] = []
     places: list[int] = []
     standing: dict[int, int] = {}  # by rank
     for place in reversed(range(len(instructions))):
@@ -263,9 +263,9 @@ def _flat(
         for call, phase in phases:
             if call is not None and call is not nothing:
                 calls.append(call)
-                codes.append(code(index, phase))
+                stands.append((index, phase))
                 places.append(place)
-    codes = [found | numbered(number) for number, found in enumerate(reversed(codes))]
+    codes = [code(*stand, number) for number, stand in enumerate(reversed(stands))]
     return calls[::-1], codes, places[::-1]
 
 
@@ -364,7 +364,7 @@ class Programs:
         self.parts.now.call = call
         # What the call before sent last; its receivers have posted their part within that one.
         if self._under_way:
-            self.parts.now.at[CODE] = at_place(SENDS)
+            self.parts.now.at[CODE] = code(SENDS)
             self._wait_for_sends("the call before")
         for pool in self.parts.pools.values():
             pool.trim()
@@ -383,7 +383,8 @@ class Programs:
         """
         lessons = program.cells.lessons
         mask_gradients(lessons, program.schedule, self._plan.local_ranks)
-        room = min(self._control.in_pipeline(self._room(lessons)))
+        own, pipeline = self._room(lessons), self._control.pipeline
+        room = min(self._control.gather(own, numbers=pipeline, what="the buffers"))
         number, self._next = self._next, self._next + 1
         described = self.parts.first.described
         self._known[number] = self._compiled(lessons, call.precision, described, number, room)

@@ -38,7 +38,7 @@ from schedir.runtime.boundary import Grads, empty, payload
 from schedir.runtime.processes.failure import WaitError
 from schedir.runtime.processes.groups import Post
 from schedir.runtime.program.instruction import Bound, Instruction
-from schedir.runtime.stage.activations import Cell
+from schedir.runtime.stage.stage import Cell
 from schedir.runtime.transports import BatchPoster, Poster, Work
 
 Make = Callable[..., Tensor]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any, NoReturn, cast
 
+import attrs
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -55,8 +57,9 @@ class StageOptimizers(Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """One group for all stages' groups of the same number; it has the methods of a dict."""
         # Looked up each time, because an optimiser that loads its state makes new groups.
+        stages = [*self._optimizers]
         groups = zip(*(one.param_groups for one in self._optimizers.values()), strict=True)
-        return [cast(dict[str, Any], _Group(self._optimizers, held)) for held in groups]
+        return [cast(dict[str, Any], _Group(stages, held)) for held in groups]
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
@@ -66,17 +69,18 @@ class StageOptimizers(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Give each stage its part of a state that `load_state_dict` has checked."""
         for number, optimizer in enumerate(self._optimizers.values()):
-            own = [
-                {**new, **{name: old[name] for name in _MEMBERS if name in old}}
+            groups = [
+                new | {name: old[name] for name in _MEMBERS if name in old}
                 for new, old in zip(state["param_groups"], optimizer.param_groups, strict=True)
             ]
-            held = {parameter for group in own for parameter in group["params"]}
-            kept = {key: value for key, value in state["state"].items() if key in held}
-            if number == 0:  # state that belongs to no parameter
-                kept |= {k: v for k, v in state["state"].items() if not isinstance(k, Tensor)}
-            optimizer.state.clear()
-            optimizer.state.update(kept)
-            optimizer.__setstate__({"state": optimizer.state, "param_groups": own})
+            held = {parameter for group in groups for parameter in group["params"]}
+            own = {
+                key: value
+                for key, value in state["state"].items()
+                # What belongs to no parameter goes to the first.
+                if key in held or not (number or isinstance(key, Tensor))
+            }
+            optimizer.__setstate__({"state": defaultdict(dict, own), "param_groups": groups})
 
     step = _refused(
         "executor.step steps the stages' optimizers, by the schedule's OPTIM_STEPs; leave out "
@@ -92,13 +96,12 @@ class StageOptimizers(Optimizer):
     )
 
 
+@attrs.frozen(eq=False, repr=False)
 class _Group(MutableMapping[str, Any]):
-    """The param groups of one number in all stages' optimisers."""
+    """The param groups of one number in the optimisers of some stages."""
 
-    def __init__(
-        self, optimizers: Mapping[int, Optimizer], groups: Sequence[dict[str, Any]]
-    ) -> None:
-        self._stages, self._groups = tuple(optimizers), groups
+    _stages: Sequence[int]
+    _groups: Sequence[dict[str, Any]]
 
     def __getitem__(self, key: str) -> Any:
         values = [group[key] for group in self._groups]
@@ -161,8 +164,7 @@ def as_one(
     if optimizers:
         return StageOptimizers(optimizers)
     try:
-        made = optimizer_of(make, [("", nn.Parameter(torch.empty(0)))], stage)
-        alone = cast(Optimizer, made)
+        alone: Any = optimizer_of(make, [("", nn.Parameter(torch.empty(0)))], stage)
     except Exception as error:
         raise ExecutionError(
             "no stage of this rank has parameters, and optimizer= can't make one of an empty "

@@ -246,7 +246,7 @@ def _free_saved(node: Node) -> None:
     for saved in _saved(node):
         with suppress(RuntimeError):  # it is no tensor, is freed, or has hooks already
             if getattr(saved, "unpack_hook", None) is unpacked:
-                saved.data.release()
+                saved.data.tensor = None
             else:
                 saved.register_hooks(lambda _: _RELEASED, unpacked)
 

@@ -1,4 +1,4 @@
-"""One stage: its module, its weights and its seeds; it runs the forward and the loss.
+"""One stage: its module, weights and seeds; and what each of its microbatches holds.
 
 Every forward is seeded by (seed, step, stage, microbatch), never by the order of the calls. So
 every schedule, and a loop in one process, drops out the same units.
@@ -11,20 +11,140 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import Streams, current_accelerator
+from schedir.runtime.boundary import Learned, Lessons
+from schedir.runtime.feeding import Feed
 from schedir.runtime.gradients.gradients import Gradients
-from schedir.runtime.memory import is_plain
+from schedir.runtime.memory import Saved, is_plain
 from schedir.runtime.plan import Plan
+from schedir.runtime.samples import Count
 from schedir.runtime.sharded import Sharded, return_local
-from schedir.runtime.stage.activations import Cell
-from schedir.runtime.stage.buffers import Buffers
+from schedir.runtime.stage.buffers import Buffers, Kept
+from schedir.runtime.stage.split_backward import WeightPart
 from schedir.runtime.stage.weights import Replicas, StageWeights, readers_of
+from schedir.runtime.transports import Work
+
+
+@attrs.define(eq=False)
+class Cell:
+    """The tensors of one (stage, microbatch), from its first action to its last.
+
+    Receives fill `leaves` and `output_grads` with buffers and leave their works beside them. The
+    compute action that consumes them waits for these works only: a receive may be posted long
+    before, and waiting for more than the list says could deadlock a list that was proved clean.
+    """
+
+    stage: int
+    microbatch: int
+    learned: Learned
+    batch: Any = None  # the first stage's microbatch
+    extra: Any = None  # what the stage is given beside its input
+    target: Any = None  # the last stage's, with what its loss takes beside it
+    loss_keywords: Mapping[str, Any] = attrs.field(factory=dict)
+    loss_share: Count = 1.0
+    root_grad: tuple[Count, Tensor] | None = None  # a share, and the gradient that it is of a loss
+    leaves: tuple[Tensor, ...] = ()  # the stage's input, where the backward stops
+    computed_grads: dict[int, Tensor] = attrs.field(factory=dict)  # of leaves, in their own layout
+    # What the backward starts from; of those that are sent the edges, since they go once they have
+    # arrived.
+    outputs: tuple[Tensor | GradientEdge | None, ...] = ()
+    outputs_to_send: tuple[Tensor, ...] = ()
+    result: Any = None  # the last stage's output, where it is asked for
+    loss: float | Tensor | None = None  # a tensor on a device
+    weight_part: WeightPart | None = None  # what I has left to W
+    saved: Saved | None = None  # the forward's saved tensors, if they are offloaded
+    kept: Kept | None = None  # what the module held before a forward that is run again
+    output_grads: tuple[Tensor | None, ...] = ()
+    mask: Tensor | None = None  # which of `output_grads` are there, on the host, once it is known
+    input_grads: tuple[Tensor | None, ...] = ()
+    input_receives: list[Work] = attrs.field(factory=list)
+    grad_receives: list[Work] = attrs.field(factory=list)
+    output_sends: list[Work] = attrs.field(factory=list)
+    grad_sends: list[Work] = attrs.field(factory=list)
+    # The local cells of the neighbouring stages, None where they are on another rank.
+    previous: Cell | None = None
+    following: Cell | None = None
+
+
+class Cells(dict[tuple[int, int], Cell]):
+    """The cells of the stages here, by stage and microbatch; a call's data goes into them.
+
+    `lessons` has what is known of each cell; a first call fills it in. `runs` has the rank of each
+    (stage, microbatch).
+    """
+
+    def __init__(self, lessons: Lessons, last: int, runs: Any) -> None:
+        super().__init__({place: Cell(*place, learned) for place, learned in lessons.items()})
+        self.lessons = lessons
+        for (stage, m), cell in self.items():
+            following = self.get((stage + 1, m))
+            if following is not None and runs[stage, m] == runs[stage + 1, m]:
+                cell.following, following.previous = following, cell
+        self._first = [cell for cell in self.values() if cell.stage == 0]
+        self._last = [cell for cell in self.values() if cell.stage == last]
+
+    def fill(self, feed: Feed) -> None:
+        """Put a call's microbatches where they are used."""
+        for cell, batch in zip(self._first, feed.inputs, strict=False):
+            cell.batch = batch
+        for cell, target in zip(self._last, feed.targets, strict=False):
+            cell.target = target
+        for cell, keywords in zip(self._last, feed.loss_keywords, strict=False):
+            cell.loss_keywords = keywords
+        for stage, extras in feed.extras.items():  # of stages elsewhere, too
+            for m, extra in enumerate(extras):
+                if (stage, m) in self:
+                    self[stage, m].extra = extra
+
+    def set_loss_shares(self, shares: Sequence[Count]) -> None:
+        """Give the last stage's microbatches their shares of the loss."""
+        for cell, share in zip(self._last, shares, strict=False):
+            cell.loss_share = share
+
+    def losses(self) -> list[float | Tensor | None]:
+        """Those of the microbatches whose last stage ran here, by microbatch."""
+        # By microbatch, not by order of arrival.
+        return [cell.loss for cell in self._last]
+
+    def results(self, number: int | None) -> list[Any] | None:
+        """What the last stage has returned for the first `number` microbatches, None for all; None
+        where it is not here."""
+        return [cell.result for cell in self._last[:number]] if self._last else None
+
+    def take_sends(self) -> list[Work]:
+        """The sends that nobody has waited for, which are forgotten here."""
+        found: list[Work] = []
+        for cell in self.values():
+            for works in (cell.output_sends, cell.grad_sends):
+                if works:
+                    found += works
+                    works.clear()
+        return found
+
+    def empty(self) -> None:
+        """Forget what a call has given, and its results."""
+        for cell in self.values():
+            cell.batch = cell.extra = cell.target = cell.loss = cell.result = None
+            cell.loss_keywords = {}
+
+    def drop(self) -> None:
+        """Forget all: a call has failed, and nobody uses these cells again."""
+        for cell in self.values():
+            # The bound calls have these lists.
+            for works in (
+                *(cell.input_receives, cell.grad_receives),
+                *(cell.output_sends, cell.grad_sends),
+            ):
+                works.clear()
+            Cell.__init__(cell, cell.stage, cell.microbatch, cell.learned)
 
 
 class Stage:
@@ -55,9 +175,7 @@ class Stage:
         self.optimizer = optimizer
         self.sharded = self.replicas = None
         if isinstance(self.module, FSDPModule):
-            given = plan.arguments
-            free, weighs = given.gathers == "free", given.weigh is not None
-            self.sharded = Sharded(index, self.module, not plan.updates, free, weighs)
+            self.sharded = Sharded(index, self.module, plan.arguments, not plan.updates)
         if len(ranks := plan.local_holders(index)) > 1:
             self.replicas = Replicas(ranks, weights, plan.accelerator)
         self.buffers = Buffers(plan.trained[index])
@@ -158,9 +276,7 @@ def copy_of(tree: Any) -> Any:
             copies[key] = _aligned_copy(tensor)
         return copies[key]
 
-    if isinstance(tree, Tensor):
-        return copied(tree)
-    return tree if tree is None else tree_map_only(Tensor, copied, tree)
+    return tree_map_only(Tensor, copied, tree)
 
 
 _ALIGNMENT = 64
@@ -277,13 +393,7 @@ class Seeds:
     def of(self, step: int) -> list[int]:
         """The seeds of a step, by microbatch."""
         of_stage = _mixed(_mixed(self._seed ^ _mixed(step + 1)) ^ self._stage)
-        found = []
-        for microbatch in self._microbatches:  # `_mixed` written out: this runs at every step
-            mixed = ((of_stage ^ microbatch) + 0x9E3779B97F4A7C15) & _MASK
-            mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-            mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-            found.append(mixed ^ (mixed >> 31))
-        return found
+        return [_mixed(of_stage ^ microbatch) for microbatch in self._microbatches]
 
 
 def _mixed(number: int) -> int:

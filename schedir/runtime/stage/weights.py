@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import TypeAlias
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from schedir.graph.alive import StageVersions, weight_versions
 from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
-from schedir.runtime.accelerator import Accelerator, Mark
+from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.gradients.reduction import Barrier
 from schedir.runtime.memory import keep_apart
 
@@ -85,8 +86,7 @@ class StageWeights:
     ) -> None:
         self.newest = list(module.parameters())
         self._readers, self._accumulators = readers, accumulators
-        # Of each version, for which parameters they were made, and they.
-        self._held: dict[int, tuple[list[int], Sequence[object]]] = {}
+        self._held: dict[tuple[int, ...], Sequence[object]] = {}  # accumulators, by parameters
         self.stashes = bool(readers)
         self.latest = 0
         # A parameter may stand at several places of a module; all of them are swapped together.
@@ -129,9 +129,10 @@ class StageWeights:
         """Hold the accumulators of a version, which would end with the graphs that use them."""
         if self._accumulators is None:
             return
-        trained = [id(parameter) for parameter in parameters if parameter.requires_grad]
-        if self._held.get(id(parameters), ((), ()))[0] != trained:
-            self._held[id(parameters)] = trained, self._accumulators(parameters)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        key = tuple(map(id, trained))
+        if key not in self._held:
+            self._held[key] = self._accumulators(trained)
 
     def expect_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gradients go to these parameters now: the full ones of a sharded stage, or the newest,
@@ -159,18 +160,18 @@ class StageWeights:
         neighbours have or get: the next backward adds to it in place. Those of an older version go
         to the module's own parameters, past these parameters' hooks.
         """
-        copy = self._stashed.get(version)
-        if copy is None:
-            if self._without_gradient:  # else autograd has added to what was there
-                keep_apart(self._without_gradient, (*output_grads, *input_grads))
-                self._without_gradient = [p for p in self._without_gradient if p.grad is None]
-            self.collects = self.stashes or bool(self._without_gradient)
-            return
-        keep_apart(copy, (*output_grads, *input_grads))
-        for kept, parameter in zip(copy, self.newest, strict=True):
-            if kept.grad is not None:
-                _accumulate(parameter, kept.grad)
+        if version in self._stashed:
+            pairs = zip(self._stashed[version], self.newest, strict=True)
+            made = [(kept, parameter) for kept, parameter in pairs if kept.grad is not None]
+            # Autograd copies gradients that somebody else holds as well.
+            torch.autograd.backward([p for _, p in made], [kept.grad for kept, _ in made])
+            for kept, _ in made:
                 kept.grad = None
+            return
+        if self._without_gradient:  # else autograd has added to what was there
+            keep_apart(self._without_gradient, (*output_grads, *input_grads))
+            self._without_gradient = [p for p in self._without_gradient if p.grad is None]
+        self.collects = self.stashes or bool(self._without_gradient)
 
     def release(self, version: int) -> None:
         """A rank's last read of `version` is done; after that of all, its storage goes back to the
@@ -198,20 +199,6 @@ class StageWeights:
         self.install(NEWEST)
 
 
-def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
-    """What autograd's AccumulateGrad does, with the hooks that the user has on the parameter."""
-    with torch.no_grad():
-        for hook in tuple((parameter._backward_hooks or {}).values()):
-            changed = hook(grad)
-            grad = grad if changed is None else changed
-        if parameter.grad is None:
-            parameter.grad = grad
-        else:
-            parameter.grad += grad
-        for hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
-            hook(parameter)
-
-
 def _like(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
 
@@ -231,13 +218,10 @@ class Replicas:
 
     def begin(self) -> None:
         """A call begins: what the parameters have accumulated before is of the first rank."""
-        self._grads = self._none()
-        self._scaled = 0  # the steps whose sums are
         self._turn = self._ranks[0]
-        self._latest: Mark | None = None
-
-    def _none(self) -> dict[int, Sequence[Tensor | None]]:
-        return {rank: [None] * len(self._weights.newest) for rank in self._ranks}
+        self._others: dict[int, Sequence[Tensor | None]] = {}  # the gradients of the other ranks
+        self._scaled = 0  # the steps whose sums are
+        self._latest = self._accelerator.mark()
 
     def in_turn(self, run: Callable[[], object], rank: int | None = None) -> Callable[[], None]:
         """What uses the stage, one after the other; with `rank` it adds to that rank's gradients.
@@ -247,33 +231,29 @@ class Replicas:
         """
 
         def taken() -> None:
-            if self._latest is not None:
-                self._latest.wait()
+            self._latest.wait()
             if rank is not None and rank != self._turn:
                 self._give_turn(rank)
             run()
-            if self._accelerator.queues:
-                self._latest = self._accelerator.mark()
+            self._latest = self._accelerator.mark()
 
         return taken
 
     def _give_turn(self, rank: int) -> None:
         parameters = self._weights.newest
-        self._grads[self._turn] = [parameter.grad for parameter in parameters]
-        for parameter, grad in zip(parameters, self._grads[rank], strict=True):
+        self._others[self._turn] = [parameter.grad for parameter in parameters]
+        for parameter, grad in zip(parameters, self._others.pop(rank, repeat(None)), strict=False):
             parameter.grad = grad
         self._turn = rank
         self._weights.expect_gradients(parameters)
 
     def scale(self, step: int, scale: Callable[[], None]) -> None:
         """Before an OPTIM_STEP of that number: scale the sum, once for all ranks."""
-        if self._latest is not None:
-            self._latest.wait()
+        self._latest.wait()
         if self._scaled <= step:
             self._scaled = step + 1
             scale()
-            if self._accelerator.queues:
-                self._latest = self._accelerator.mark()
+            self._latest = self._accelerator.mark()
         for parameter in self._weights.newest:
             if parameter.grad is not None:
                 self._accelerator.used(parameter.grad)
@@ -283,23 +263,21 @@ class Replicas:
         first, *others = self._ranks
         self._give_turn(first)
         for rank in others:
-            for parameter, part in zip(self._weights.newest, self._grads[rank], strict=True):
+            grads = self._others.pop(rank, ())
+            for parameter, part in zip(self._weights.newest, grads, strict=False):
                 if part is not None:
                     self._accelerator.used(part)
                     if parameter.grad is not None:
                         self._accelerator.used(parameter.grad)
                     parameter.grad = part if parameter.grad is None else parameter.grad + part
-        self._grads = self._none()
-        if self._accelerator.queues:
-            self._latest = self._accelerator.mark()
+        self._latest = self._accelerator.mark()
 
     def restore(self) -> None:
         """A call is over: what is not summed yet becomes the parameters' `.grad` as well."""
-        if self._grads:
+        if self._others:
             self._sum()
-            self._grads = {}
 
     def reset(self) -> None:
         """A call has failed: nobody comes any more."""
         self.barrier.reset()
-        self._grads = {}
+        self._others = {}

@@ -9,7 +9,7 @@ counts, so that a wait that is missing shows even where all went well by chance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -17,6 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from schedir.runtime import accelerator
 from schedir.runtime.accelerator import Host
 from tests.runtime.streams.memory import Access, Block, Memory, Race, extent_of
 
@@ -42,7 +43,7 @@ class Stream:
 
 
 @attrs.frozen(eq=False)
-class Mark:
+class Mark(accelerator.Mark):
     """A point on a stream."""
 
     device: FakeDevice
@@ -114,14 +115,8 @@ class FakeDevice(Host):
         """The tensor's memory is not given out before the current stream is done with it."""
         self._block(tensor).users.add(self.current.number)
 
-    def to_host(self, tensor: Tensor) -> Callable[[], Tensor]:
-        copy, done = tensor.clone(), self.mark()
-
-        def fetched() -> Tensor:
-            done.synchronize()
-            return copy
-
-        return fetched
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
 
     def synchronize(self) -> None:
         for stream in self._streams:
