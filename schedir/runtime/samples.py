@@ -1,8 +1,19 @@
 """Weighs each microbatch by its share of the samples of its update, and the losses of a call alike.
 
-The backward of a microbatch's loss starts from its share. On a GPU, losses are copied to the host
-behind the GPU's work, and a separate thread sends them to the other processes. So only a reader of
-the losses waits for them.
+The backward of a microbatch's loss starts from its share, so every gradient is accumulated with the
+share that the last stage gave its microbatch. The shares of each of the last stage's OPTIM_STEPs
+add up to one. A stage that groups the microbatches in another way takes the mean over its own
+group: before it steps, it divides its sum by the sum of the group's shares. In 1F1B-RR (PipeDream,
+SOSP 2019, section 3.2), with two replicas of stage 0:
+
+    stage 1   0 | 1 | 2 | 3     a step for each: all shares are 1
+    stage 0   0   1 | 2   3     a step for two: their sum is 2, and the scale is a half
+
+Of n whole groups of the last stage the sum is n. Of a part of a group it is that part, as the
+microbatches of such a group must hold equally many samples.
+
+On a GPU, losses are copied to the host behind the GPU's work, and a separate thread sends them to
+the other processes. So only a reader of the losses waits for them.
 """
 
 from __future__ import annotations
@@ -18,6 +29,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
+from schedir.ir import Schedule
 from schedir.runtime.accelerator import Late
 from schedir.runtime.call import Call, CallLosses
 from schedir.runtime.microbatches import Microbatch, Pieces, rows
@@ -202,6 +214,21 @@ SUMS = (
     'reduction="mean", and pass count= if the mean is over something else than rows; or pass '
     "weigh=None to train on the sum of what loss_fn returns"
 )
+
+
+def share_sums(schedule: Schedule) -> dict[tuple[int, int], float]:
+    """The sums of the shares of the OPTIM_STEPs that apply other microbatches than those of the
+    loss stage."""
+    flow = graph_of(schedule)
+    turns = flow.turn[flow.weight_gradients]
+    sizes = np.bincount(turns[-1])
+    found = {}
+    for stage, own in enumerate(turns):
+        for step in range(own.max() + 1):
+            parts = np.bincount(turns[-1][own == step], minlength=len(sizes)) / sizes
+            if np.count_nonzero(parts) > 1 or parts.max() < 1:
+                found[stage, step] = float(parts.sum())
+    return found
 
 
 def check_loss(plan: Plan) -> None:

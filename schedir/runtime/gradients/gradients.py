@@ -8,17 +8,6 @@
 Who takes part in sums, ties and clipping is settled when the executor is made: processes compare
 what they hold, and make groups for it.
 
-Every gradient is accumulated with the share that the last stage gave its microbatch. The shares of
-each of the last stage's OPTIM_STEPs add up to one. A stage that groups the microbatches in another
-way takes the mean over its own group: before it steps, it divides its sum by the sum of the group's
-shares. In 1F1B-RR (PipeDream, SOSP 2019, section 3.2), with two replicas of stage 0:
-
-    stage 1   0 | 1 | 2 | 3     a step for each: all shares are 1
-    stage 0   0   1 | 2   3     a step for two: their sum is 2, and the scale is a half
-
-Of n whole groups of the last stage the sum is n. Of a part of a group it is that part, as the
-microbatches of such a group must hold equally many samples (`samples`).
-
 To clip, every process with a stage gets the norms of all stages: a sum of vectors, in which each
 process puts the norms of its stages, and zeros for the others. On a GPU they stay there.
 """
@@ -30,14 +19,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.ir import Schedule
 from schedir.runtime.accelerator import Late, Reach
 from schedir.runtime.gradients.copies import DriftCheck, copies_of_stages, copies_of_ties
 from schedir.runtime.gradients.nonfinite import NonFinite, Step
@@ -51,6 +38,7 @@ from schedir.runtime.gradients.reduction import (
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.failure import waiting
 from schedir.runtime.processes.groups import Group, Groups, in_turn
+from schedir.runtime.samples import share_sums
 from schedir.runtime.session import Claim, Session, agree
 from schedir.runtime.sharded import local
 
@@ -296,21 +284,6 @@ def _ties(
             if (groups := made.get(_purpose("ties", dict(tie)))) is not None:
                 elsewhere = Reduction([next(iter(held.values()))], *groups, "a tied parameter's")
             found.append(Tie(held, counted, elsewhere))
-    return found
-
-
-def share_sums(schedule: Schedule) -> dict[Step, float]:
-    """The sums of the shares of the OPTIM_STEPs that apply other microbatches than those of the
-    loss stage."""
-    flow = graph_of(schedule)
-    turns = flow.turn[flow.weight_gradients]
-    sizes = np.bincount(turns[-1])
-    found = {}
-    for stage, own in enumerate(turns):
-        for step in range(own.max() + 1):
-            parts = np.bincount(turns[-1][own == step], minlength=len(sizes)) / sizes
-            if np.count_nonzero(parts) > 1 or parts.max() < 1:
-                found[stage, step] = float(parts.sum())
     return found
 
 
