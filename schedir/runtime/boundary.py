@@ -23,7 +23,7 @@ from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import Action, Kind, Schedule
 from schedir.runtime.arguments import DESCRIBED, Declared
-from schedir.runtime.memory import Aliases, any_shared, attributes, is_plain
+from schedir.runtime.memory import Aliases, any_shared, attributes
 
 CONSTANTS = type(None), bool, int, float, str, torch.dtype, torch.Size
 """The types of what may stand beside tensors in a boundary."""
@@ -162,10 +162,6 @@ class Boundary:
             )
         return found
 
-    def is_of(self, output: Any) -> bool:
-        """Whether it is known to be the boundary of this output, which must be one plain tensor."""
-        return self.single and is_plain(output) and self.metas[0].describes(output)
-
     def structure(self, tensors: Sequence[Tensor]) -> Any:
         """The structure of tensors and constants."""
         if self.single:
@@ -270,6 +266,15 @@ EVERY: Collection[int] = range(sys.maxsize)
 
 
 @attrs.define(eq=False)
+class GradientsOf:
+    """The gradient that crosses a boundary for each of its tensors, None for no gradient. If they
+    are `masked`, different calls may have different gradients, and a mask travels with them."""
+
+    metas: Grads = ()
+    masked: bool = False
+
+
+@attrs.define(eq=False)
 class Learned:
     """The boundaries of one (stage, microbatch), its gradients, and what its module changes.
 
@@ -277,9 +282,8 @@ class Learned:
     stage, `after` for the last. `aliases` and `aliases_after` say what their tensors share memory
     with. With `spread` the entries of its input are separate arguments of the module.
 
-    `grads_in` describes the gradient that comes back for each tensor of `after`, `grads_out` the
-    gradient that is sent for each tensor of `before`; None for no gradient. If they are masked,
-    different calls may have different gradients, and a mask travels with them.
+    `grads_in` are the gradients that come back for the tensors of `after`, `grads_out` those that
+    are sent for the tensors of `before`.
 
     `changes_inputs` says which inputs the module changes in place; in the first stage it is one
     flag for the whole microbatch, once that is known. `changes_extra` and `changes_target` say
@@ -294,10 +298,8 @@ class Learned:
     aliases: Aliases = attrs.field(factory=dict)
     aliases_after: Aliases = attrs.field(factory=dict)
     spread: bool = False
-    grads_in: Grads = ()
-    grads_out: Grads = ()
-    masked_in: bool = False
-    masked_out: bool = False
+    grads_in: GradientsOf = attrs.field(factory=GradientsOf)
+    grads_out: GradientsOf = attrs.field(factory=GradientsOf)
     changes_inputs: tuple[bool, ...] = ()
     changes_extra: bool = True
     changes_target: bool = True
@@ -312,18 +314,13 @@ class Learned:
 
     def sends_back(self, grads: Sequence[Tensor | None]) -> None:
         """These are the gradients of the stage's input."""
-        self.grads_out = tuple([None if grad is None else meta_of(grad) for grad in grads])
+        metas = tuple([None if grad is None else meta_of(grad) for grad in grads])
+        self.grads_out.metas = metas
         self.other_layout = frozenset(
             number
-            for number, (meta, grad) in enumerate(
-                zip(self.before.metas, self.grads_out, strict=True)
-            )
+            for number, (meta, grad) in enumerate(zip(self.before.metas, metas, strict=True))
             if grad is not None and not (meta.contiguous and grad.contiguous)
         )
-
-    def largest(self) -> int:
-        """The bytes of the larger boundary: what one receive takes at most."""
-        return max(self.before.nbytes, self.after.nbytes)
 
 
 Lessons: TypeAlias = Mapping[tuple[int, int], Learned]
@@ -336,39 +333,26 @@ def mask_gradients(lessons: Lessons, schedule: Schedule, ranks: Iterable[int]) -
     It is decided by boundary and channel, because both ends of these have seen the same
     microbatches.
     """
-    channels: dict[tuple[object, ...], list[Learned]] = {}
+    channels: dict[tuple[object, ...], list[tuple[GradientsOf, Boundary]]] = {}
     for rank in ranks:
         for action in schedule.flat[rank]:
             if action.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD):
                 key = rank, graph_of(schedule).peer(action), action.kind, action.stage
                 assert action.microbatch is not None  # a transfer has one
-                channels.setdefault(key, []).append(lessons[action.stage, action.microbatch])
-    for (*_, kind, _), of_channel in channels.items():
-        if kind is Kind.SEND_GRAD:
-            differ = _differ([learned.grads_out for learned in of_channel])
-            for learned in of_channel:
-                learned.masked_out = learned.masked_out or differ
-                if learned.masked_out:
-                    learned.grads_out = _possible(learned.grads_out, learned.before)
-        else:
-            differ = _differ([learned.grads_in for learned in of_channel])
-            for learned in of_channel:
-                learned.masked_in = learned.masked_in or differ
-                if learned.masked_in:
-                    learned.grads_in = _possible(learned.grads_in, learned.after)
-
-
-def _differ(grads: Iterable[Grads]) -> bool:
-    """Whether some microbatches have gradients that others have not."""
-    return len({tuple([grad is not None for grad in found]) for found in grads}) > 1
-
-
-def _possible(grads: Grads, boundary: Boundary) -> Grads:
-    """All gradients that may come, in the layout of the tensors that they belong to."""
-    return tuple(
-        meta if grad is None and meta.requires_grad else grad
-        for grad, meta in zip(grads, boundary.metas, strict=True)
-    )
+                learned = lessons[action.stage, action.microbatch]
+                crossing = learned.grads_in, learned.after
+                if action.kind is Kind.SEND_GRAD:
+                    crossing = learned.grads_out, learned.before
+                channels.setdefault(key, []).append(crossing)
+    for of_channel in channels.values():
+        present = {tuple([meta is not None for meta in grads.metas]) for grads, _ in of_channel}
+        for grads, boundary in of_channel:
+            grads.masked |= len(present) > 1
+            if grads.masked:  # all that may come, in the layout of the tensors they belong to
+                grads.metas = tuple(
+                    meta if grad is None and meta.requires_grad else grad
+                    for grad, meta in zip(grads.metas, boundary.metas, strict=True)
+                )
 
 
 # A tuple's entries become positional arguments of a module, and a dict's keywords, if forward takes
@@ -403,18 +387,16 @@ def run_on(module: Callable[..., Any], given: Any, extra: Any, spread: bool) -> 
 
 
 def _arguments(given: Any, extra: Any, spread: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    positional: tuple[Any, ...] = (given,)
-    keywords: dict[str, Any] = {}
-    if spread:
-        positional = () if isinstance(given, Mapping) else tuple(given)
-        keywords = dict(given) if isinstance(given, Mapping) else {}
-    if isinstance(extra, Mapping):
-        keywords = {**keywords, **extra}
-    elif isinstance(extra, (tuple, list)):
-        positional = (*positional, *extra)
-    elif extra is not None:
-        positional = (*positional, extra)
-    return positional, keywords
+    positional, keywords = _entries(given if spread else (given,))
+    others, named = _entries(() if extra is None else extra)
+    return (*positional, *others), {**keywords, **named}
+
+
+def _entries(given: Any) -> tuple[Iterable[Any], Mapping[str, Any]]:
+    """The entries of a structure, by position and by keyword."""
+    if isinstance(given, Mapping):
+        return (), given
+    return given if isinstance(given, (tuple, list)) else (given,), {}
 
 
 def held_by(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
@@ -432,17 +414,10 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-class Watched:
-    """Watches tensors for changes in place, from here on.
+def changes_of(tensors: Iterable[Tensor]) -> Callable[[], list[bool]]:
+    """Watch tensors from here on; returns a function that says which have changed in place.
 
     Tensors made in inference mode do not count changes; they are taken to be changed.
     """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.tensors = list(tensors)
-        self._versions = [None if x.is_inference() else x._version for x in self.tensors]
-
-    def changed(self) -> list[bool]:
-        """Which have been."""
-        pairs = zip(self.tensors, self._versions, strict=True)
-        return [version is None or tensor._version != version for tensor, version in pairs]
+    watched = [(x, None if x.is_inference() else x._version) for x in tensors]
+    return lambda: [version is None or x._version != version for x, version in watched]

@@ -8,8 +8,9 @@ of their own, or go by `Control.described` if the transport has none.
 from __future__ import annotations
 
 import copy
+import sys
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import ClassVar, Protocol, TypeAlias
 
@@ -124,19 +125,11 @@ class GlooTransport(Transport):
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send."""
-        try:
-            work: Work = self._to[peer].backend.send([tensor], self._numbers[peer], self._tag)
-        except RuntimeError as error:
-            raise WaitError(error) from error
-        return work
+        return self._to[peer].send([tensor], self._numbers[peer], self._tag)
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
-        try:
-            work: Work = self._from[peer].backend.recv([buffer], self._numbers[peer], self._tag)
-        except RuntimeError as error:
-            raise WaitError(error) from error
-        return work
+        return self._from[peer].recv([buffer], self._numbers[peer], self._tag)
 
 
 @attrs.define(eq=False)
@@ -162,8 +155,8 @@ class InProcessTransport:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._sent: dict[tuple[int, int, int], deque[End]] = {}
-        self._posted: dict[tuple[int, int, int], deque[End]] = {}
+        # By ranks, tag, and whether they send: the ends that have met no other end.
+        self._waiting: dict[tuple[int, int, int, bool], deque[End]] = {}
 
     def of(self, rank: int) -> Endpoint:
         """The transfers of one rank."""
@@ -171,16 +164,15 @@ class InProcessTransport:
 
     def clear(self) -> None:
         """After a step that failed, drop the ends that have met no other end."""
-        self._sent.clear()
-        self._posted.clear()
+        self._waiting.clear()
 
     def post(self, channel: tuple[int, int, int], tensor: Tensor, sends: bool) -> Work:
         """Post one end; the j-th send of a channel meets its j-th receive."""
-        end = End(tensor, self._now())
-        own, other = (self._sent, self._posted) if sends else (self._posted, self._sent)
-        waiting = other.get(channel)
+        mark = self._accelerator.mark if self._accelerator.queues else None
+        end = End(tensor, mark and mark())
+        waiting = self._waiting.get((*channel, not sends))
         if not waiting:
-            own.setdefault(channel, deque()).append(end)
+            self._waiting.setdefault((*channel, sends), deque()).append(end)
             return end
         met = waiting.popleft()
         source, target = (end, met) if sends else (met, end)
@@ -195,12 +187,8 @@ class InProcessTransport:
                 # The other rank's stream may free it before this one has come to the copy.
                 self._accelerator.used(met.tensor)
         target.tensor.detach().copy_(source.tensor.detach())
-        end.copied = met.copied = self._now()
+        end.copied = met.copied = mark and mark()
         return end
-
-    def _now(self) -> Mark | None:
-        """A mark on the current stream, where there are streams."""
-        return self._accelerator.mark() if self._accelerator.queues else None
 
 
 @attrs.frozen
@@ -281,24 +269,17 @@ class NcclTransport(Transport):
         groups: Groups,
     ) -> None:
         self._rank = rank
-        self._lanes: dict[Channel, _Lane] = {}
+        self._lanes: dict[Channel, Callable[[Sequence[Post]], Iterable[Work]]] = {}
         for channels in communicators:
             if rank not in (ranks := ranks_of(channels)):
                 continue
             members = sorted(processes[rank] for rank in ranks)
             positions = {rank: members.index(processes[rank]) for rank in ranks}
-            listed = ",".join(f"{processes[s]}-{processes[t]}" for s, t in channels)
-            asked = Asked(f"channel/{listed}", tuple(members), sums=False)
-            # What is posted first makes the communicator, and connects the ends of the channels.
-            ends = [
-                (target if sends else source, sends)
-                for source, target in channels
-                for sends in (True, False)
-                if rank == (source if sends else target)
-            ]
-            warm_up = partial(_warm_up, positions=positions, ends=ends, device=device)
-            lane = _Lane(groups.ask(asked, warm_up), positions)
-            self._lanes.update(dict.fromkeys(channels, lane))
+            ends = tuple((processes[source], processes[target]) for source, target in channels)
+            listed = ",".join(f"{source}-{target}" for source, target in ends)
+            asked = Asked(f"channel/{listed}", tuple(members), ends)
+            post = partial(_post, groups.ask(asked, device), positions)
+            self._lanes.update(dict.fromkeys(channels, post))
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send, after the compute that is queued."""
@@ -312,32 +293,15 @@ class NcclTransport(Transport):
         """Post several as one, on the communicator that their channels share."""
         own = self._rank
         channels = [(own, post.peer) if post.sends else (post.peer, own) for post in posts]
-        (lane,) = {self._lanes[channel] for channel in channels}
-        return [*lane.post(posts)]
+        (post,) = {self._lanes[channel] for channel in channels}
+        return [*post(posts)]
 
 
-@attrs.frozen(eq=False)
-class _Lane:
-    """A communicator, with the `positions` of ranks in it."""
-
-    group: NcclGroup
-    positions: dict[int, int]
-
-    def post(self, posts: Sequence[Post]) -> Sequence[dist.Work]:
-        own = [Post(_carried(p.tensor), self.positions[p.peer], p.sends) for p in posts]
-        # One work of all, which may be waited for more than once.
-        return [self.group.together(own)] * len(own)
-
-
-def _warm_up(
-    group: NcclGroup,
-    positions: dict[int, int],
-    ends: Sequence[tuple[int, bool]],
-    device: torch.device,
-) -> Sequence[dist.Work]:
-    """Post a number at each of these ends, given by the peer and by whether it sends."""
-    posts = [Post(torch.zeros(1, device=device), peer, sends) for peer, sends in ends]
-    return _Lane(group, positions).post(posts)
+def _post(group: NcclGroup, positions: dict[int, int], posts: Sequence[Post]) -> list[dist.Work]:
+    """Post several as one on a communicator in which ranks have these `positions`."""
+    own = [Post(_carried(p.tensor), positions[p.peer], p.sends) for p in posts]
+    # One work of all, which may be waited for more than once.
+    return [group.together(own)] * len(own)
 
 
 def _carried(tensor: Tensor) -> Tensor:
@@ -386,3 +350,157 @@ def communicators(
 def ranks_of(channels: Iterable[Channel]) -> tuple[int, ...]:
     """The ranks at the ends of channels, in order."""
     return tuple(sorted({rank for channel in channels for rank in channel}))
+
+
+@attrs.define(eq=False)
+class _Part:
+    """A transfer that keeps its tensor until it is waited for; a plain work might not.
+
+    The part of a batch has its `work` once that is posted; several may wait for it.
+    """
+
+    tensor: Tensor | None
+    work: Work | None = None
+
+    def wait(self) -> bool:
+        """Wait until it is done."""
+        work, self.work, self.tensor = self.work, None, None
+        if work is not None:
+            work.wait()
+        return True
+
+
+@attrs.frozen(eq=False)
+class _Whole:
+    """The works of a batch: a consumer of one of its receives waits for all."""
+
+    parts: Sequence[_Part]
+
+    def wait(self) -> bool:
+        """Wait until all of it is done."""
+        return all(part.wait() for part in self.parts)
+
+
+class Batch:
+    """Stands in for the transport, collects what the actions of an entry post, and posts it as one.
+
+    (0SEND_ACT1;0RECV_GRAD0)    0SEND_ACT1, 0RECV_GRAD0, post    each says what it posts
+    """
+
+    def __init__(self, poster: BatchPoster) -> None:
+        self._poster = poster
+        self._posts: list[Post] = []
+        self._parts: list[_Part] = []
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        """Take a send. Waiting for it waits for nothing else: it may be known to have arrived when
+        the rest has not."""
+        return self._take(Post(tensor, peer, sends=True))
+
+    def receive(self, buffer: Tensor, peer: int) -> Work:
+        """Take a receive."""
+        self._take(Post(buffer, peer, sends=False))
+        return _Whole(self._parts)
+
+    def _take(self, post: Post) -> _Part:
+        self._posts.append(post)
+        self._parts.append(_Part(post.tensor))
+        return self._parts[-1]
+
+    def post(self) -> None:
+        """Post what has been taken."""
+        posts, parts = self._posts, self._parts
+        self._posts, self._parts = [], []
+        if posts:
+            for part, work in zip(parts, self._poster.together(posts), strict=True):
+                part.work = work
+
+
+_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def _users(buffer: Tensor) -> tuple[int, int]:
+    """The number of references to a tensor's memory: from tensors, and from Python."""
+    storage = buffer.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_NOBODY = _users(torch.empty(1))
+
+
+class Pool:
+    """The buffers of one rank, whose stream is the one that uses them.
+
+    On a GPU a transport has its own streams. Memory that it has used is given out again only when
+    the host has seen that stream pass, but the host may be a whole step ahead of the GPU, with all
+    that is sent and received in a step. A buffer of the pool is free as soon as its last use is
+    *queued*: what is posted next waits on the GPU for everything on the rank's stream by then.
+
+        host          RECV0 → a   F0   B0   RECV1 → a   F1        a is free once B0 has been queued
+        rank's stream             F0   B0 ──┐
+        transport's   RECV0 → a             └── RECV1 → a         and is filled after it
+
+    A buffer is free when nothing refers to its memory: no cell, no graph, no send under way, and
+    not the module, which may keep its input, or a view of it. So a tensor that the module keeps is
+    never overwritten. If the module uses it on its own streams, the module has to wait for these.
+
+    It keeps as many of each layout as are in use at the same time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: dict[_Layout, list[Tensor]] = {}
+        self._taken: set[_Layout] = set()
+
+    def empty(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], *, dtype: torch.dtype
+    ) -> Tensor:
+        """A buffer to receive a tensor into. Drop all references to give it back."""
+        layout = shape, stride, dtype
+        self._taken.add(layout)
+        buffers = self._buffers.setdefault(layout, [])
+        found = next((buffer for buffer in buffers if _users(buffer) == _NOBODY), None)
+        if found is None:
+            found = torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+            buffers.append(found)
+        return found.data  # a fresh tensor on the same memory
+
+    def trim(self) -> None:
+        """After a call whose sends have arrived, drop buffers that somebody has kept, and layouts
+        that were not used."""
+        taken, self._taken = self._taken, set()
+        self._buffers = {
+            layout: [buffer for buffer in buffers if _users(buffer) == _NOBODY]
+            for layout, buffers in self._buffers.items()
+            if layout in taken
+        }
+
+
+@attrs.frozen(eq=False)
+class FromBuffers:
+    """Posts sends from buffers of a pool, but tensors on the host as they are. So an output can be
+    freed at once; otherwise its memory would be held until the host has seen the send."""
+
+    poster: BatchPoster
+    pool: Pool
+
+    def send(self, tensor: Tensor, peer: int) -> Work:
+        """Post a send of a copy."""
+        buffer = self._copy(tensor)
+        return _Part(buffer, self.poster.send(buffer, peer))
+
+    def together(self, posts: Sequence[Post]) -> list[Work]:
+        """Post several, of sends copies."""
+        own = [attrs.evolve(p, tensor=self._copy(p.tensor)) if p.sends else p for p in posts]
+        works = self.poster.together(own)
+        return [_Part(post.tensor, work) for work, post in zip(works, own, strict=True)]
+
+    def receive(self, buffer: Tensor, peer: int) -> Work:
+        """Post a receive."""
+        return self.poster.receive(buffer, peer)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != self.pool.device.type:
+            return tensor
+        buffer = self.pool.empty(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)
+        return buffer.copy_(tensor.detach())

@@ -21,7 +21,7 @@ from schedir.runtime.engine import Engine
 from schedir.runtime.gradients import copies
 from schedir.runtime.plan import Choice, transport_for
 from schedir.runtime.processes.groups import Group
-from schedir.runtime.program import first_call
+from schedir.runtime.program import transfers
 from schedir.runtime.transports import GlooTransport, Work
 
 META = torch.device("meta")
@@ -136,7 +136,7 @@ def far_meta(monkeypatch: pytest.MonkeyPatch) -> FarDevice:
         real = getattr(GlooTransport, name)
         monkeypatch.setattr(GlooTransport, name, _of_something(real))
     # What first calls send goes through the host, on purpose.
-    monkeypatch.setattr(first_call, "_bytes_of", _made_up)
+    monkeypatch.setattr(transfers, "_bytes_of", _made_up)
     return _stand_for(META, monkeypatch)
 
 

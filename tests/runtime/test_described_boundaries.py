@@ -22,7 +22,7 @@ from schedir.passes import offload
 from schedir.runtime import Executor, plan
 from schedir.runtime.boundary import Boundary, boundary_of
 from schedir.runtime.call import STEP, Now
-from schedir.runtime.program.first_call import Message, Messenger
+from schedir.runtime.program.transfers import Message, Messenger
 from schedir.runtime.transports import Work
 from tests.built_in import EVERY
 from tests.runtime.features import (
@@ -326,6 +326,8 @@ class Letters:
     def __init__(self) -> None:
         self.now, self.firsts, self.rests = Now([0]), Loop(), Loop()
         self._posted = Messenger(self.firsts, self.rests, torch.device("cpu"), self.now)
+        self._coming: dict[str, Work] = {}
+        self._came: list[Message] = []
 
     def send(self, number: int, **tensors: Tensor) -> None:
         """Send one tensor a message in a call, by key."""
@@ -335,12 +337,13 @@ class Letters:
 
     def give(self, key: str, boundary: Boundary, tensor: Tensor) -> None:
         """Send a tensor in the current call."""
-        self._posted.expect((key, 0, 0), 0)
+        self._coming[key] = self._posted.expect((key, 0, 0), 0, self._came.append)
         self._posted.send((key, 0, 0), Message(boundary, boundary.metas, (tensor,)), 0)
 
     def take(self, key: str) -> tuple[Boundary, Tensor]:
         """What was sent beside the tensor, and the tensor."""
-        message = self._posted.take((key, 0, 0), 0)
+        self._coming.pop(key).wait()
+        message = self._came.pop()
         (tensor,) = message.tensors
         return message.beside, tensor
 

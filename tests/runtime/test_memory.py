@@ -21,8 +21,7 @@ from schedir.runtime import Executor, plan
 from schedir.runtime.accelerator import Host
 from schedir.runtime.boundary import TensorMeta, meta_of
 from schedir.runtime.program import program
-from schedir.runtime.program.transfers import Batch, FromBuffers, Pool
-from schedir.runtime.transports import Work
+from schedir.runtime.transports import Batch, FromBuffers, Pool, Work
 from tests.literals import listed
 from tests.runtime.kit import (
     MSE,

@@ -22,8 +22,8 @@ import schedir
 from schedir import Action, Kind, Schedule
 from schedir.ir import flat
 from schedir.passes import offload, strip_communication
-from schedir.runtime import Executor
-from schedir.runtime.program import compiler, compute, transfers
+from schedir.runtime import Executor, transports
+from schedir.runtime.program import compiler, compute
 from schedir.runtime.program.compute import Pair
 from schedir.runtime.transports import End
 from tests.built_in import NAMES, SYNCHRONOUS, variants
@@ -289,7 +289,7 @@ def test_gradients_that_share_memory_are_found(monkeypatch: pytest.MonkeyPatch) 
     """A gradient that is on its way must not be added to by the next microbatch, where it is not a
     copy that goes."""
     monkeypatch.setattr(compiler, "FromBuffers", lambda transport, pool: transport)
-    monkeypatch.setattr(transfers.Pool, "empty", torch.empty_strided)
+    monkeypatch.setattr(transports.Pool, "empty", torch.empty_strided)
     for module in ("stage.weights", "stage.split_backward"):
         monkeypatch.setattr(f"schedir.runtime.{module}.keep_apart", lambda *_: None)
     stages = [aliasing.Positions() for _ in range(2)]
@@ -298,7 +298,7 @@ def test_gradients_that_share_memory_are_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_buffer_that_is_used_again_too_soon_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_users", lambda _: transfers._NOBODY)
+    monkeypatch.setattr(transports, "_users", lambda _: transports._NOBODY)
     races = Run(built("1f1b", 2, 3), communicators=True).on(FakeDevice())
     assert ("1RECV_ACT1", "1F0") in tokens(races)
 

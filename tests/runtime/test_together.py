@@ -18,8 +18,7 @@ from schedir.runtime import Executor
 from schedir.runtime.processes.groups import Post
 from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.program.transfers import Batch
-from schedir.runtime.transports import Endpoint, Work, wait_for
+from schedir.runtime.transports import Batch, Endpoint, Work, wait_for
 from tests.literals import listed
 from tests.runtime.kit import (
     MSE,

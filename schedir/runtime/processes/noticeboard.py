@@ -1,8 +1,9 @@
-"""The noticeboard of an executor: where each process stands, and notes for all, as the verdict.
+"""What processes tell each other outside of any group: hello, where they stand, who is to blame.
 
-Each process maps a small file of its own, in memory that outlives it, and stores its place there
-before each bound call, as one number. The other processes of its host read the file when something
-has gone wrong, even after a SIGKILL. Other hosts are told through the store:
+On the noticeboard of an executor are the places of all processes, and notes, as the verdict. Each
+process maps a small file of its own, in memory that outlives it, and stores its place there before
+each bound call, as one number. The other processes of its host read the file when something has
+gone wrong, even after a SIGKILL. Other hosts are told through the store:
 
     /dev/shm/schedir-places-1f…/0   code   call   step   heartbeats   state   process id  busy times
                                /1   code = number of the bound call, index of the entry, phase
@@ -17,19 +18,37 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from time import monotonic_ns, time, time_ns
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import torch.distributed as dist
 from attrs import astuple, frozen
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, unlisted
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, unlisted
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from schedir.diagnosis import Root
 from schedir.diagnosis.verdict import HANDSHAKE, Phase, Position
+from schedir.errors import ExecutionError, SchedirError
 from schedir.ir.tokens import parse_action
+from schedir.runtime.processes.failure import (
+    Patience,
+    WaitError,
+    describe,
+    end_quietly,
+    interface_advice,
+    record,
+    waiting,
+)
+from schedir.runtime.processes.grid import slices_of
 
 Words: TypeAlias = "list[int] | memoryview[int]"
 CODE, CALL, STEP, BEAT, TOLD, STATE, PROCESS = range(7)
@@ -131,6 +150,11 @@ class Noticeboard:
         self.words[PROCESS] = os.getpid()
         self.beat()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the processes have come together."""
+        return self._folder is not None
+
     def beat(self) -> None:
         """Say that this process answers."""
         self.words[BEAT] = monotonic_ns()
@@ -178,7 +202,7 @@ class Noticeboard:
 
     def _noted(self, name: str) -> str:
         """The note of this name, of a host or of the others; empty if there is none."""
-        return self._look_up(name, True, self._folder is None or bool(self.far)).decode()
+        return self._look_up(name, True, not self.is_open or bool(self.far)).decode()
 
     def give(self, verdict: Verdict) -> Verdict:
         """Give the verdict, unless there is one; returns the one that stands."""
@@ -249,3 +273,104 @@ def _remove_unless_used(folder: Path) -> None:
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
+
+
+# What processes tell each other before there is any group.
+
+MAKING = "all ranks to make their executors"
+"""What is waited for as an executor is made, in words."""
+_NOT_ALL = "making the executor: not all processes have come together"
+_SOON = timedelta(seconds=5)
+_kept: list[Store] = []  # until this process ends, so that others can read why
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def named(everyone: tuple[int, ...]) -> str:
+    """The name of the next groups of these processes. All of them have made, or tried to make, the
+    same number together, so they use the same keys, and none of a job before torchrun's restart."""
+    _made[everyone] += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"schedir/{attempt}/{everyone}/{_made[everyone]}"
+
+
+def hello(
+    store: Store, everyone: Sequence[int], own: int, said: Any, timeout: timedelta
+) -> list[Any]:
+    """Tell all processes something that JSON can hold, as process `own`, before there is any group,
+    and wait for what they tell, in the order of `everyone`.
+
+    Raises WaitError, with those that have not come, if they don't in time; ExecutionError if one of
+    them can't make its executor.
+    """
+    board = Noticeboard(store)
+    keys = [f"hello/{number}" for number in everyone]
+    with waiting(MAKING, interface_advice()):
+        store.set(f"hello/{own}", json.dumps(said))
+        try:
+            patience = Patience(timeout, board.has_failed)
+            patience.until(lambda: store.check(keys), lambda: MAKING, over_network=True)
+        except WaitError as stalled:
+            verdict = None if stalled.timed_out else board.verdict()
+            if verdict is not None:
+                line = f"{_NOT_ALL}: process {everyone[verdict.by]}: {verdict.reason}"
+                raise ExecutionError(line, one_line=True) from None
+            away = (key.replace("hello/", "process ") for key in keys if not store.check([key]))
+            advice = (
+                f"missing: {', '.join(away)}; make the executor on all of them, with a mesh of the "
+                "same processes"
+            )
+            stalled.advice = "; ".join(filter(None, (advice, interface_advice())))
+            raise
+        return [json.loads(store.get(key)) for key in keys]
+
+
+@contextmanager
+def declining(
+    mesh: DeviceMesh | None, pipeline_dim: str, data_dims: Sequence[str]
+) -> Iterator[None]:
+    """Inside, an error is told to the other processes, so that they don't wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, SchedirError) else describe(error)
+        # It may not be one of several, or be alone yet.
+        with suppress(RuntimeError, ValueError, SchedirError):
+            if dist.is_initialized():
+                store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
+            else:
+                store, rank, world = next(rendezvous("env://", timeout=_SOON))
+            everyone = tuple(range(world))
+            if mesh is not None:
+                slices = slices_of(mesh, pipeline_dim, data_dims)
+                everyone = tuple(sorted(slices.flatten().tolist()))
+            store = PrefixStore(named(everyone), store)
+            if len(everyone) > 1:
+                _kept.append(store)
+                Noticeboard(store).give(Verdict((), reason, everyone.index(rank)))
+        raise
+
+
+def init_process_group(timeout: timedelta | None) -> None:
+    """Join the ranks that torchrun has started.
+
+    Raises ExecutionError if they don't come in time, or if one of them can't make its executor.
+    """
+    limit = default_pg_timeout if timeout is None else timeout
+    store, rank, world = next(rendezvous("env://", timeout=default_pg_timeout))
+    # gloo would find the addresses of an earlier group of this job, or of the run before a restart.
+    store = PrefixStore(named(tuple(range(world))), store)
+    try:
+        hello(store, range(world), rank, None, limit)
+        with waiting(advice=interface_advice()):
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world, timeout=timeout
+            )
+    except (WaitError, ExecutionError) as error:
+        found = error
+        if isinstance(error, WaitError):
+            advice = error.advice if error.timed_out else ""
+            line = "; ".join(filter(None, (f"{_NOT_ALL}: {error}", advice)))
+            found = ExecutionError(line, cause=error.cause, one_line=True)
+        record(found)
+        end_quietly()
+        raise found from None

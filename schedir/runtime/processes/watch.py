@@ -67,17 +67,16 @@ def host() -> str:
 class Watch:
     """Watches the other processes of an executor, in all its pipelines.
 
-    `processes` are the process ids of all and `own` the number of this one. `empty` makes the
-    standing of what all run now, without their positions. `timeout` is in seconds.
+    `own` is the number of this one, and `others` has the process ids of those that can be watched.
+    `empty` makes the standing of what all run now, without their positions. `timeout` is in
+    seconds.
     """
 
     board: Noticeboard
-    _processes: Sequence[int]
     own: int
     empty: Callable[[], Standing]
     timeout: float
-    others: dict[int, int] = field(init=False)
-    """The process ids of those that can be watched, by number."""
+    others: dict[int, int] = field(factory=dict)
     verdict: Verdict | None = None
     stops_on_signal: bool = False  # otherwise SIGTERM ends the process
     stop: bool = False  # some process has got it
@@ -86,11 +85,6 @@ class Watch:
     _leave_at: float = field(factory=lambda: monotonic() + GRACE)
     _looked: float = 0.0
     _still: tuple[object, float] = None, 0.0  # where this process stands, and since when
-
-    def __attrs_post_init__(self) -> None:
-        away = self.board.far | {self.own}
-        can = hasattr(os, "pidfd_open")
-        self.others = {n: p for n, p in enumerate(self._processes) if can and n not in away}
 
     @property
     def _no_progress(self) -> str:
@@ -232,7 +226,7 @@ class Watch:
         return Root(number, at.call, None, None, f"lost its connection to rank {other}", at.step)
 
     def _places(self) -> dict[int, Place]:
-        return {number: self.board.read(number) for number in range(len(self._processes))}
+        return {number: self.board.read(number) for number in sorted({*self.empty().ranks})}
 
     def _give(self, verdict: Verdict, standing: Standing, lines: Sequence[str] = ()) -> Verdict:
         """Give a verdict, unless another process was first; returns the one that stands."""

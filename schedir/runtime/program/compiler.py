@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import count, takewhile
 
 import attrs
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from schedir.errors import ExecutionError
@@ -27,7 +28,6 @@ from schedir.ir import (
     COMMUNICATION,
     COMPLETES_GRADIENTS,
     COMPUTE,
-    CONSUMES,
     COPIES,
     GATHERS,
     READS_WEIGHTS,
@@ -38,6 +38,7 @@ from schedir.ir import (
     Together,
 )
 from schedir.runtime.accelerator import Accelerator, Streams
+from schedir.runtime.arguments import Declared
 from schedir.runtime.boundary import crossed
 from schedir.runtime.call import Now
 from schedir.runtime.gradients.gradients import Gradients
@@ -47,22 +48,14 @@ from schedir.runtime.program.compute import (
     backward,
     backward_input,
     backward_weight,
+    first_forward,
     forward,
     forwards_aside,
     hand_back,
+    learn_gradients,
     optim_step,
     recompute,
     wait_of,
-)
-from schedir.runtime.program.first_call import (
-    FirstCall,
-    Messenger,
-    describe_activations,
-    describe_gradients,
-    first_forward,
-    learn_gradients,
-    take_activations,
-    take_gradients,
 )
 from schedir.runtime.program.instruction import Bound, Instruction, Observer, nothing
 from schedir.runtime.program.offloading import (
@@ -72,22 +65,19 @@ from schedir.runtime.program.offloading import (
     saving,
     using,
 )
-from schedir.runtime.program.transfers import (
-    Batch,
-    FromBuffers,
-    Make,
-    Pool,
-    post_of,
-    receive_activations,
-    receive_gradients,
-    send_activations,
-    send_gradients,
-    waiting,
-)
+from schedir.runtime.program.transfers import TRANSFERS, Link, Messenger, waiting
 from schedir.runtime.sharded import Sharded, settle
 from schedir.runtime.stage.stage import Cell, Cells, Stage
 from schedir.runtime.stage.weights import StageWeights
-from schedir.runtime.transports import BatchPoster, Poster, Transport, Work
+from schedir.runtime.transports import (
+    Batch,
+    BatchPoster,
+    FromBuffers,
+    Pool,
+    Poster,
+    Transport,
+    Work,
+)
 
 
 @attrs.frozen
@@ -95,16 +85,20 @@ class Parts:
     """The parts that actions are bound to.
 
     `now` is the current call, which `trains` or not. `gradients` has the work before OPTIM_STEPs.
-    `first` is for described boundaries. `observers` watch every run. `beside` sends values from
-    host to host; None if the transport of the payloads does that too. `streams` are those of the
-    ranks, and side streams. `pools` are the buffers that ranks send from and receive into.
+    `messengers` send and take the messages of the ranks here. Boundaries, by the stage before, are
+    `described` in every call, or `declared` by an example instead. `observers` watch every run.
+    `beside` sends values from host to host; None if the transport of the payloads does that too.
+    `streams` are those of the ranks, and side streams. `pools` are the buffers that ranks send from
+    and receive into.
     `copiers` move offloaded tensors.
     """
 
     accelerator: Accelerator
     stages: Mapping[int, Stage]
     gradients: Gradients
-    first: FirstCall
+    messengers: Mapping[int, Messenger]
+    described: Collection[int]
+    declared: Mapping[int, Declared]
     observers: Sequence[Observer]
     beside: Poster | None
     trains: bool
@@ -134,116 +128,129 @@ class RankList:
         described: Collection[int],
     ) -> None:
         self._parts, self._stages, self._now = parts, parts.stages, parts.now
-        self._graph, self._rank, self._listed_at = graph_of(schedule), rank, listed_at
-        self._cells, self._autocast, self._described = cells, autocast, described
+        self._rank, self._listed_at = rank, listed_at
+        self._autocast, self._described = autocast, described
         self._entries, self._actions = schedule.actions[rank], schedule.flat[rank]
-        self._versions: Mapping[int, StageVersions] = weight_versions(schedule.columns, rank)
-        self._arrived = arrivals(schedule, rank)
-        self._beside = self._parts.beside or transport
-        self._batches = {
-            a: e.actions for e in self._entries if isinstance(e, Together) for a in e.actions
+        start, end = schedule.columns.starts[rank : rank + 2].tolist()
+        self._peers = graph_of(schedule).peers[start:end].tolist()
+        # By turn, which numbers the actions.
+        self._cells = {
+            turn: cells[action.stage, action.microbatch]
+            for turn, action in enumerate(self._actions)
+            if action.microbatch is not None
         }
+        self._listed = {(action.kind, action.stage, action.microbatch) for action in self._actions}
+        self._versions: Mapping[int, StageVersions] = weight_versions(schedule.columns, rank)
+        self._awaited, self._arrived = awaited(schedule, rank), arrivals(schedule, rank)
         self._came: Counter[Barrier] = Counter()
-        self._poster: BatchPoster = transport
         self._gathered = first_uses(self._actions)
         self._early = early_additions(self._actions)
-        accelerator = self._parts.accelerator
-        self._make: Make = partial(torch.empty_strided, device=accelerator.device)
-        if accelerator.queues:
-            pool = self._parts.pools.setdefault(rank, Pool(accelerator.device))
-            self._poster, self._make = FromBuffers(transport, pool), pool.empty
+        device = parts.accelerator.device
+        self._poster: BatchPoster = transport
+        make: Callable[..., Tensor] = partial(torch.empty_strided, device=device)
+        if parts.accelerator.queues:
+            pool = parts.pools.setdefault(rank, Pool(device))
+            self._poster, make = FromBuffers(transport, pool), pool.empty
+        self._link = Link(self._poster, parts.beside or transport, make)
 
     def instructions(self) -> Sequence[Instruction]:
         """The instructions, in the order of the list."""
         aside = forwards_aside(self._entries)
         found: list[Instruction] = []
-        turn = 0
+        turns = count()
         for index, entry in enumerate(self._entries):
-            parts = entry.actions if isinstance(entry, Together) else (entry,)
-            batch = None
-            if len(parts) > 1 and parts[0].kind in COMMUNICATION:
-                batch = Batch(self._poster)
-            made: list[Instruction] = []
-            for action in parts:
-                made += self._made(index, turn, action, batch or self._poster)
-                turn += 1
-            if batch is not None:
-                made.append(post_of(batch, made))
-            elif len(parts) > 1:
-                wait, made[1] = wait_of(made[1]), attrs.evolve(made[1], wait=None)
-                if self._parts.accelerator.queues:
-                    made = self._abreast(made, index in aside)
-                made.insert(0, wait)
-            found += made
+            if not isinstance(entry, Together):
+                found += self._made(index, next(turns), self._link)
+                continue
+            batch = Batch(self._poster)
+            link = attrs.evolve(self._link, poster=batch)
+            made = [one for _ in entry.actions for one in self._made(index, next(turns), link)]
+            if entry.actions[0].kind in COMMUNICATION:
+                post = attrs.evolve(made[0], run=batch.post, listed=False, parts=[*made])
+                found += [*made, post]
+                continue
+            wait, made[1] = wait_of(made[1]), attrs.evolve(made[1], wait=None)
+            if self._parts.accelerator.queues:
+                made = self._abreast(made, index in aside)
+            found += [wait, *made]
         return found
 
-    def _made(self, index: int, turn: int, action: Action, poster: Poster) -> Iterator[Instruction]:
-        """The instructions of one action: the action itself, and the work before it."""
-        place = self._rank, index, self._listed_at[index], action
-        stage = self._stages[action.stage]
-        if action.kind is Kind.OPTIM_STEP:
+    def _made(self, index: int, turn: int, link: Link) -> Iterator[Instruction]:
+        """The instructions of the action at a turn: the action itself, and the work before it."""
+        action = self._actions[turn]
+        make = partial(Instruction, self._rank, index, self._listed_at[index], action)
+        stage, kind, cell = self._stages[action.stage], action.kind, self._cells.get(turn)
+        if kind is Kind.OPTIM_STEP:
             if self._parts.gradients.updates:
                 if not turn or self._actions[turn - 1].kind is not Kind.OPTIM_STEP:
-                    yield from self._before_steps(place, turn)
-                step = self._step(action.stage, turn)
-                run = optim_step(stage, step, self._now)
-                yield self._in_turn(Instruction(*place, run, computes=True, stage=stage), False)
-        elif stage.sharded is not None and action.kind in _OF_SHARDED:
-            yield Instruction(*place, self._of_sharded(action.kind, stage.sharded))
-        elif action.kind is Kind.REDUCE_GRAD:
+                    yield from self._before_steps(make, turn)
+                run = optim_step(stage, self._step(action.stage, turn), self._now)
+                yield make(self._in_turn(stage, run, adds=False), computes=True, stage=stage)
+        elif stage.sharded is not None and kind in _OF_SHARDED:
+            yield make(self._of_sharded(kind, stage.sharded))
+        elif kind is Kind.REDUCE_GRAD:
             if stage.replicas is not None:
                 meeting = [stage.replicas.barrier]
                 run = _if_updating([meeting[0].arrive], self._now)
-                yield Instruction(*place, run, after=self._over(meeting), does=meeting)
+                yield make(run, after=self._over(meeting), does=meeting)
                 self._came.update(meeting)
             elif stage.reduction is not None:
                 sums = stage.reduction
                 run = _if_updating([sums.post], self._now, sums.each_call)
-                yield Instruction(*place, run, sums=(sums,))
-        elif action.kind in COPIES:
-            run = self._copy(action, stage)
-            yield Instruction(*place, run, cell=self._cell(action), stage=stage)
-        elif action.kind in COMPUTE:
-            adds = action.kind in COMPLETES_GRADIENTS or self._earlier(turn, action) is not None
-            yield self._in_turn(self._compute(place, turn, action, stage), adds)
+                yield make(run, sums=(sums,))
+        elif cell is None:
+            raise ExecutionError(f"{action} has no microbatch", rank=self._rank, index=index)
+        elif kind in COPIES:
+            yield make(self._copy(kind, cell, stage), cell=cell, stage=stage)
+        elif kind in COMPUTE:
+            receives: list[Work] = []
+            wait: Bound | None = None
+            if turn in self._awaited:
+                receives = cell.input_receives if kind is Kind.FORWARD else cell.grad_receives
+                wait = waiting(receives, [*map(self._sends, self._arrived.get(turn, ()))])
+            if stage.sharded is not None and turn in self._gathered:
+                wait = _until_gathered(stage.sharded, stage.weights, wait)
+            yield make(
+                self._compute(turn, kind, cell, stage),
+                wait,
+                receives,
+                self._awaited.get(turn, ()),
+                computes=True,
+                cell=cell,
+                stage=stage,
+            )
         else:
-            peer = self._graph.peer(action)
-            if peer is None:
+            peer = self._peers[turn]
+            if peer < 0:
                 raise ExecutionError(f"{action} has no peer", rank=self._rank, index=index)
-            run = self._transfer(action, poster, peer)
-            yield Instruction(*place, run, does=[action], cell=self._cell(action), peer=peer)
+            described, known = TRANSFERS[kind]
+            if crossed(action) in self._described:
+                run = described(cell, self._parts.messengers[self._rank], peer)
+            else:
+                run = known(cell, link, peer)
+            yield make(run, does=[(self._rank, turn)], cell=cell, peer=peer)
 
-    def _compute(
-        self, place: tuple[int, int, int, Action], turn: int, action: Action, stage: Stage
-    ) -> Instruction:
-        cell, kind, trains = self._cell(action), action.kind, self._parts.trains
-        versions = self._versions[cell.stage]
+    def _compute(self, turn: int, kind: Kind, cell: Cell, stage: Stage) -> Bound:
+        trains, versions = self._parts.trains, self._versions[cell.stage]
         version = versions.reads[cell.microbatch]
-        last_read = versions.last_read[version] == turn
         before, beyond = (n in self._described for n in (cell.stage - 1, cell.stage))
         hand = learn_gradients if before else hand_back
-        nobody: list[Work] = []
-        receives = nobody
         replayed = self._lists(Kind.RECOMPUTE, cell)
+        earlier = self._earlier(turn, cell)
         if kind is Kind.FORWARD:
             if before or beyond:
-                first = self._parts.first
-                run = first_forward(stage, cell, self._now, trains, replayed, first, beyond)
+                given = self._parts.declared
+                run = first_forward(stage, cell, self._now, trains, replayed, beyond, given)
             else:
                 run = forward(stage, cell, self._now, trains, replayed)
-            if cell.stage and cell.previous is None:
-                receives = cell.input_receives
         elif kind is Kind.RECOMPUTE:
             run = recompute(stage, cell)
         elif kind is Kind.BACKWARD_WEIGHT:
             run = backward_weight(stage, cell, version)
+        elif kind is Kind.BACKWARD:
+            run = backward(stage, cell, version, hand)
         else:
-            if kind is Kind.BACKWARD:
-                run = backward(stage, cell, version, hand)
-            else:
-                run = backward_input(stage, cell, version, self._earlier(turn, action), hand)
-            if stage.loss_fn is None and cell.following is None:
-                receives = cell.grad_receives
+            run = backward_input(stage, cell, version, earlier, hand)
         if self._lists(Kind.OFFLOAD, cell):
             if kind is (Kind.RECOMPUTE if replayed else Kind.FORWARD):
                 run = saving(cell, run)
@@ -252,71 +259,41 @@ class RankList:
         if self._autocast and kind in (Kind.FORWARD, Kind.RECOMPUTE):
             run = _under_autocast(run, self._now)
         if stage.weights.stashes:
-            run = _at_version(run, stage.weights, version, last_read)
-        wait: Bound | None = None
-        after: Sequence[tuple[object, int]] = ()
-        if receives is not nobody:
-            wait = waiting(receives, [self._sends(send) for send in self._arrived.get(turn, ())])
-            receive = Action(CONSUMES[kind], action.stage, action.microbatch)
-            batch = self._batches.get(receive, [receive])  # all of it is waited for
-            after = [(transfer.counterpart, 1) for transfer in batch]
+            run = _at_version(run, stage.weights, version, versions.last_read[version] == turn)
         if stage.sharded is not None and stage.sharded.free and kind in BACKWARDS:
             run = _after(stage.sharded.only_add, run)
-        if stage.sharded is not None and turn in self._gathered:
-            wait = _until_gathered(stage.sharded, stage.weights, wait)
-        return Instruction(
-            *place, run, wait, receives, after, computes=True, cell=cell, stage=stage
-        )
+        return self._in_turn(stage, run, kind in COMPLETES_GRADIENTS or earlier is not None)
 
     def _of_sharded(self, kind: Kind, sharded: Sharded) -> Bound:
         if kind is Kind.REDUCE_GRAD:
             return _if_updating([sharded.reduce], self._now, sharded.each_call)
         return sharded.gather if kind is Kind.UNSHARD else sharded.release
 
-    def _earlier(self, turn: int, action: Action) -> Sequence[Cell] | None:
+    def _earlier(self, turn: int, cell: Cell) -> Sequence[Cell] | None:
         """The cells that may have gradients to add before the I at a turn adds its own; None where
         its W adds all: where they add to another version's copy, and in a sharded stage, for after
         each I FSDP may widen the sum so far."""
-        if turn not in self._early or self._stages[action.stage].sharded is not None:
+        if turn not in self._early or self._stages[cell.stage].sharded is not None:
             return None
-        cells = [self._cell(self._actions[earlier]) for earlier in self._early[turn]]
-        reads = self._versions[action.stage].reads
-        versions = {reads[cell.microbatch] for cell in (*cells, self._cell(action))}
+        cells = [self._cells[earlier] for earlier in self._early[turn]]
+        reads = self._versions[cell.stage].reads
+        versions = {reads[each.microbatch] for each in (*cells, cell)}
         return cells if len(versions) == 1 else None
 
-    def _copy(self, action: Action, stage: Stage) -> Bound:
-        cell, copiers = self._cell(action), self._parts.copiers
+    def _copy(self, kind: Kind, cell: Cell, stage: Stage) -> Bound:
+        copiers = self._parts.copiers
         if self._rank not in copiers:
             copiers[self._rank] = Copier(self._parts.accelerator)
         copier = copiers[self._rank]
-        if action.kind is Kind.OFFLOAD:
+        if kind is Kind.OFFLOAD:
             return offload_activation(cell, stage, copier)
         return reload_activation(cell, copier)
 
     def _lists(self, kind: Kind, cell: Cell) -> bool:
         """Whether there is such an action of a (stage, microbatch)."""
-        return bool(self._graph.of(kind)[cell.stage, cell.microbatch] >= 0)
+        return (kind, cell.stage, cell.microbatch) in self._listed
 
-    def _transfer(self, action: Action, poster: Poster, peer: int) -> Bound:
-        cell, kind = self._cell(action), action.kind
-        if crossed(action) in self._described:
-            first = self._parts.first
-            messenger = first.messengers[self._rank]
-            if kind is Kind.SEND_GRAD:
-                return describe_gradients(cell, messenger, peer, first)
-            return _DESCRIBED[kind](cell, messenger, peer)
-        device = self._parts.accelerator.device
-        if kind is Kind.SEND_ACT:
-            return send_activations(cell, poster, peer)
-        if kind is Kind.SEND_GRAD:
-            return send_gradients(cell, poster, self._beside, peer, device)
-        if kind is Kind.RECV_ACT:
-            return receive_activations(cell, poster, peer, self._make)
-        return receive_gradients(cell, poster, self._beside, peer, self._make)
-
-    def _before_steps(
-        self, place: tuple[int, int, int, Action], turn: int
-    ) -> Iterator[Instruction]:
+    def _before_steps(self, make: Callable[..., Instruction], turn: int) -> Iterator[Instruction]:
         """The work before the consecutive OPTIM_STEPs from a turn on: 1. finish sums of gradients
         over processes, 2. finish sums over replicas in this process, 3. sum what is split otherwise
         than its parameter, 4. scale sums that need it, 5. pass the barriers: ties, then clipping,
@@ -343,8 +320,7 @@ class RankList:
             *(self._scale(*step) for step in steps if step in gradients.share_sums),
             *(barrier.arrive for barrier in barriers),
         ]
-        yield Instruction(
-            *place,
+        yield make(
             _if_updating(arrive, self._now),
             after=self._over(summed),
             does=barriers,
@@ -356,7 +332,7 @@ class RankList:
         if gradients.nonfinite.looks_alone:
             leave.append(partial(gradients.nonfinite.look, steps))
         run = _if_updating(leave, self._now)
-        yield Instruction(*place, run, after=self._over(barriers), listed=False)
+        yield make(run, after=self._over(barriers), listed=False)
 
     def _over(self, barriers: Iterable[Barrier]) -> list[tuple[object, int]]:
         """That all ranks here have come to these barriers as often as this one."""
@@ -378,33 +354,20 @@ class RankList:
         (aside,) = (
             one.action.kind for one in pair if (one.action.kind is Kind.FORWARD) == forward_aside
         )
-        made = Pair(self._parts.accelerator, side, self._cell(first.action))
+        made = Pair(self._parts.accelerator, side, self._cells[self._actions.index(first.action)])
         return made.abreast(first, second, aside)
 
-    def _in_turn(self, made: Instruction, adds: bool) -> Instruction:
+    def _in_turn(self, stage: Stage, run: Bound, adds: bool) -> Bound:
         """One that uses a stage which other ranks here use as well waits for these; whether it
         `adds` to the gradients of its rank."""
-        replicas = self._stages[made.action.stage].replicas
-        if replicas is None:
-            return made
-        return attrs.evolve(made, run=replicas.in_turn(made.run, made.rank if adds else None))
+        if stage.replicas is None:
+            return run
+        return stage.replicas.in_turn(run, self._rank if adds else None)
 
     def _sends(self, turn: int) -> list[Work]:
         """Where the works of the send at a turn are."""
-        send = self._actions[turn]
-        cell = self._cell(send)
-        return cell.output_sends if send.kind is Kind.SEND_ACT else cell.grad_sends
-
-    def _cell(self, action: Action) -> Cell:
-        assert action.microbatch is not None  # asked for those that name one
-        return self._cells[action.stage, action.microbatch]
-
-
-_DESCRIBED: Mapping[Kind, Callable[[Cell, Messenger, int], Bound]] = {
-    Kind.SEND_ACT: describe_activations,
-    Kind.RECV_ACT: take_activations,
-    Kind.RECV_GRAD: take_gradients,
-}
+        cell = self._cells[turn]
+        return cell.output_sends if self._actions[turn].kind is Kind.SEND_ACT else cell.grad_sends
 
 
 def first_uses(actions: Sequence[Action]) -> set[int]:
@@ -510,6 +473,21 @@ def set_autocast(devices: Iterable[str], enabled: bool) -> None:
         torch.set_autocast_enabled(device, enabled)
 
 
+def awaited(schedule: Schedule, rank: int) -> dict[int, list[tuple[object, int]]]:
+    """For each compute action of the rank that consumes a receive, the sends that it waits for,
+    each as rank and turn, once: those that the receive's whole batch meets."""
+    columns, transfers = schedule.columns, graph_of(schedule).transfers
+    comes = np.flatnonzero((transfers.target == rank) & transfers.matched)
+    sends: dict[int, list[tuple[object, int]]] = {}
+    entries = columns.entry[transfers.receive[comes]].tolist()
+    source, send = transfers.source[comes], transfers.send[comes]
+    turns = zip(source.tolist(), (send - columns.starts[source]).tolist(), strict=True)
+    for entry, turn in zip(entries, turns, strict=True):
+        sends.setdefault(entry, []).append((turn, 1))
+    users = (transfers.user[comes] - columns.starts[rank]).tolist()
+    return {user: sends[entry] for user, entry in zip(users, entries, strict=True)}
+
+
 def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:
     """For each compute action of the rank that consumes a receive, the sends that have arrived by
     then: as indices into the rank's list."""
@@ -535,8 +513,7 @@ _ADDS_UP = COMPLETES_GRADIENTS | STEPS
 _OF_SHARDED = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 _CARRIED_OUT = {
     *(Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE),
-    *(Kind.SEND_ACT, Kind.RECV_ACT, Kind.SEND_GRAD, Kind.RECV_GRAD, Kind.OFFLOAD, Kind.RELOAD),
-    *(Kind.OPTIM_STEP, *_OF_SHARDED),
+    *(*TRANSFERS, Kind.OFFLOAD, Kind.RELOAD, Kind.OPTIM_STEP, *_OF_SHARDED),
 }
 """The kinds that the functions above make bound calls of."""
 

@@ -24,7 +24,7 @@ until the two have met.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from time import perf_counter
@@ -40,8 +40,19 @@ from torch.utils._pytree import tree_map_only
 from schedir.errors import ExecutionError
 from schedir.ir import Entry, Kind, Together
 from schedir.runtime.accelerator import Accelerator
-from schedir.runtime.boundary import EVERY, run_on
+from schedir.runtime.arguments import Declared
+from schedir.runtime.boundary import (
+    EVERY,
+    boundary_of,
+    changes_of,
+    declared,
+    held_by,
+    run_on,
+    spreads,
+    tensors_of,
+)
 from schedir.runtime.call import Now
+from schedir.runtime.memory import refuse_changes, sharing
 from schedir.runtime.plan import Plan
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
 from schedir.runtime.stage.split_backward import input_part
@@ -202,6 +213,65 @@ def forward_with(
     return call
 
 
+def first_forward(
+    stage: Stage,
+    cell: Cell,
+    now: Now,
+    trains: bool,
+    replayed: bool,
+    described: bool,
+    given: Mapping[int, Declared],
+) -> Bound:
+    """F: runs the module, and learns what it changes; what it returns, if the boundary after it is
+    `described`. Boundaries of which examples are `given` are as these are."""
+
+    def output(stage: Stage, cell: Cell, with_graph: bool) -> Any:
+        learned = cell.learned
+        learned.forget()
+        taken, extra = arguments(stage, cell, with_graph)
+        passed, lent = tensors_of(taken), tensors_of(extra)
+        of_inputs, beside = changes_of(passed), changes_of(lent)
+        again = replayed or stage.weights.stashes
+        own = changes_of(stage.module.parameters() if again else ())
+        learned.spread = spreads(stage.module, taken, extra)
+        made = run_on(stage.module, taken, extra, learned.spread)
+        changes = of_inputs()
+        learned.changes_inputs = tuple(changes) if stage.index else (any(changes),)
+        learned.changes_extra = any(beside())
+        if any(own()):
+            raise ExecutionError(
+                f"stage {stage.index} changes one of its parameters in place in its forward, but "
+                "that runs again (recompute=), or on copies of older weight versions; make the "
+                "parameter a buffer"
+            )
+        if stage.index:
+            refuse_changes((n for n, there in enumerate(changes) if there), learned.aliases)
+        else:
+            passed, lent = [], [*passed, *lent]
+        learned.copied, aliases = sharing(
+            tensors_of(made), passed, held_by([stage.module]), lent, learned.aliases
+        )
+        if stage.loss_fn is None and described:
+            learned.after, learned.aliases_after = boundary_of(made), aliases
+            if stage.index in given:
+                tensors = (*stage.module.parameters(), *passed, *lent)
+                trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+                learned.after = declared(given[stage.index], trained)
+            if cell.following is not None:
+                following = cell.following.learned
+                following.before, following.aliases = learned.after, aliases
+        return made
+
+    def loss(stage: Stage, cell: Cell, output: Any) -> Tensor:
+        target, keywords = copy_of(cell.target), copy_of(cell.loss_keywords)
+        changes = changes_of(tensors_of((target, keywords)))
+        found = stage.loss(cell, output, target, keywords)
+        cell.learned.changes_target = any(changes())
+        return found
+
+    return forward_with(stage, cell, now, trains, replayed, output, loss, learns=True)
+
+
 def _hand_on(cell: Cell, output: Any, with_graph: bool) -> None:
     """Give a stage's output to the next one, and keep where its backward starts."""
     learned, following = cell.learned, cell.following
@@ -302,6 +372,13 @@ def hand_back(cell: Cell, grads: tuple[Tensor | None, ...]) -> None:
     else:
         cell.input_grads = grads
     cell.leaves = cell.outputs = cell.output_grads = ()
+
+
+def learn_gradients(cell: Cell, grads: tuple[Tensor | None, ...]) -> None:
+    """Learn which gradients of the inputs there are, and how they lie in memory, and hand them
+    back."""
+    cell.learned.sends_back(grads)
+    hand_back(cell, grads)
 
 
 def backward(stage: Stage, cell: Cell, version: int, hand: HandOn = hand_back) -> Bound:

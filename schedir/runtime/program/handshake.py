@@ -33,22 +33,23 @@ from schedir.runtime.processes.grid import Grid
 
 _PRECISIONS = (None, torch.bfloat16, torch.float16, torch.float32)
 _NAMES = [kind.name for kind in KINDS]
-_SIZE = 9
+_NUMBERS = "rows", "inputs", "target", "signature"
+_SIZE = 5 + len(_NUMBERS)
 
 
 def _encoded(call: Call) -> Tensor:
-    """A call as it is announced: a vector of integers."""
+    """A call as it is announced: a vector of integers, -1 for None."""
     kind, precision = _NAMES.index(call.name), _PRECISIONS.index(call.precision)
-    rows, signature = (-1 if n is None else n for n in (call.rows, call.signature))
-    sent = kind, call.number, call.step, precision, rows, call.inputs, call.target, signature
-    return torch.tensor((*sent, call.stop), device="cpu")
+    numbers = [-1 if (n := getattr(call, name)) is None else n for name in _NUMBERS]
+    sent = kind, call.number, call.step, precision, call.stop, *numbers
+    return torch.tensor(sent, device="cpu")
 
 
 def _decoded(received: Tensor) -> Call:
-    kind, number, step, precision, rows, *compared, signature, stop = received.tolist()
+    kind, number, step, precision, stop, *numbers = received.tolist()
     call = KINDS[kind].of_number(number, step, _PRECISIONS[precision])
-    call.rows, call.signature = (None if n < 0 else n for n in (rows, signature))
-    call.inputs, call.target = compared
+    for name, found in zip(_NUMBERS, numbers, strict=True):
+        setattr(call, name, None if found < 0 else found)
     call.stop = bool(stop)
     return call
 
@@ -73,11 +74,10 @@ class Handshake:
         if len(ranks) > 1:
             self._within = Relay(control, ranks, _SIZE, RANK_TAG)
         speakers = [grid.everyone.index(row[speaker]) for layout in grid.slices for row in layout]
-        own = grid.number(grid.rank)
-        # Of the processes that are compared, the numbers, and the other one's name.
+        # The number and the name of the process that speaks for all, and for this pipeline.
         of_all = " (the first process)" * (len(grid.slices) > 1)
-        self._with_first = (speakers[0], own), grid.name(speaker, 0) + of_all
-        self._with_own = (grid.number(speaker), own), grid.name(speaker, grid.pipeline)
+        self._first = speakers[0], grid.name(speaker, 0) + of_all
+        self._own = grid.number(speaker), grid.name(speaker, grid.pipeline)
         if len(speakers) > 1 and grid.rank == speaker:
             self._between = Relay(control, speakers, _SIZE, PIPELINE_TAG)
 
@@ -97,7 +97,7 @@ class Handshake:
         grid, speaker = self._grid, self._speaker
         if self._between is not None:
             first = _decoded(self._between.pass_on(_encoded(call)))
-            _check_same_call(call, first, *self._with_first, grid.rank)
+            _check_same_call(call, first, grid, *self._first)
             call.stop = first.stop
         if self._within is None:
             return
@@ -105,7 +105,7 @@ class Handshake:
             self._within.pass_on(_encoded(call))
             return
         found = _decoded(self._within.pass_on(None))
-        _check_same_call(call, found, *self._with_own, grid.rank)
+        _check_same_call(call, found, grid, *self._own)
         _check_same_batch(call, found, grid, speaker)
         call.rows, call.signature, call.stop = found.rows, found.signature, found.stop
 
@@ -116,11 +116,10 @@ class Handshake:
                 relay.leave(_encoded(call))
 
 
-def _check_same_call(
-    own: Call, received: Call, both: tuple[int, int], speaker: str, rank: int
-) -> None:
-    """Raise ExecutionError if this rank makes another call than the `speaker` of a pipeline, or is
-    at another step, and so would draw other dropout. `both` are their numbers."""
+def _check_same_call(own: Call, received: Call, grid: Grid, number: int, speaker: str) -> None:
+    """Raise ExecutionError if this rank makes another call than the `speaker` of a pipeline, which
+    has that number, or is at another step, and so would draw other dropout."""
+    rank, both = grid.rank, (number, grid.number(grid.rank))
     if own.name != received.name or own.precision is not received.precision:
         raise ExecutionError(
             f"call {own.number} of rank {rank} is {own.what} ({users_line()}), but call "

@@ -21,10 +21,9 @@ from typing import TypeAlias
 
 import attrs
 import torch.distributed as dist
-from torch._C._autograd import _enable_record_function
 from torch.autograd.profiler import record_function
 
-from schedir.ir import COMMUNICATION, RECEIVES, Action
+from schedir.ir import RECEIVES, Action
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.processes.control import Courier
@@ -82,31 +81,13 @@ Observer: TypeAlias = Callable[[Instruction], Instruction]
 def profiler_ranges(instruction: Instruction) -> Instruction:
     """Show in a profile what an instruction waits for and what it does: each range costs what a
     send does."""
-    name, wait, run = str(instruction.action), instruction.wait, instruction.run
-    if instruction.action.kind in COMMUNICATION:
-        run = unseen(run)
+    name, wait = str(instruction.action), instruction.wait
+    waits = f"wait for {name}"
     return attrs.evolve(
         instruction,
-        wait=None if wait is None else _in_range(f"wait for {name}", wait),
-        run=_in_range(name if instruction.listed else f"wait for {name}", run),
+        wait=None if wait is None else _in_range(waits, wait),
+        run=_in_range(name if instruction.listed else waits, instruction.run),
     )
-
-
-def unseen(post: Bound) -> Bound:
-    """A call that posts, hidden from a profiler that runs.
-
-    Work that one has seen posted tells it when it ends, and if that is after the profile, as for
-    receives posted ahead, writes into memory that was freed.
-    """
-
-    def hidden() -> None:
-        _enable_record_function(False)
-        try:
-            post()
-        finally:
-            _enable_record_function(True)
-
-    return hidden
 
 
 def _in_range(name: str, function: Bound) -> Bound:
@@ -200,16 +181,12 @@ class Progress:
 
     def begin(self) -> None:
         """A call begins: the one before the latest has to be done."""
-        if not self.follows:
-            return
         self._end(self._before)
         self._before.extend(self._latest)
         self._latest.clear()
 
     def end(self) -> Callable[[], bool]:
         """A call has ended here; the result tells whether it has on the device, for `reach`."""
-        if not self.follows:
-            return lambda: True
         self._take(None)
         ended = self._accelerator.mark().query
         self._latest.append(_Step(ended, nothing))
@@ -220,8 +197,7 @@ class Progress:
         a step reads. Raises WaitError, with the place in the list, where that is in vain."""
         for posted in (self._before, self._latest):
             self._end(posted, ended)
-        if self.follows:
-            self._patience.until(ended, lambda: "the device")
+        self._patience.until(ended, lambda: "the device")
 
     def settle(self) -> None:
         """Wait until all is done; raises as `reach` does."""

@@ -18,12 +18,12 @@ another.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise, takewhile
-from typing import Any, TypeGuard
+from itertools import pairwise, takewhile
+from typing import Any, TypeAlias, TypeGuard
 
 import attrs
 import torch
@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from schedir.diagnosis.verdict import END, SENDS, Phase
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Kind, Schedule
+from schedir.ir import COMMUNICATION, CONSUMES, RECEIVES, Action, Entry, Schedule
 from schedir.lazy import collector_held_off
 from schedir.passes.receives import SPARE_BYTES
 from schedir.runtime.accelerator import Accelerator
@@ -47,7 +47,6 @@ from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe, of_the_user
 from schedir.runtime.processes.noticeboard import CODE, Words, code, number_of
 from schedir.runtime.program.compiler import Parts, RankList
-from schedir.runtime.program.first_call import DESCRIBED_TAGS
 from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.instruction import (
     Bound,
@@ -56,8 +55,8 @@ from schedir.runtime.program.instruction import (
     nothing,
     observed,
     profiler_ranges,
-    unseen,
 )
+from schedir.runtime.program.transfers import DESCRIBED_TAGS
 from schedir.runtime.stage.stage import Cells
 from schedir.runtime.transports import Transport, Work
 
@@ -68,6 +67,7 @@ _MOST_POSTED = 4
 """So many programs keep receives posted between calls, each of `SPARE_BYTES` at most."""
 
 
+@attrs.define(eq=False)
 class Program:
     """The compiled lists of the ranks here, as one, with the cells that hold their tensors.
 
@@ -78,37 +78,28 @@ class Program:
     for errors and for other processes; see `schedir.runtime.processes.noticeboard`.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        cells: Cells,
-        instructions: Sequence[Instruction],
-        at: Words,
-        streams: RankStreams,
-        learns: bool,
-        ahead: Sequence[Bound] = (),
-        ends: Sequence[int] = (),
-    ) -> None:
-        self.schedule, self.cells, self.instructions = schedule, cells, instructions
-        self._ahead, self._ends, self._streams = ahead, ends, streams
-        self.learns = learns
-        self.observers: Sequence[Observer] = ()
-        self.posts_ahead = bool(ahead)
-        self.is_posted = False
-        self._at = at
-        self._flat = _flat(instructions, streams)
+    schedule: Schedule
+    cells: Cells
+    instructions: Sequence[Instruction]
+    _at: Words
+    _streams: RankStreams
+    learns: bool
+    _ahead: Sequence[Bound]
+    _ends: Sequence[int]
+    observers: Sequence[Observer] = ()
+    is_posted: bool = False
+    _flat: Flat = attrs.field(init=False)
+
+    @_flat.default
+    def _of_instructions(self) -> Flat:
+        return _flat(self.instructions, self._streams)
 
     def post_ahead(self) -> None:
         """Post the receives that the next call begins with."""
-        if self.is_posted:
-            return
-        if profiler._is_profiler_enabled:
-            for post in self._ahead:
-                unseen(post)()
-        else:
+        if not self.is_posted:
             for post in self._ahead:
                 post()
-        self.is_posted = self.posts_ahead
+        self.is_posted = bool(self._ahead)
 
     def run(self) -> Iterator[int]:
         """Run the calls; gives the number of each batch but the last once that is over.
@@ -197,7 +188,7 @@ def in_one_list(
     Each rank goes on until it would wait for another one. Past the end of a batch it goes only
     where another rank needs that to come to its own end. A list that was proved never stops here.
     """
-    happened: dict[object, int] = {}
+    happened: defaultdict[object, int] = defaultdict(int)
     reached = [0] * len(lists)
     found: list[Instruction] = []
     stops = []
@@ -210,20 +201,19 @@ def in_one_list(
                 for at in range(reached[number], limits[number]):
                     instruction = instructions[at]
                     after = instruction.after
-                    if after and any(happened.get(event, 0) < times for event, times in after):
+                    if after and any(happened[event] < times for event, times in after):
                         break
                     for event in instruction.does:
-                        happened[event] = happened.get(event, 0) + 1
+                        happened[event] += 1
                     found.append(instruction)
                     reached[number] += 1
             if len(found) == before:
-                stuck = limits is whole
-                limits = whole
-                if stuck:
-                    at = next(n for n, own in enumerate(lists) if reached[n] < len(own))
-                    raise _placed(
-                        ExecutionError("what it waits for never comes"), lists[at][reached[at]]
+                if limits is whole:
+                    stuck = next(
+                        own[at] for own, at in zip(lists, reached, strict=True) if own[at:]
                     )
+                    raise _placed(ExecutionError("what it waits for never comes"), stuck)
+                limits = whole
         stops.append(len(found))
     return found, stops[:-1]
 
@@ -233,17 +223,15 @@ def listening() -> Sequence[Observer]:
     return [profiler_ranges] if profiler._is_profiler_enabled else ()
 
 
-def _flat(
-    instructions: Sequence[Instruction], streams: RankStreams
-) -> tuple[list[Bound], list[int], list[int]]:
-    """The calls of some instructions, the code of the place of each, and the number of the
-    instruction that each is of.
+Flat: TypeAlias = tuple[Sequence[Bound], Sequence[int], Sequence[int]]
+"""The calls of some instructions, the code of the place of each, and the number of the instruction
+that each is of."""
 
-    A receive that is posted ahead stands at the entry before which it is posted.
-    """
-    calls: list[Bound] = []
-    stands: list[tuple[int, Phase]] = []
-    places: list[int] = []
+
+def _flat(instructions: Sequence[Instruction], streams: RankStreams) -> Flat:
+    """The calls of some instructions. A receive that is posted ahead stands at the entry before
+    which it is posted."""
+    found: list[tuple[Bound, int, Phase, int]] = []
     standing: dict[int, int] = {}  # by rank
     for place in reversed(range(len(instructions))):
         instruction = instructions[place]
@@ -262,11 +250,10 @@ def _flat(
         )
         for call, phase in phases:
             if call is not None and call is not nothing:
-                calls.append(call)
-                stands.append((index, phase))
-                places.append(place)
-    codes = [code(*stand, number) for number, stand in enumerate(reversed(stands))]
-    return calls[::-1], codes, places[::-1]
+                found.append((call, index, phase, place))
+    found.reverse()
+    codes = [code(index, phase, number) for number, (_, index, phase, _) in enumerate(found)]
+    return [each[0] for each in found], codes, [each[-1] for each in found]
 
 
 def _placed(error: Exception, instruction: Instruction) -> ExecutionError:
@@ -329,7 +316,6 @@ class Programs:
         self._known: OrderedDict[int, Program] = OrderedDict()
         self._numbers: dict[object, int] = {}
         self._next = 0  # the number of a signature that is new
-        self._posted: set[int] = set()
         self._latest: Program | None = None
         self._signature: object = None
 
@@ -386,13 +372,12 @@ class Programs:
         own, pipeline = self._room(lessons), self._control.pipeline
         room = min(self._control.gather(own, numbers=pipeline, what="the buffers"))
         number, self._next = self._next, self._next + 1
-        described = self.parts.first.described
+        described = self.parts.described
         self._known[number] = self._compiled(lessons, call.precision, described, number, room)
         if self._sees_input:
             self._numbers[self._signature] = number
         while len(self._known) > _MOST:
-            old, _ = self._known.popitem(last=False)
-            self._posted.discard(old)
+            self._known.popitem(last=False)
         self._numbers = {key: n for key, n in self._numbers.items() if n in self._known}
         self.schedule = self._known[number].schedule
 
@@ -402,15 +387,14 @@ class Programs:
         assert number is not None  # it was made
         program = self._known[number]
         self._known.move_to_end(number)
-        if program.posts_ahead and (number in self._posted or len(self._posted) < _MOST_POSTED):
-            self._posted.add(number)
+        if sum(each.is_posted for each in self._known.values()) < _MOST_POSTED:
             with suppress(WaitError):  # who has made its last call is gone: the next one says so
                 program.post_ahead()
 
     def reset(self) -> None:
         """A call has failed: the next one, where there can be one, starts anew."""
         self._under_way.clear()
-        for messenger in self.parts.first.messengers.values():
+        for messenger in self.parts.messengers.values():
             messenger.drop()
         self.parts.pools.clear()
         for copier in self.parts.copiers.values():
@@ -422,7 +406,6 @@ class Programs:
         self._latest = None
         self._known.clear()
         self._numbers.clear()
-        self._posted.clear()
 
     def _wait_for_sends(self, whose: str) -> None:
         try:
@@ -471,13 +454,13 @@ class Programs:
                     lambda entry: _is_receive(entry) and crossed(entry) not in described,
                     schedule.actions[rank],
                 )
-                sizes = accumulate(
-                    _nbytes(receive, lessons) for receive in leading if isinstance(receive, Action)
-                )
-                first_of = sum(size <= SPARE_BYTES for size in sizes)
-                ahead = [one.run for one in instructions[:first_of]]
-                posted = (attrs.evolve(one, run=nothing) for one in instructions[:first_of])
-                instructions = [*posted, *instructions[first_of:]]
+                # They take no more memory than there is room for.
+                posted = instructions[: min(len([*leading]), room or 0)]
+                ahead = [one.run for one in posted]
+                instructions = [
+                    *(attrs.evolve(one, run=nothing) for one in posted),
+                    *instructions[len(posted) :],
+                ]
             lists.append(observed(instructions, self.parts.observers))
         of_each = self._ends(schedule, lists)
         listed, ends = in_one_list(lists, of_each) if len(lists) > 1 else (lists[0], of_each[0])
@@ -495,17 +478,9 @@ class Programs:
 
     def _room(self, lessons: Lessons) -> int:
         """How many receive buffers a rank may hold, as far as the ranks here can tell."""
-        largest = max((learned.largest() for learned in lessons.values()), default=0)
+        boundaries = (each for own in lessons.values() for each in (own.before, own.after))
+        largest = max((boundary.nbytes for boundary in boundaries), default=0)
         return min(SPARE_BYTES // max(largest, 1), len(graph_of(self._listed).transfers))
-
-
-def _nbytes(receive: Action, lessons: Lessons) -> int:
-    """The bytes of the buffers that a receive takes."""
-    assert receive.microbatch is not None  # a transfer has one
-    learned = lessons[receive.stage, receive.microbatch]
-    if receive.kind is Kind.RECV_ACT:
-        return learned.before.nbytes
-    return sum(meta.nbytes for meta in learned.grads_in if meta is not None)
 
 
 def _is_receive(entry: Entry) -> TypeGuard[Action]:
@@ -518,11 +493,12 @@ def _listed_at(listed: Sequence[Entry], posted: Sequence[Entry]) -> list[int]:
 
     Receives keep their order, and so does all else.
     """
-    indices: dict[bool, list[int]] = {True: [], False: []}
-    for index, entry in enumerate(listed):
-        indices[_is_receive(entry)].append(index)
-    following = {is_receive: iter(found) for is_receive, found in indices.items()}
-    return [next(following[_is_receive(entry)]) for entry in posted]
+
+    def apart(entries: Sequence[Entry]) -> list[int]:
+        return sorted(range(len(entries)), key=lambda index: _is_receive(entries[index]))
+
+    before = dict(zip(apart(posted), apart(listed), strict=True))
+    return [before[index] for index in range(len(posted))]
 
 
 def _signature_of(feed: Feed, inputs: Batch | None, precision: torch.dtype | None) -> object:

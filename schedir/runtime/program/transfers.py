@@ -1,48 +1,47 @@
-"""SEND and RECV of a known input signature as bound calls: both sides know what is posted.
+"""SEND and RECV as bound calls: at known boundaries, and at described ones.
 
-If some microbatches lack gradients that others have, a mask goes first, from host to host, and
-zeros are sent in place of missing gradients. What one entry sends and receives is posted as one:
+Of a known input signature both sides know what is posted. If some microbatches lack gradients that
+others have, a mask goes first, from host to host, and zeros are sent in place of missing gradients.
 
-    (0SEND_ACT1;0RECV_GRAD0)    0SEND_ACT1, 0RECV_GRAD0, post    each says what it posts
+Boundaries are described in the first call of an input signature, which learns what later calls rely
+on, and in every call where the user has marked them. Their payloads travel with their description:
 
-On a GPU a transport has its own streams. Memory that it has used is given out again only when the
-host has seen that stream pass, but the host may be a whole step ahead of the GPU, with all that is
-sent and received in a step. A buffer of the pool is free as soon as its last use is *queued*: what
-is posted next waits on the GPU for everything on the rank's stream by then.
+    sender      SEND      posts the description and the bytes behind it
+    receiver    RECV      posts a receive, for the next message of that rank
+                compute   takes its input when its turn comes, and keeps messages that came before
+                          from the same rank for later
 
-    host          RECV0 → a   F0   B0   RECV1 → a   F1        a is free once B0 has been queued
-    rank's stream             F0   B0 ──┐
-    transport's   RECV0 → a             └── RECV1 → a         and is filled after it
+So an action waits only for the rank that makes its input, in any list. How long a message is, only
+the sender knows. So its first part is as long as the longest message over the same boundary in the
+call before, at first 4 KiB, and the rest follows, if there is one:
 
-A buffer is free when nothing refers to its memory: no cell, no graph, no send under way, and not
-the module, which may keep its input, or a view of it. So a tensor that the module keeps is never
-overwritten. If the module uses it on its own streams, the module has to wait for these.
+    call 7    first part, 4,096 bytes     rest
+    call 8    first part, 9,812 bytes: all of it
 
-A tensor to send is copied into a buffer first. So the output itself can be freed at once; otherwise
-its memory would be held until the host has seen the send.
+Messages go from host to host, under tags of their own.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from struct import Struct
+from typing import Any, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
 from schedir.errors import ExecutionError
+from schedir.ir import Kind
 from schedir.runtime.arguments import DESCRIBED
-from schedir.runtime.boundary import Grads, empty, payload
+from schedir.runtime.boundary import Grads, TensorMeta, empty, payload
+from schedir.runtime.call import Now
+from schedir.runtime.processes.control import packed, unpacked
 from schedir.runtime.processes.failure import WaitError
-from schedir.runtime.processes.groups import Post
-from schedir.runtime.program.instruction import Bound, Instruction
+from schedir.runtime.program.instruction import Bound
 from schedir.runtime.stage.stage import Cell
-from schedir.runtime.transports import BatchPoster, Poster, Work
-
-Make = Callable[..., Tensor]
-"""Makes a buffer to receive a tensor into, from a shape, a stride and a `dtype`."""
+from schedir.runtime.transports import Poster, Work
 
 
 def waiting(receives: list[Work], arrived: Sequence[list[Work]]) -> Bound:
@@ -62,9 +61,19 @@ def waiting(receives: list[Work], arrived: Sequence[list[Work]]) -> Bound:
     return wait
 
 
-def send_activations(cell: Cell, poster: Poster, peer: int) -> Bound:
+@attrs.frozen
+class Link:
+    """What a rank posts payloads by, and what goes from host to host `beside` them. `make` makes a
+    buffer to receive a tensor into, from a shape, a stride and a `dtype`."""
+
+    poster: Poster
+    beside: Poster
+    make: Callable[..., Tensor]
+
+
+def send_activations(cell: Cell, link: Link, peer: int) -> Bound:
     """SEND_ACT: post the cell's outputs."""
-    send, post, metas = poster.send, cell.output_sends.append, cell.learned.after.metas
+    send, post, metas = link.poster.send, cell.output_sends.append, cell.learned.after.metas
 
     def call() -> None:
         for tensor, meta in zip(cell.outputs_to_send, metas, strict=True):
@@ -76,18 +85,16 @@ def send_activations(cell: Cell, poster: Poster, peer: int) -> Bound:
     return call
 
 
-def send_gradients(
-    cell: Cell, poster: Poster, beside: Poster, peer: int, device: torch.device
-) -> Bound:
-    """SEND_GRAD: post the gradients of the cell's inputs; the mask goes by `beside`."""
-    send, post = poster.send, cell.grad_sends.append
-    expected, masked = cell.learned.grads_out, cell.learned.masked_out
+def send_gradients(cell: Cell, link: Link, peer: int) -> Bound:
+    """SEND_GRAD: post the gradients of the cell's inputs, and their mask beside them."""
+    send, post, make = link.poster.send, cell.grad_sends.append, link.make
+    expected, masked = cell.learned.grads_out.metas, cell.learned.grads_out.masked
 
     def call() -> None:
         grads, cell.input_grads = cell.input_grads, ()
         if masked:
             present = [grad is not None for grad in grads]
-            post(beside.send(torch.tensor(present, device="cpu"), peer))
+            post(link.beside.send(torch.tensor(present, device="cpu"), peer))
         else:
             for grad, meta in zip(grads, expected, strict=True):
                 if (grad is None) is not (meta is None):
@@ -96,7 +103,7 @@ def send_gradients(
             if meta is None:
                 continue
             if grad is None:
-                grad = empty(meta, device).zero_()
+                grad = make(meta.shape, meta.stride, dtype=meta.dtype).zero_()
             if not meta.is_plain or not grad.is_contiguous() or grad.is_neg():
                 grad = payload(grad, meta)
             post(send(grad, peer))
@@ -104,9 +111,10 @@ def send_gradients(
     return call
 
 
-def receive_activations(cell: Cell, poster: Poster, peer: int, make: Make) -> Bound:
+def receive_activations(cell: Cell, link: Link, peer: int) -> Bound:
     """RECV_ACT: post buffers for the cell's inputs, which a backward can stop at."""
-    receive, post, metas = poster.receive, cell.input_receives.append, cell.learned.before.metas
+    receive, make, post = link.poster.receive, link.make, cell.input_receives.append
+    metas = cell.learned.before.metas
 
     def call() -> None:
         leaves = []
@@ -119,15 +127,15 @@ def receive_activations(cell: Cell, poster: Poster, peer: int, make: Make) -> Bo
     return call
 
 
-def receive_gradients(cell: Cell, poster: Poster, beside: Poster, peer: int, make: Make) -> Bound:
+def receive_gradients(cell: Cell, link: Link, peer: int) -> Bound:
     """RECV_GRAD: post buffers for the gradients of the cell's outputs, and for their mask."""
-    receive, post = poster.receive, cell.grad_receives.append
-    expected, masked = cell.learned.grads_in, cell.learned.masked_in
+    receive, make, post = link.poster.receive, link.make, cell.grad_receives.append
+    expected, masked = cell.learned.grads_in.metas, cell.learned.grads_in.masked
 
     def call() -> None:
         if masked:
             cell.mask = torch.empty(len(expected), dtype=torch.bool, device="cpu")
-            post(beside.receive(cell.mask, peer))
+            post(link.beside.receive(cell.mask, peer))
         grads: list[Tensor | None] = []
         for meta in expected:
             buffer = None
@@ -154,165 +162,221 @@ def _yes_no(of: Sequence[object]) -> str:
     return f"({', '.join('no' if each is None else 'yes' for each in of)})"
 
 
-@attrs.define(eq=False)
-class _Part:
-    """The work of one action, once its batch is posted; several may wait for it."""
+def describe_activations(cell: Cell, messenger: Messenger, peer: int) -> Bound:
+    """SEND_ACT: sends the cell's outputs with their description."""
+    key = "inputs", cell.stage + 1, cell.microbatch
 
-    work: Work | None = None
+    def call() -> None:
+        learned = cell.learned
+        beside = learned.after, learned.aliases_after
+        message = Message(beside, learned.after.metas, cell.outputs_to_send)
+        cell.outputs_to_send = ()
+        cell.output_sends.extend(messenger.send(key, message, peer))
+
+    return call
+
+
+def describe_gradients(cell: Cell, messenger: Messenger, peer: int) -> Bound:
+    """SEND_GRAD: sends the gradients of the cell's inputs that there are, and says which."""
+    key = "gradients", cell.stage - 1, cell.microbatch
+
+    def call() -> None:
+        learned, grads, cell.input_grads = cell.learned, cell.input_grads, ()
+        goes = learned.grads_out
+        # Across a declared boundary, and before it, which there are may always differ.
+        goes.masked = learned.before.declared or learned.after.declared
+        message = Message(
+            (goes.metas, goes.masked),
+            [meta for meta in goes.metas if meta is not None],
+            tuple([grad for grad in grads if grad is not None]),
+        )
+        cell.grad_sends.extend(messenger.send(key, message, peer))
+
+    return call
+
+
+def take_activations(cell: Cell, messenger: Messenger, peer: int) -> Bound:
+    """RECV_ACT: expects a message; the forward takes the cell's inputs when it is their turn."""
+
+    def put(message: Message) -> None:
+        cell.learned.before, cell.learned.aliases = message.beside
+        described = zip(message.tensors, message.metas, strict=True)
+        cell.leaves = tuple([x.requires_grad_(meta.requires_grad) for x, meta in described])
+
+    key = "inputs", cell.stage, cell.microbatch
+    return lambda: cell.input_receives.append(messenger.expect(key, peer, put))
+
+
+def take_gradients(cell: Cell, messenger: Messenger, peer: int) -> Bound:
+    """RECV_GRAD: expects a message; the backward takes the gradients of the cell's outputs."""
+
+    def put(message: Message) -> None:
+        comes, coming = cell.learned.grads_in, iter(message.tensors)
+        comes.metas, comes.masked = message.beside
+        cell.output_grads = tuple([None if meta is None else next(coming) for meta in comes.metas])
+
+    key = "gradients", cell.stage, cell.microbatch
+    return lambda: cell.grad_receives.append(messenger.expect(key, peer, put))
+
+
+TRANSFERS: Mapping[
+    Kind,
+    tuple[Callable[[Cell, Messenger, int], Bound], Callable[[Cell, Link, int], Bound]],
+] = {
+    Kind.SEND_ACT: (describe_activations, send_activations),
+    Kind.RECV_ACT: (take_activations, receive_activations),
+    Kind.SEND_GRAD: (describe_gradients, send_gradients),
+    Kind.RECV_GRAD: (take_gradients, receive_gradients),
+}
+"""What sends or receives at a described boundary, and at a known one."""
+
+
+@attrs.frozen(eq=False)
+class Message:
+    """A payload with its description: the tensors, their `metas`, and in `beside` whatever else the
+    receiver has to know."""
+
+    beside: Any
+    metas: Sequence[TensorMeta]
+    tensors: tuple[Tensor, ...]
+
+
+DESCRIBED_TAGS = 4
+"""So many of a transport's tags, the first ones, are for messages: two in training, two in
+evaluation."""
+
+Key: TypeAlias = tuple[str, int, int]
+"""What a message is, and its stage and microbatch."""
+
+_Place: TypeAlias = tuple[int, int, Key]  # whose message it is, and of which call
+
+_FORMAT = Struct("=qq")  # the bytes of the description, and of the whole message
+_LENGTHS = _FORMAT.size
+_FIRST = 1 << 12  # bytes
+
+
+@attrs.define(eq=False)
+class _Room:
+    """One end of the messages of a kind and stage.
+
+    In the current call the first part of each has `room` for the `longest` one of the call before.
+    The last one was `described` so. Both ends know the same.
+    """
+
+    call: int = -1
+    room: int = _FIRST
+    longest: int = _FIRST
+    described: tuple[Any, Sequence[TensorMeta]] | None = None
+
+
+@attrs.frozen(eq=False)
+class _Coming:
+    """A message that is taken, and put where it is used, when somebody waits for it."""
+
+    messenger: Messenger
+    place: _Place
+    put: Callable[[Message], None]
 
     def wait(self) -> bool:
-        """Wait until it is done."""
-        if self.work is not None:
-            work, self.work = self.work, None
-            work.wait()
+        """Wait until it has come."""
+        self.put(self.messenger.take(self.place))
         return True
 
 
 @attrs.frozen(eq=False)
-class _Whole:
-    """The works of a batch: a consumer of one of its receives waits for all."""
+class Messenger:
+    """Sends and takes the messages of one rank: lengths, the description and the bytes.
 
-    parts: Sequence[_Part]
-
-    def wait(self) -> bool:
-        """Wait until all of it is done."""
-        return all(part.wait() for part in self.parts)
-
-
-class Batch:
-    """Stands in for the transport, collects what the actions of an entry post, and posts it as
-    one."""
-
-    def __init__(self, poster: BatchPoster) -> None:
-        self._poster = poster
-        self._posts: list[Post] = []
-        self._parts: list[_Part] = []
-
-    def send(self, tensor: Tensor, peer: int) -> Work:
-        """Take a send. Waiting for it waits for nothing else: it may be known to have arrived when
-        the rest has not."""
-        return self._take(Post(tensor, peer, sends=True))
-
-    def receive(self, buffer: Tensor, peer: int) -> Work:
-        """Take a receive."""
-        self._take(Post(buffer, peer, sends=False))
-        return _Whole(self._parts)
-
-    def _take(self, post: Post) -> _Part:
-        self._posts.append(post)
-        self._parts.append(_Part())
-        return self._parts[-1]
-
-    def post(self) -> None:
-        """Post what has been taken."""
-        posts, parts = self._posts, self._parts
-        self._posts, self._parts = [], []
-        if posts:
-            for part, work in zip(parts, self._poster.together(posts), strict=True):
-                part.work = work
-
-
-def post_of(batch: Batch, parts: Sequence[Instruction]) -> Instruction:
-    """What posts a batch, once its parts have said what."""
-    return attrs.evolve(parts[0], run=batch.post, computes=False, listed=False, parts=parts)
-
-
-_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
-def _users(buffer: Tensor) -> tuple[int, int]:
-    """The number of references to a tensor's memory: from tensors, and from Python."""
-    storage = buffer.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
-
-
-_NOBODY = _users(torch.empty(1))
-
-
-class Pool:
-    """The buffers of one rank, whose stream is the one that uses them.
-
-    It keeps as many of each layout as are in use at the same time.
+    Each message is taken once, by its place. A description that is as the one before is left out.
+    What does not fit into the room of the receive that is posted for it follows by `rests`. Raises
+    RuntimeError if a message can't come any more.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._buffers: dict[_Layout, list[Tensor]] = {}
-        self._taken: set[_Layout] = set()
+    _poster: Poster
+    _rests: Poster
+    _device: torch.device
+    _now: Now
+    _rooms: dict[Hashable, _Room] = attrs.field(factory=lambda: defaultdict(_Room))
+    _posted: dict[int, deque[tuple[_Place, Work, Tensor, _Room]]] = attrs.field(
+        factory=lambda: defaultdict(deque)
+    )
+    _early: dict[_Place, Message] = attrs.field(factory=dict)
 
-    def empty(
-        self, shape: tuple[int, ...], stride: tuple[int, ...], *, dtype: torch.dtype
-    ) -> Tensor:
-        """A buffer to receive a tensor into. Drop all references to give it back."""
-        return self._take((shape, stride, dtype))
+    def _room(self, *place: Hashable) -> _Room:
+        """The room of a message of the current call, which comes next there."""
+        room, call = self._rooms[place], self._now.call.number
+        if call != room.call:
+            room.call, room.room, room.longest = call, room.longest, _LENGTHS
+        return room
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor, in a buffer."""
-        layout = tuple(tensor.shape), tensor.stride(), tensor.dtype
-        return self._take(layout).copy_(tensor.detach())
+    def send(self, key: Key, message: Message, peer: int) -> list[Work]:
+        """Post a message of the current call; its tensors may be changed afterwards."""
+        room, described = self._room("to", peer, key[:2]), (message.beside, message.metas)
+        parts = [
+            _bytes_of(payload(tensor, meta)).cpu()
+            for tensor, meta in zip(message.tensors, message.metas, strict=True)
+        ]
+        head = 0
+        if described != room.described:
+            parts.insert(0, packed(described))
+            head, room.described = len(parts[0]), described
+        size = _LENGTHS + sum(map(len, parts))
+        room.longest = max(room.longest, size)
+        whole = torch.empty(max(size, room.room), dtype=torch.uint8, device="cpu")
+        content = whole.numpy()
+        _FORMAT.pack_into(content.data, 0, head, size)
+        end = _LENGTHS
+        for part in parts:
+            begin, end = end, end + len(part)
+            content[begin:end] = part.numpy()
+        first, rest = whole[: room.room], whole[room.room :]
+        works = [self._poster.send(first, peer)]
+        if len(rest):
+            works.append(self._rests.send(rest, peer))
+        return works
 
-    def _take(self, layout: _Layout) -> Tensor:
-        self._taken.add(layout)
-        buffers = self._buffers.setdefault(layout, [])
-        for buffer in buffers:
-            if _users(buffer) == _NOBODY:
-                return _alias(buffer)
-        shape, stride, dtype = layout
-        buffers.append(torch.empty_strided(shape, stride, dtype=dtype, device=self.device))
-        return _alias(buffers[-1])
+    def expect(self, key: Key, peer: int, put: Callable[[Message], None]) -> Work:
+        """Post a receive for the first part of the next message from a peer, of this key; waiting
+        for the result takes that message, and puts it where it is used."""
+        room = self._room("from", peer, key[:2])
+        first = torch.empty(room.room, dtype=torch.uint8, device="cpu")
+        place = peer, room.call, key
+        self._posted[peer].append((place, self._poster.receive(first, peer), first, room))
+        return _Coming(self, place, put)
 
-    def trim(self) -> None:
-        """After a call whose sends have arrived, drop buffers that somebody has kept, and layouts
-        that were not used."""
-        taken, self._taken = self._taken, set()
-        self._buffers = {
-            layout: _unused(buffers) for layout, buffers in self._buffers.items() if layout in taken
-        }
+    def take(self, place: _Place) -> Message:
+        """Take the message of a place, once it has come."""
+        peer, *_ = place
+        while place not in self._early:
+            came, work, whole, room = self._posted[peer].popleft()
+            work.wait()
+            head, size = _FORMAT.unpack_from(whole.numpy().data)
+            room.longest = max(room.longest, size)
+            if size > len(whole):
+                rest = torch.empty(size - len(whole), dtype=torch.uint8, device="cpu")
+                self._rests.receive(rest, peer).wait()
+                whole = torch.cat([whole, rest])
+            begin = _LENGTHS + head
+            if head:
+                room.described = unpacked(whole[_LENGTHS:begin])
+            assert room.described is not None  # the first message has its description
+            beside, metas = room.described
+            tensors = []
+            for meta in metas:
+                tensors.append(empty(meta, self._device))
+                content = _bytes_of(payload(tensors[-1], meta))
+                content.copy_(whole[begin : begin + meta.nbytes])
+                begin += meta.nbytes
+            self._early[came] = Message(beside, metas, tuple(tensors))
+        return self._early.pop(place)
+
+    def drop(self) -> None:
+        """Forget the messages of a call that failed."""
+        self._early.clear()
+        self._posted.clear()
+        self._rooms.clear()
 
 
-def _alias(buffer: Tensor) -> Tensor:
-    """A fresh tensor on the same memory."""
-    return buffer.data
-
-
-def _unused(buffers: Sequence[Tensor]) -> list[Tensor]:
-    return [buffer for buffer in buffers if _users(buffer) == _NOBODY]
-
-
-@attrs.frozen(eq=False)
-class _UnderWay:
-    """A transfer that keeps its buffer until it is waited for; a plain work might not."""
-
-    work: Work
-    buffer: Tensor
-
-    def wait(self) -> bool:
-        """Wait until it is done."""
-        return self.work.wait()
-
-
-@attrs.frozen(eq=False)
-class FromBuffers:
-    """Posts sends from buffers of a pool; tensors on the host are sent as they are."""
-
-    poster: BatchPoster
-    pool: Pool
-
-    def send(self, tensor: Tensor, peer: int) -> Work:
-        """Post a send of a copy."""
-        buffer = self._copy(tensor)
-        return _UnderWay(self.poster.send(buffer, peer), buffer)
-
-    def together(self, posts: Sequence[Post]) -> list[Work]:
-        """Post several, of sends copies."""
-        own = [attrs.evolve(p, tensor=self._copy(p.tensor)) if p.sends else p for p in posts]
-        works = self.poster.together(own)
-        return [_UnderWay(work, post.tensor) for work, post in zip(works, own, strict=True)]
-
-    def receive(self, buffer: Tensor, peer: int) -> Work:
-        """Post a receive."""
-        return self.poster.receive(buffer, peer)
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        there = tensor.device.type == self.pool.device.type
-        return self.pool.copy(tensor) if there else tensor
+def _bytes_of(content: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return content.detach().reshape(-1).view(torch.uint8)

@@ -24,8 +24,8 @@ from schedir.runtime.boundary import Learned, Lessons
 from schedir.runtime.feeding import Feed
 from schedir.runtime.gradients.gradients import Gradients
 from schedir.runtime.memory import Saved, is_plain
-from schedir.runtime.microbatches import Count
 from schedir.runtime.plan import Plan
+from schedir.runtime.samples import Count
 from schedir.runtime.sharded import Sharded, return_local
 from schedir.runtime.stage.buffers import Buffers, Kept
 from schedir.runtime.stage.split_backward import WeightPart
