@@ -1,10 +1,11 @@
 """Weighs each microbatch by its share of the samples of its update, and the losses of a call alike.
 
 The backward of a microbatch's loss starts from its share, so every gradient is accumulated with the
-share that the last stage gave its microbatch. The shares of each of the last stage's OPTIM_STEPs
-add up to one. A stage that groups the microbatches in another way takes the mean over its own
-group: before it steps, it divides its sum by the sum of the group's shares. In 1F1B-RR (PipeDream,
-SOSP 2019, section 3.2), with two replicas of stage 0:
+share that the last stage gave its microbatch. Over all pipelines, the shares of each of the last
+stage's OPTIM_STEPs add up to one: sums of gradients over processes are never divided. A stage that
+groups the microbatches in another way takes the mean over its own group: before it steps, it
+divides its sum by the sum of the group's shares. In 1F1B-RR (PipeDream, SOSP 2019, section 3.2),
+with two replicas of stage 0:
 
     stage 1   0 | 1 | 2 | 3     a step for each: all shares are 1
     stage 0   0   1 | 2   3     a step for two: their sum is 2, and the scale is a half
@@ -160,7 +161,8 @@ class Samples:
         return shares
 
     def _over_pipelines(self, totals: list[Count]) -> list[Count]:
-        """The sums of `totals` over all pipelines, on the ranks of the last stage."""
+        """The sums of `totals` over all pipelines, on the ranks of the last stage. With "equal"
+        every pipeline has the same ones."""
         if self._weigh == "equal":
             return [total * self._pipelines for total in totals]
         if self._group is None:
