@@ -23,7 +23,7 @@ from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import Action, Kind, Schedule
 from schedir.runtime.arguments import DESCRIBED, Declared
-from schedir.runtime.memory import Aliases, any_shared
+from schedir.runtime.memory import Aliases, any_shared, attributes
 
 CONSTANTS = type(None), bool, int, float, str, torch.dtype, torch.Size
 """The types of what may stand beside tensors in a boundary."""
@@ -399,16 +399,11 @@ def _entries(given: Any) -> tuple[Iterable[Any], Mapping[str, Any]]:
     return given if isinstance(given, (tuple, list)) else (given,), {}
 
 
-INTERNAL = frozenset(vars(nn.Module()))
-"""The attributes that every module has; all else is its own."""
-
-
 def held_by(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     """The tensors that modules hold: parameters, buffers, and tensors in plain attributes."""
     for module in modules:
         for part in module.modules():
-            own = (value for name, value in vars(part).items() if name not in INTERNAL)
-            for value in (*part._parameters.values(), *part._buffers.values(), *own):
+            for value in attributes(part).values():
                 yield from tensors_of(value)
 
 

@@ -44,7 +44,7 @@ from schedir.runtime.processes.failure import (
     says_all,
     users_line,
 )
-from schedir.runtime.processes.noticeboard import CALL, CODE, OUTSIDE, at_place
+from schedir.runtime.processes.noticeboard import CALL, CODE, OUTSIDE, code
 from schedir.runtime.program.compiler import Parts, set_autocast
 from schedir.runtime.program.compute import on_several_streams
 from schedir.runtime.program.handshake import Handshake
@@ -61,7 +61,7 @@ from schedir.simulator import Timeline
 
 T = TypeVar("T")
 
-_AT_RESULTS = at_place(RESULTS)
+_AT_RESULTS = code(RESULTS)
 
 
 class Engine:

@@ -30,7 +30,7 @@ from schedir.runtime.engine import Engine
 from schedir.runtime.feeding import CallArguments, check_loss
 from schedir.runtime.microbatches import Batch, ChunkSpec, rows
 from schedir.runtime.plan import plan_of
-from schedir.runtime.processes.groups import declining
+from schedir.runtime.processes.noticeboard import declining
 from schedir.runtime.program.compiler import expect_carried_out
 from schedir.runtime.segments import Segments
 from schedir.runtime.stage.optimizers import as_one

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.runtime.accelerator import Mark
@@ -169,37 +170,37 @@ def _owned(stage: int, module: nn.Module, known: Collection[int]) -> Iterator[Ow
     seen: set[tuple[int, bool]] = set()
     for path, part in module.named_modules():
         before = f"{path}." if path else ""
-        statistics = isinstance(part, _NormBase)
-        for name, tensor in _tensors_of(part):
-            trained = name in part._parameters or (statistics and name in part._buffers)
-            key = id(tensor), trained  # alive as long as the module is
-            if key in seen or id(tensor) in known or is_lazy(tensor):
-                continue
-            seen.add(key)
-            for plain in filter(_has_memory, plain_parts(tensor)):
-                yield Owned(stage, before + name, plain, trained)
+        statistics = part._buffers if isinstance(part, _NormBase) else ()
+        for attribute, value in attributes(part).items():
+            trained = attribute in part._parameters or attribute in statistics
+            for name, tensor in _tensors_in(attribute, value):
+                key = id(tensor), trained  # alive as long as the module is
+                if key in seen or id(tensor) in known or is_lazy(tensor):
+                    continue
+                seen.add(key)
+                for plain in filter(_has_memory, plain_parts(tensor)):
+                    yield Owned(stage, before + name, plain, trained)
 
 
-def _tensors_of(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for registered in (part._parameters, part._buffers):
-        yield from ((name, tensor) for name, tensor in registered.items() if tensor is not None)
-    for name, value in vars(part).items():
-        if name not in ("_parameters", "_buffers", "_modules"):
-            yield from _tensors_in(name, value, depth=3)
+INTERNAL = frozenset(vars(nn.Module()))
+"""The attributes that every module has; all else is its own."""
 
 
-def _tensors_in(name: str, value: object, depth: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in an attribute that torch does not register: also in lists, tuples, dicts, and
-    modules inside of these."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, nn.Module):
-        for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield f"{name}.{inner}", tensor
-    elif isinstance(value, (list, tuple, dict)) and depth:
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, entry in entries:
-            yield from _tensors_in(f"{name}[{key!r}]", entry, depth - 1)
+def attributes(part: nn.Module) -> dict[str, Any]:
+    """What a module holds itself, by name: parameters, buffers, and attributes of its own."""
+    own = {name: value for name, value in vars(part).items() if name not in INTERNAL}
+    return {**part._parameters, **part._buffers, **own}
+
+
+def _tensors_in(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an attribute: also in lists, tuples, dicts, and modules inside of these."""
+    for path, leaf in pytree.tree_leaves_with_path(value):
+        at = name + pytree.keystr(path)
+        if isinstance(leaf, Tensor):
+            yield at, leaf
+        elif isinstance(leaf, nn.Module):
+            for inner, tensor in (*leaf.named_parameters(), *leaf.named_buffers()):
+                yield f"{at}.{inner}", tensor
 
 
 def _has_memory(tensor: Tensor) -> bool:

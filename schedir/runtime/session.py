@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 import attrs
 import torch
@@ -40,9 +40,10 @@ from schedir.runtime.processes.failure import (
     waiting,
     within_stage,
 )
-from schedir.runtime.processes.groups import ABORT, Groups, hello, init_process_group
-from schedir.runtime.processes.monitor import watch, watch_no_longer
+from schedir.runtime.processes.groups import ABORT, Groups
+from schedir.runtime.processes.monitor import MONITOR
 from schedir.runtime.processes.noticeboard import (
+    BROKEN,
     BUSY,
     BUSY_OF,
     CALL,
@@ -51,9 +52,11 @@ from schedir.runtime.processes.noticeboard import (
     STEP,
     Noticeboard,
     Verdict,
-    at_place,
+    code,
+    hello,
+    init_process_group,
 )
-from schedir.runtime.processes.watch import Member, Watch
+from schedir.runtime.processes.watch import Watch, host
 from schedir.runtime.sharded import local
 from schedir.runtime.transports import (
     Endpoint,
@@ -66,7 +69,7 @@ from schedir.runtime.transports import (
 
 logger = logging.getLogger("schedir")
 
-_AT_HANDSHAKE = at_place(HANDSHAKE)
+_AT_HANDSHAKE = code(HANDSHAKE)
 
 
 class Session:
@@ -78,7 +81,7 @@ class Session:
     of their own, and share the session; `plan` is the one that is made or run now.
 
     This process stands on the `board` in the call after `calls` others, and the `watch` sees the
-    other processes; None if there are none. `stop` says whether all are to stop, as of the latest
+    other processes, if there are any. `stop` says whether all are to stop, as of the latest
     call.
 
     Raises ExecutionError if the other processes do not come in time.
@@ -91,7 +94,6 @@ class Session:
         self.paused: str | None = None  # the reason why no call can be made now
         self.closed = self.stop = False
         self.calls = self._trained = 0  # calls before this one, and of these, those that trained
-        self.watch: Watch | None = None
         self._made_group = not self.grid.alone and not dist.is_initialized()
         if self._made_group:
             init_process_group(plan.timeout)
@@ -101,6 +103,8 @@ class Session:
         # A connection of its own: on another one a call would wait for that of another thread.
         clone = getattr(self.groups.store, "clone", lambda: self.groups.store)
         self.board = Noticeboard(clone())
+        seconds = self.groups.timeout.total_seconds()
+        self.watch = Watch(self.board, self.own, partial(empty_standing, plan), seconds)
         self._hub = InProcessTransport(plan.accelerator)
         self.messages = InProcessTransport(Host(torch.device("cpu")))
         self.control = Control(self.grid)
@@ -116,34 +120,32 @@ class Session:
 
     def _come_together(self) -> None:
         """Wait for all others, show them where this process stands, and begin to watch them."""
-        own, everyone, timeout = Member.here(), self.grid.everyone, self.groups.timeout
+        said = host(), os.getpid(), secrets.token_hex(8)
+        everyone, timeout = self.grid.everyone, self.groups.timeout
         with self.gathering():
-            said = attrs.astuple(own), secrets.token_hex(8)
             heard = hello(self.groups.store, everyone, everyone[self.own], said, timeout)
-        members = [Member(*fields) for fields, _ in heard]
-        far = [number for number, member in enumerate(members) if member.host != own.host]
-        self.board.open(heard[0][1], self.own, far)
-        empty = partial(empty_standing, self.plan)
-        self.watch = Watch(self.board, members, self.own, empty, timeout.total_seconds())
-        watch(self.watch)
+        hosts, processes, (token, *_) = zip(*heard, strict=True)
+        far = [number for number, each in enumerate(hosts) if each != said[0]]
+        self.board.open(token, self.own, far)
+        if hasattr(os, "pidfd_open"):
+            away = {*far, self.own}
+            self.watch.others = {n: p for n, p in enumerate(processes) if n not in away}
+        MONITOR.add(self.watch)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait as long as this for other processes from the next call on."""
         if timeout != self.groups.timeout:
             self.groups.set_timeout(timeout)
-            if self.watch is not None:
-                self.watch.timeout = timeout.total_seconds()
+            self.watch.timeout = timeout.total_seconds()
 
     def stand(self, index: int) -> None:
         """This process has come to a place beside its list; see `schedir.diagnosis.verdict`."""
-        self.board.words[CODE] = at_place(index)
+        self.board.words[CODE] = code(index)
 
     def take_up(self, plan: Plan) -> None:
         """From now on this plan is made, or run."""
         if plan is not self.plan:
-            self.plan = plan
-            if self.watch is not None:
-                self.watch.empty = partial(empty_standing, plan)
+            self.plan, self.watch.empty = plan, partial(empty_standing, plan)
 
     def begin_call(self, plan: Plan, trains: bool, step: int) -> None:
         """A call of a plan begins here."""
@@ -178,7 +180,7 @@ class Session:
 
     def stops(self) -> bool:
         """Whether a process has been asked to end."""
-        return self.watch is not None and self.watch.stop
+        return self.watch.stop
 
     def stop_on_signal(self) -> None:
         """From now on SIGTERM asks all processes to stop after a call, and ends none."""
@@ -187,7 +189,7 @@ class Session:
 
     def stragglers(self) -> tuple[tuple[int, float], ...]:
         """The processes that have been slower in compute lately; see `StepResult.stragglers`."""
-        return () if self.watch is None else self.watch.stragglers()
+        return self.watch.stragglers()
 
     def transports(self) -> Mapping[int, Transport]:
         """The transport of each rank here, connected to all others."""
@@ -262,12 +264,12 @@ class Session:
             return error
         if self.plan.groups_of_stages:
             error = within_stage(error)
-        found, verdict = error, self._verdict(error, what)
+        found, verdict = error, self._verdict(error)
         roots = () if verdict is None else verdict.roots
         if isinstance(error, WaitError):
             found = self._explained(error, what, verdict)
             error.forget_frames()
-            if verdict is None and self.watch is not None:  # so that the others know as much
+            if verdict is None and self.board.is_open:  # so that the others know as much
                 verdict = self.watch.blame([], str(found))
         if isinstance(found, ExecutionError):
             found.roots = roots
@@ -275,27 +277,27 @@ class Session:
         elsewhere = bool(roots) and self.own not in {root.rank for root in roots}
         if verdict is None or verdict.by == self.own or (found is error and not elsewhere):
             record(found)
-        if self.watch is not None:
-            self.watch.break_off()
+        self.board.become(BROKEN)
         told = says_all(error) or isinstance(error, (WaitError, KeyboardInterrupt))
         if roots and (told or (elsewhere and isinstance(error, ExecutionError) and error.roots)):
-            members = () if self.watch is None else self.watch.members_here(roots)
-            end_in_silence(found, members)  # the verdict has said it
+            others = self.watch.others
+            # The verdict has said it.
+            end_in_silence(found, [others[r.rank] for r in roots if r.rank in others])
         if self.groups.aborts:  # an abort may not return: log the failure before it
             said = in_one_line(found if isinstance(found, ExecutionError) else describe(found))
             logger.error("%s; aborting NCCL's communicators now, in at most %g s", said, ABORT)
         self._let_go(abort=True)
         return found
 
-    def _verdict(self, error: BaseException, what: str) -> Verdict | None:
+    def _verdict(self, error: BaseException) -> Verdict | None:
         """Who is to blame for an error here: this process, unless it waited for others."""
-        if self.watch is None:
+        if not self.board.is_open:
             if isinstance(error, WaitError):
                 return self.board.verdict()
             return self.board.give(Verdict((), str(error), self.own))
         if isinstance(error, WaitError):
             if self.plan.transport.queues and error.index is not None:
-                self.board.words[CODE] = at_place(error.index)  # of the device, behind the host
+                self.board.words[CODE] = code(error.index)  # of the device, behind the host
             peer = error.process
             if peer is None and error.peer is not None:
                 peer = self.grid.number(error.peer)
@@ -312,8 +314,7 @@ class Session:
 
     def root(self, error: BaseException) -> Root:
         """This process, as the one to blame for an error."""
-        assert self.watch is not None  # or nobody is told
-        at = self.watch.own_position()
+        at = self.board.read(self.own).position
         inner = error.cause if isinstance(error, ExecutionError) and error.cause else error
         cause, index, action = describe(inner), None, None
         if isinstance(inner, ExecutionError):
@@ -324,7 +325,7 @@ class Session:
 
     def abandon(self, error: BaseException) -> None:
         """The caller's own code has failed: end the session, and with it the other processes."""
-        if self.watch is None or self.closed or self.broken is not None:
+        if self.grid.alone or self.closed or self.broken is not None:
             return
         if not (isinstance(error, SystemExit) and not error.code):
             self.failure(error, "the caller's code")
@@ -333,9 +334,7 @@ class Session:
         """An error that says where this rank stands, what it waits for, and why that won't come."""
         awaited = stalled.what or "the other ranks"
         reason = None if verdict is None or verdict.by == self.own else verdict.reason
-        left = None
-        if self.watch is not None and not self.closed and not reason:
-            left = self.watch.left()
+        left = None if self.closed or reason else self.watch.left()
         if left is not None:
             said = (
                 f"process {left.rank} has closed its executor, or ended, after {left.call} calls, "
@@ -351,15 +350,15 @@ class Session:
             said += f"; the first to fail was {reason}"
         elif stalled.timed_out and stalled.advice:
             said += f"; {stalled.advice}"
-        place: dict[str, Any] = {
-            "rank": self.grid.rank if stalled.rank is None else stalled.rank,
-            "index": stalled.index,
-            "action": stalled.action,
-            "cause": stalled.cause,
-        }
-        if left is not None:
-            return ExecutionError(f"{what}: {said}", processes=(left.rank, self.own), **place)
-        return ExecutionError(f"{what}: {said}", one_line=True, **place)
+        return ExecutionError(
+            f"{what}: {said}",
+            rank=self.grid.rank if stalled.rank is None else stalled.rank,
+            index=stalled.index,
+            action=stalled.action,
+            cause=stalled.cause,
+            processes=() if left is None else (left.rank, self.own),
+            one_line=left is None,
+        )
 
     @contextmanager
     def closing(self) -> Iterator[bool]:
@@ -381,8 +380,8 @@ class Session:
 
     def watch_no_longer(self) -> None:
         """Stop watching the other processes."""
-        if self.watch is not None:
-            watch_no_longer(self.watch)
+        MONITOR.remove(self.watch)
+        self.board.close()
 
     def leave(self) -> None:
         """Tell the others that this process makes no more calls, and end its connections."""

@@ -10,7 +10,7 @@ so after them. All names of torch that are private stand in this module.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,12 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.ir import Schedule
-from schedir.runtime.arguments import TieOf
+from schedir.runtime.arguments import Arguments, TieOf
 from schedir.runtime.processes.failure import waiting
 from schedir.runtime.processes.grid import Grid
-
-_Placed: TypeAlias = list[tuple[Placement, ...]]
-"""The placements of the DTensors in an output."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -42,19 +39,25 @@ def return_local(module: nn.Module) -> RemovableHandle:
     """From now on a module returns the local parts of the DTensors in its output: these travel to
     the next stage, whose processes have the same parts. It can't see how they are placed, so the
     module has to place them in every forward as in the first."""
-    first: list[_Placed] = []
+    first: list[Sequence[object]] = []
 
     def hook(_: nn.Module, __: Any, output: Any) -> Any:
-        placed: _Placed = []
+        placed: list[tuple[Placement, ...]] = []
 
         def part(tensor: DTensor) -> Tensor:
+            if any(placement.is_partial() for placement in tensor.placements):
+                raise ExecutionError(
+                    f"the stage returned a DTensor placed {tensor.placements}, of which each "
+                    "process has a summand and no value; sum it first, by redistribute, or with "
+                    "output_layouts="
+                )
             placed.append(tensor.placements)
-            return _part(tensor)
+            return local(tensor)
 
         parts = tree_map_only(DTensor, part, output)
         if not first:
             first.append(placed)
-        elif placed != first[0]:
+        if placed != first[0]:
             raise ExecutionError(
                 f"the stage returned DTensors placed {placed}, but {first[0]} in its first "
                 "forward; place them alike, by redistribute: the next stage gets only local parts"
@@ -62,16 +65,6 @@ def return_local(module: nn.Module) -> RemovableHandle:
         return parts
 
     return module.register_forward_hook(hook)
-
-
-def _part(tensor: DTensor) -> Tensor:
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise ExecutionError(
-            f"the stage returned a DTensor placed {tensor.placements}, of which each process has a "
-            "summand and no value; sum it first, by redistribute, or with output_layouts="
-        )
-    part: Tensor = tensor.to_local()
-    return part
 
 
 def lying_as(like: Tensor, part: Tensor) -> Tensor:
@@ -112,26 +105,25 @@ class Sharded:
     """What a list does to the sharded weights of a stage: they are gathered, waited for, given up,
     and their gradients summed. With `each_call` they are summed in calls without an update too.
 
-    If it is `free`, the module's own code may gather, give up and sum as well, as torch's
-    pipelining lets it. Without `weighs`, torch's default divides sums by the number of processes.
+    If gathers are `free`, the module's own code may gather, give up and sum as well, as torch's
+    pipelining lets it. Unless it weighs, torch's default divides sums by the number of processes.
     """
 
-    def __init__(
-        self, stage: int, module: FSDPModule, each_call: bool, free: bool, weighs: bool
-    ) -> None:
+    def __init__(self, stage: int, module: FSDPModule, given: Arguments, each_call: bool) -> None:
         self._stage, self._module, self._guard = stage, module, _Guard()
-        self.each_call, self.free = each_call, free
+        self.each_call, self.free = each_call, given.gathers == "free"
         self._root = cast(nn.Module, module)
         self._parts = [part for part in self._root.modules() if isinstance(part, FSDPModule)]
-        self._handles: list[UnshardHandle] = []
-        for part in self._parts:
-            if not free:
+        self._groups = [*_groups(self._root)]
+        self._handles: list[UnshardHandle | None] = []
+        if not self.free:
+            for part in self._parts:
                 part._get_fsdp_state()._auto_reshard_after_forward = False
-        for group in _groups(self._root):
-            if not free:
+            for group in self._groups:
                 group._all_gather_comm = self._guard
                 group.post_forward_mesh_info = None  # nothing is given up after a forward
-            if weighs and group.gradient_divide_factor is None:
+        for group in self._groups:
+            if given.weigh is not None and group.gradient_divide_factor is None:
                 group.gradient_divide_factor = 1.0  # each weight is a share over all pipelines
             group.force_sum_reduction_for_comms = True  # PREMUL_SUM is unknown to gloo
         self.only_add()
@@ -145,7 +137,7 @@ class Sharded:
     @property
     def ways(self) -> int:
         """Over how many processes the weights are sharded: at most, if not all over the same."""
-        infos = [group.mesh_info for group in _groups(self._root)]
+        infos = (group.mesh_info for group in self._groups)
         return max((getattr(info, "shard_mesh_size", 1) for info in infos), default=1)
 
     @property
@@ -158,15 +150,14 @@ class Sharded:
         self._guard.allows = True
         try:
             with waiting(f"the gathering of stage {self._stage}'s weights"):
-                handles = [part.unshard(async_op=True) for part in self._parts]
+                self._handles = [part.unshard(async_op=True) for part in self._parts]
         finally:
             self._guard.allows = False
-        self._handles = [handle for handle in handles if handle is not None]
 
     def wait(self) -> None:
         """Wait until the full weights are there."""
         with waiting(f"the gathering of stage {self._stage}'s weights"):
-            for handle in self._handles:
+            for handle in filter(None, self._handles):
                 handle.wait()
         self._handles = []
 
@@ -217,18 +208,18 @@ def check_sharded(
                 "parameter, only some are sharded: shard all of them, or none"
             )
     for stage, module in sorted(stages.items()):
-        wrapped = [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
-        if not wrapped:
+        parts = [(name, m) for name, m in module.named_modules() if isinstance(m, FSDPModule)]
+        if not parts:
             if listed[stage]:
                 raise ExecutionError(
                     f"{schedule.name} gathers the weights of stage {stage}, but its module is not "
                     "sharded: wrap it by fully_shard, or leave the stage out of schedir.shard"
                 )
             continue
-        if wrapped[0]:
+        if name := parts[0][0]:
             raise ExecutionError(
-                f"stage {stage}: fully_shard has wrapped {wrapped[0]}, but not the stage itself; "
-                "wrap the whole module as well, last"
+                f"stage {stage}: fully_shard has wrapped {name}, but not the stage itself; wrap "
+                "the whole module as well, last"
             )
         if not listed[stage]:
             raise ExecutionError(
@@ -241,9 +232,8 @@ def check_sharded(
                 f"stage {stage} is wrapped by fully_shard, but all its copies are in one pipeline; "
                 "pass mesh= with a data dimension, over which it is sharded"
             )
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # a forward before may have left the full weights
+        for _, part in parts:
+            part.reshard()  # a forward before may have left the full weights
         for group in _groups(module):
             _check_group(stage, group, grid)
 

@@ -271,17 +271,10 @@ class NcclTransport(Transport):
                 continue
             members = sorted(processes[rank] for rank in ranks)
             positions = {rank: members.index(processes[rank]) for rank in ranks}
-            listed = ",".join(f"{processes[s]}-{processes[t]}" for s, t in channels)
-            asked = Asked(f"channel/{listed}", tuple(members), sums=False)
-            # What is posted first makes the communicator, and connects the ends of the channels.
-            ends = [
-                (target if sends else source, sends)
-                for source, target in channels
-                for sends in (True, False)
-                if rank == (source if sends else target)
-            ]
-            warm_up = partial(_warm_up, positions=positions, ends=ends, device=device)
-            post = partial(_post, groups.ask(asked, warm_up), positions)
+            ends = tuple((processes[source], processes[target]) for source, target in channels)
+            listed = ",".join(f"{source}-{target}" for source, target in ends)
+            asked = Asked(f"channel/{listed}", tuple(members), ends)
+            post = partial(_post, groups.ask(asked, device), positions)
             self._lanes.update(dict.fromkeys(channels, post))
 
     def send(self, tensor: Tensor, peer: int) -> Work:
@@ -305,17 +298,6 @@ def _post(group: NcclGroup, positions: dict[int, int], posts: Sequence[Post]) ->
     own = [Post(_carried(p.tensor), positions[p.peer], p.sends) for p in posts]
     # One work of all, which may be waited for more than once.
     return [group.together(own)] * len(own)
-
-
-def _warm_up(
-    group: NcclGroup,
-    positions: dict[int, int],
-    ends: Sequence[tuple[int, bool]],
-    device: torch.device,
-) -> Sequence[dist.Work]:
-    """Post a number at each of these ends, given by the peer and by whether it sends."""
-    posts = [Post(torch.zeros(1, device=device), peer, sends) for peer, sends in ends]
-    return _post(group, positions, posts)
 
 
 def _carried(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from schedir.runtime import recorder, rng
 from schedir.runtime.accelerator import current_accelerator
 from schedir.runtime.arguments import LossFunction
 from schedir.runtime.boundary import run_on, spreads, tensors_of
-from schedir.runtime.processes.groups import init_process_group
+from schedir.runtime.processes.noticeboard import init_process_group
 from schedir.training.collective import everywhere
 from schedir.training.cutting.partition import uncut_layers
 from schedir.training.huggingface.stages import uncut_pretrained

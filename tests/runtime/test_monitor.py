@@ -11,7 +11,7 @@ from typing import ClassVar, cast
 
 import pytest
 
-from schedir.runtime.processes.monitor import _Monitor
+from schedir.runtime.processes.monitor import Monitor
 from schedir.runtime.processes.watch import Watch
 
 
@@ -40,7 +40,7 @@ def test_the_timer_that_ends_the_process_goes_with_the_last_executor(
     monkeypatch.setattr(
         faulthandler, "cancel_dump_traceback_later", lambda: said.append("cancelled")
     )
-    monitor, made = _Monitor(), cast(Watch, Quiet())
+    monitor, made = Monitor(), cast(Watch, Quiet())
     monitor.add(made)
     thread = monitor.thread
     assert thread is not None

@@ -153,7 +153,7 @@ def test_where_a_wait_of_the_host_tells_nothing_is_followed() -> None:
 def test_what_nccl_says_is_not_lost() -> None:
     """Such as that two ranks have one GPU: no connection has ended."""
     groups, grid = SimpleNamespace(timeout=SECOND), SimpleNamespace(rank=1)
-    session: Any = SimpleNamespace(groups=groups, grid=grid, watch=None)
+    session: Any = SimpleNamespace(groups=groups, grid=grid, closed=True)
     stalled = WaitError(dist.DistBackendError("NCCL error: Duplicate GPU detected"))
     assert str(Session._explained(session, stalled, "making the executor", None)) == (
         "rank 1: making the executor: waited for the other ranks, but DistBackendError: "

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from schedir.errors import ExecutionError
-from schedir.runtime.processes import groups
+from schedir.runtime.processes import noticeboard
 
 SET = "on each host set GLOO_SOCKET_IFNAME to the name of a network interface"
 
@@ -18,7 +18,7 @@ SET = "on each host set GLOO_SOCKET_IFNAME to the name of a network interface"
 def first_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is the first of two, and the other one never comes."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, unlisted
-    monkeypatch.setattr(groups, "rendezvous", lambda url, timeout: iter([(store, 0, 2)]))
+    monkeypatch.setattr(noticeboard, "rendezvous", lambda url, timeout: iter([(store, 0, 2)]))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -27,7 +27,7 @@ def first_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
 def said() -> str:
     """What is said after a second of waiting."""
     with pytest.raises(ExecutionError) as found:
-        groups.init_process_group(timedelta(seconds=1))
+        noticeboard.init_process_group(timedelta(seconds=1))
     assert not dist.is_initialized()
     assert found.value.cause is not None
     return str(found.value)
@@ -50,6 +50,6 @@ def test_nor_where_no_time_was_too_short(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("unsupported gloo device")
 
-    monkeypatch.setattr(groups, "hello", lambda *_: [])
+    monkeypatch.setattr(noticeboard, "hello", lambda *_: [])
     monkeypatch.setattr(dist, "init_process_group", refuse)
     assert said().endswith("unsupported gloo device")

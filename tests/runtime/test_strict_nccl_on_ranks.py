@@ -8,7 +8,7 @@ from torch import nn
 
 import schedir
 from schedir.runtime import Executor, transports
-from schedir.runtime.processes.groups import Asked, Groups, Post
+from schedir.runtime.processes.groups import Groups, NcclGroup, Post
 from schedir.runtime.transports import NcclTransport
 from tests.built_in import NAMES, variants
 from tests.runtime.kit import MSE, everyone, message_of, momentum, random_batch, sgd
@@ -76,10 +76,13 @@ def test_both_directions_are_compared_apart(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_what_is_used_before_it_is_warm_is_refused(rank: int) -> None:
+def test_what_is_used_before_it_is_warm_is_refused(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NcclGroup, "warm_up", lambda _: [])
     with nccl_over_gloo():
         groups = Groups((0, 1), None)
-        group = groups.ask(Asked("sum", (0, 1), sums=True), lambda _: [])
+        group = groups.make("sum", (0, 1), CPU)
         connect_all(groups, (0, 1))
         with pytest.raises(RefusedError, match=r"to sum 3 .* makes a communicator, in the midst"):
             group.allreduce([torch.zeros(3)])

@@ -49,6 +49,7 @@ class Control:
 
     *Ranks* are those of the schedule, in this process's pipeline; *numbers* are those of the group,
     over all pipelines. `own` is this process's number, and `pipeline` has those of its pipeline.
+    `posted` are messages that are on their way.
     """
 
     group: Group
@@ -58,7 +59,7 @@ class Control:
         self.pipeline = [*dict.fromkeys(self._numbers)]
         self.own = grid.number(grid.rank)
         self._everyone = grid.everyone
-        self._posted: deque[Message] = deque()  # the courier posts as well
+        self.posted: deque[Message] = deque()  # the courier posts as well
         self._earlier = 0  # of these, those of the calls before
         self.courier = Courier()
 
@@ -140,39 +141,35 @@ class Control:
             if n != self.own
         }
         if not late:
-            self._posted += receives.values()
-        return Exchange(self, [receives.get(number) for number in numbers])
-
-    def tell(self, value: Tensor, numbers: Iterable[int]) -> None:
-        """Send a vector on its way to these numbers."""
-        for number in numbers:
-            if number != self.own:
-                self._posted.append(self.group.tell(value, number, _LOSS_TAG, "the loss"))
+            self.posted += receives.values()
+        return Exchange(self, numbers, receives)
 
     def settle(self) -> None:
         """Wait for the messages of earlier calls, so that they do not pile up."""
         for _ in range(self._earlier):
-            self._posted.popleft().wait()
-        self._earlier = len(self._posted)
+            self.posted.popleft().wait()
+        self._earlier = len(self.posted)
 
 
 @attrs.define(eq=False)
 class Exchange:
-    """An exchange of losses between processes; the receives are posted."""
+    """An exchange of losses with these numbers; the receives are posted."""
 
     _control: Control
-    _receives: Sequence[Message | None]  # None in one's own place
-    _own: Tensor | None = None
+    _numbers: Sequence[int]
+    _messages: dict[int, Message]
 
     def give(self, own: Tensor, numbers: Iterable[int]) -> None:
         """Send `own` on its way to these numbers."""
-        self._own = own
-        self._control.tell(own, numbers)
+        control = self._control
+        self._messages[control.own] = Message(own, "", control.own, None)
+        for number in numbers:
+            if number != control.own:
+                control.posted.append(control.group.tell(own, number, _LOSS_TAG, "the loss"))
 
     def result(self) -> list[Tensor]:
         """Wait for all expected vectors; returns them in that order, with this process's own."""
-        found = (self._own if message is None else message.wait() for message in self._receives)
-        return [vector for vector in found if vector is not None]
+        return [self._messages[number].wait() for number in self._numbers]
 
 
 @attrs.frozen(eq=False)

@@ -62,9 +62,7 @@ class Grid:
     @cached_property
     def everyone(self) -> tuple[int, ...]:
         """All processes of all slices, as a process group numbers them."""
-        return tuple(
-            sorted({process for layout in self.slices for row in layout for process in row})
-        )
+        return tuple(sorted({p for layout in self.slices for row in layout for p in row}))
 
     @property
     def alone(self) -> bool:
@@ -139,18 +137,17 @@ def _of_mesh(
             f"the schedule has {ranks} ranks, but the mesh {found} in its dimension "
             f"{pipeline_dim}; make the mesh with {ranks}, or build the schedule for {found} ranks"
         )
+    rank, number = dist.get_rank(), 0
+    place = dict(zip(names, (mesh.mesh == rank).nonzero().tolist()[0], strict=True))
+    others = {name: at for name, at in place.items() if name not in (pipeline_dim, *data_dims)}
     for name in seed_dims:
-        if name not in names or name in (pipeline_dim, *data_dims):
+        if name not in others:
             raise ExecutionError(
                 f"seed_dims: {name!r} is not one of the mesh's other dimensions; it has {names}, "
                 f"of which {pipeline_dim} and {', '.join(data_dims)} draw numbers of their own"
             )
-    rank, number = dist.get_rank(), 0
-    place = dict(zip(names, (mesh.mesh == rank).nonzero().tolist()[0], strict=True))
-    for name in seed_dims:
-        number = number * mesh.mesh.shape[names.index(name)] + place[name]
-    others = (name for name in names if name not in (pipeline_dim, *data_dims))
-    where = ", ".join(f"{name} {place[name]}" for name in others)
+        number = number * mesh.mesh.shape[names.index(name)] + others[name]
+    where = ", ".join(f"{name} {at}" for name, at in others.items())
     # By the place in the mesh: get_local_rank is the rank in a group, which torch sorts.
     at, pipeline, own = (slices == rank).nonzero().tolist()[0]
     layouts = tuple(tuple(map(tuple, layout)) for layout in slices.tolist())

@@ -8,18 +8,15 @@ talks to torch's ProcessGroupNCCL.
 from __future__ import annotations
 
 import ctypes
-import json
-import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import chain, count
 from threading import Thread
 from time import monotonic
 from typing import Any, ClassVar
-from weakref import WeakSet
 
 import attrs
 import torch
@@ -32,25 +29,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, unliste
     Store,
 )
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
-from torch.distributed.rendezvous import rendezvous
 
-from schedir.errors import ExecutionError, SchedirError
-from schedir.runtime.processes.failure import (
-    Patience,
-    WaitError,
-    describe,
-    end_quietly,
-    interface_advice,
-    record,
-    waiting,
-)
-from schedir.runtime.processes.grid import slices_of
-from schedir.runtime.processes.noticeboard import Noticeboard, Verdict
-
-_MAKING = "all ranks to make their executors"
-_NOT_ALL = "making the executor: not all processes have come together"
+from schedir.runtime.processes.failure import Patience, WaitError, interface_advice, waiting
+from schedir.runtime.processes.noticeboard import MAKING, Noticeboard, named
 
 
 @attrs.frozen(eq=False)
@@ -67,12 +49,14 @@ class Message:
     """A vector that is being sent or received; with gloo a work can be waited for only once.
 
     `what` names the vector, its direction and the other process, for the error if it never arrives.
+    It is among those `under_way` until then.
     """
 
     _value: Tensor
     _what: str
     _process: int
     _work: dist.Work | None
+    _under_way: set[Message] = attrs.field(factory=set)
     _dropped: bool = False
 
     def wait(self) -> Tensor:
@@ -86,6 +70,7 @@ class Message:
                 self.drop()  # the error's frames hold this message
                 raise WaitError(error, self._what, process=self._process) from error
             self._work = None
+            self._under_way.discard(self)
         return self._value
 
     def drop(self) -> None:
@@ -103,7 +88,7 @@ class Group:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
-        self._messages: WeakSet[Message] = WeakSet()
+        self._under_way: set[Message] = set()
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Post a send. Raises WaitError if the other side is gone."""
@@ -147,18 +132,17 @@ class Group:
     ) -> Message:
         what = f"{what} process {rank}"
         try:
-            message = Message(value, what, rank, post([value], rank, tag))
+            message = Message(value, what, rank, post([value], rank, tag), self._under_way)
         except WaitError as error:
             raise WaitError(error.cause, what, process=rank) from error
-        self._messages.add(message)
+        self._under_way.add(message)
         return message
 
     def end(self) -> None:
         """Let go of the connections, and of the messages that would hold them."""
         self.backend = None
-        with suppress(KeyError):  # there is no other
-            while True:
-                self._messages.pop().drop()
+        for message in [*self._under_way]:
+            message.drop()
 
 
 def wait_for_sum(works: Iterable[dist.Work], whose: str) -> None:
@@ -197,7 +181,7 @@ class Groups:
     _told_rank: ClassVar[bool] = False
 
     def __init__(self, everyone: tuple[int, ...], timeout: timedelta | None) -> None:
-        self._name = _named(everyone)
+        self._name = named(everyone)
         alone = len(everyone) == 1
         self.store = PrefixStore(self._name, HashStore() if alone else _get_default_store())
         self.timeout = timeout_of_user() if timeout is None else timeout
@@ -223,15 +207,13 @@ class Groups:
         in time.
         """
         members, over_nccl = tuple(processes), goes_over_nccl(device)
+        made: Group
         if len(members) == 1:
             made = Group(None)
         elif over_nccl:
-            made = self.ask(
-                Asked(purpose, members, sums=True),
-                lambda group: [group.allreduce([torch.zeros(1, device=device)])],
-            )
+            made = self.ask(Asked(purpose, members), device)
         else:
-            with waiting(_MAKING, interface_advice()):
+            with waiting(MAKING, interface_advice()):
                 place = self._place(purpose, members)
                 made = Group(dist.ProcessGroupGloo(*place, len(members), self.timeout))
             self._groups.append(made)
@@ -247,9 +229,9 @@ class Groups:
             found = self.make(f"numbers/{','.join(map(str, own))}", own, device)
         return found
 
-    def ask(self, asked: Asked, warm_up: Callable[[NcclGroup], Iterable[dist.Work]]) -> NcclGroup:
-        """Ask for a group of NCCL; `warm_up` posts its first work."""
-        self._asked.append(NcclGroup(asked, warm_up, self.posted))
+    def ask(self, asked: Asked, device: torch.device | None) -> NcclGroup:
+        """Ask for a group of NCCL."""
+        self._asked.append(NcclGroup(asked, device, self.posted))
         return self._asked[-1]
 
     def connect(
@@ -290,23 +272,23 @@ class Groups:
             # The first group of a process determines the rank in the name of its flight recorder's
             # file. So it is a group of all processes; it is never used, and makes no communicator.
             Groups._told_rank = True
-            everyone = Asked("everyone", tuple(range(dist.get_world_size())), sums=True)
-            self._make_backend(NcclGroup(everyone, group.warm_up, self.posted), 1)
+            everyone = Asked("everyone", tuple(range(dist.get_world_size())))
+            self._make_backend(NcclGroup(everyone, None, self.posted), 1)
         self._make_backend(group, share.sum if group.asked.sums else share.transfer)
-        self.settle(group.warm_up(group))
+        self.settle(group.warm_up())
 
     def settle(self, works: Iterable[dist.Work]) -> None:
         """Wait, on host and device, for works that warm a group up."""
         for work in works:
-            self.patience.until(work.is_completed, lambda: _MAKING)
-            with waiting(_MAKING):
+            self.patience.until(work.is_completed, lambda: MAKING)
+            with waiting(MAKING):
                 work.wait()
         self.posted.clear()
 
     def _make_backend(self, group: NcclGroup, max_ctas: int) -> None:
         purpose, processes = group.asked.purpose, group.asked.processes
         name, place = f"{self._name}/{purpose}", self._place(purpose, processes)
-        with waiting(_MAKING):
+        with waiting(MAKING):
             group.backend = nccl_backend(*place, processes, name, self.timeout, max_ctas)
         self._groups.append(group)
 
@@ -345,17 +327,6 @@ def timeout_of_user() -> timedelta:
     return default_pg_timeout
 
 
-_made: Counter[tuple[int, ...]] = Counter()
-
-
-def _named(everyone: tuple[int, ...]) -> str:
-    """The name of the next groups of these processes. All of them have made, or tried to make, the
-    same number together, so they use the same keys, and none of a job before torchrun's restart."""
-    _made[everyone] += 1
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"schedir/{attempt}/{everyone}/{_made[everyone]}"
-
-
 # What torch's ProcessGroupNCCL does is in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; schedir
 # builds on this:
 #
@@ -390,30 +361,43 @@ ABORT = 20.0
 
 @attrs.frozen
 class Asked:
-    """A request for a communicator of NCCL, equal on all of its processes. It `sums`, or it moves
-    tensors between two ends."""
+    """A request for a communicator of NCCL, equal on all of its processes: for sums, or for
+    transfers from the one to the other process of each of the `channels`."""
 
     purpose: str
     processes: tuple[int, ...]
-    sums: bool
+    channels: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sums(self) -> bool:
+        """Whether it is for sums."""
+        return not self.channels
 
 
 class NcclGroup(Group):
     """A process group of NCCL: the request for it, `asked`, and the communicator once it is made.
 
-    `warm_up` posts the work that makes it, on all of its processes at once. Posted works are noted
-    in `posted`, because waiting for one makes the device wait, and not the host.
+    Posted works are noted in `posted`, because waiting for one makes the device wait, and not the
+    host.
     """
 
-    def __init__(
-        self,
-        asked: Asked,
-        warm_up: Callable[[NcclGroup], Iterable[dist.Work]],
-        posted: list[dist.Work],
-    ) -> None:
+    def __init__(self, asked: Asked, device: torch.device | None, posted: list[dist.Work]) -> None:
         super().__init__(None)
-        self.asked, self.warm_up = asked, warm_up
-        self._posted = posted
+        self.asked, self._device, self._posted = asked, device, posted
+
+    def warm_up(self) -> Sequence[dist.Work]:
+        """Post what makes the communicator, and connects the ends of its channels: a number on
+        each, on all of its processes at once."""
+        own, place = dist.get_rank(), self.asked.processes.index
+        posts = [
+            Post(torch.zeros(1, device=self._device), place(peer), sends)
+            for source, target in self.asked.channels
+            for end, peer, sends in ((source, target, True), (target, source, False))
+            if end == own
+        ]
+        if posts:
+            return [self.together(posts)]
+        return [self.allreduce([torch.zeros(1, device=self._device)])]
 
     def together(self, posts: Iterable[Post]) -> dist.Work:
         """Post several as one, so that no order among them can block."""
@@ -545,90 +529,3 @@ def end(backends: Sequence[Any], abort: bool) -> None:
 def _abort(backend: Any) -> None:
     with suppress(RuntimeError):  # it has failed already
         backend.abort()
-
-
-_SOON = timedelta(seconds=5)
-_kept: list[Store] = []  # until this process ends, so that others can read why
-
-
-def hello(
-    store: Store, everyone: Sequence[int], own: int, said: Any, timeout: timedelta
-) -> list[Any]:
-    """Tell all processes something that JSON can hold, as process `own`, before there is any group,
-    and wait for what they tell, in the order of `everyone`.
-
-    Raises WaitError, with those that have not come, if they don't in time; ExecutionError if one of
-    them can't make its executor.
-    """
-    board = Noticeboard(store)
-    keys = [f"hello/{number}" for number in everyone]
-    with waiting(_MAKING, interface_advice()):
-        store.set(f"hello/{own}", json.dumps(said))
-        try:
-            patience = Patience(timeout, board.has_failed)
-            patience.until(lambda: store.check(keys), lambda: _MAKING, over_network=True)
-        except WaitError as stalled:
-            verdict = None if stalled.timed_out else board.verdict()
-            if verdict is not None:
-                line = f"{_NOT_ALL}: process {everyone[verdict.by]}: {verdict.reason}"
-                raise ExecutionError(line, one_line=True) from None
-            away = (key.replace("hello/", "process ") for key in keys if not store.check([key]))
-            advice = (
-                f"missing: {', '.join(away)}; make the executor on all of them, with a mesh of the "
-                "same processes"
-            )
-            stalled.advice = "; ".join(filter(None, (advice, interface_advice())))
-            raise
-        return [json.loads(store.get(key)) for key in keys]
-
-
-@contextmanager
-def declining(
-    mesh: DeviceMesh | None, pipeline_dim: str, data_dims: Sequence[str]
-) -> Iterator[None]:
-    """Inside, an error is told to the other processes, so that they don't wait for this one."""
-    try:
-        yield
-    except Exception as error:
-        reason = str(error) if isinstance(error, SchedirError) else describe(error)
-        # It may not be one of several, or be alone yet.
-        with suppress(RuntimeError, ValueError, SchedirError):
-            if dist.is_initialized():
-                store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
-            else:
-                store, rank, world = next(rendezvous("env://", timeout=_SOON))
-            everyone = tuple(range(world))
-            if mesh is not None:
-                slices = slices_of(mesh, pipeline_dim, data_dims)
-                everyone = tuple(sorted(slices.flatten().tolist()))
-            store = PrefixStore(_named(everyone), store)
-            if len(everyone) > 1:
-                _kept.append(store)
-                Noticeboard(store).give(Verdict((), reason, everyone.index(rank)))
-        raise
-
-
-def init_process_group(timeout: timedelta | None) -> None:
-    """Join the ranks that torchrun has started.
-
-    Raises ExecutionError if they don't come in time, or if one of them can't make its executor.
-    """
-    limit = default_pg_timeout if timeout is None else timeout
-    store, rank, world = next(rendezvous("env://", timeout=default_pg_timeout))
-    # gloo would find the addresses of an earlier group of this job, or of the run before a restart.
-    store = PrefixStore(_named(tuple(range(world))), store)
-    try:
-        hello(store, range(world), rank, None, limit)
-        with waiting(advice=interface_advice()):
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=world, timeout=timeout
-            )
-    except (WaitError, ExecutionError) as error:
-        found = error
-        if isinstance(error, WaitError):
-            advice = error.advice if error.timed_out else ""
-            line = "; ".join(filter(None, (f"{_NOT_ALL}: {error}", advice)))
-            found = ExecutionError(line, cause=error.cause, one_line=True)
-        record(found)
-        end_quietly()
-        raise found from None

@@ -1,13 +1,14 @@
-"""The noticeboard of an executor: where each process stands, and notes for all, as the verdict.
+"""What processes tell each other outside of any group: hello, where they stand, who is to blame.
 
-Each process maps a small file of its own, in memory that outlives it, and stores its place there
-before each bound call, as one number. The other processes of its host read the file when something
-has gone wrong, even after a SIGKILL. Other hosts are told through the store:
+On the noticeboard of an executor are the places of all processes, and notes, as the verdict. Each
+process maps a small file of its own, in memory that outlives it, and stores its place there before
+each bound call, as one number. The other processes of its host read the file when something has
+gone wrong, even after a SIGKILL. Other hosts are told through the store:
 
-    /dev/shm/schedir-1f0c…/0     code   call   step   heartbeat   state   process id   busy times
-                          /1     code = number of the bound call, index of the entry, phase
-                          /verdict     who is to blame, once that is known; in the store too
-                          /stop        a process has been asked to end; in the store too
+    /dev/shm/schedir-places-1f…/0   code   call   step   heartbeats   state   process id  busy times
+                               /1   code = number of the bound call, index of the entry, phase
+                               /verdict   who is to blame, once that is known; in the store too
+                               /stop      a process has been asked to end; in the store too
 """
 
 from __future__ import annotations
@@ -17,46 +18,60 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from time import monotonic_ns, time
-from typing import TypeAlias
+from time import monotonic_ns, time, time_ns
+from typing import Any, TypeAlias
 
-from attrs import frozen
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, unlisted
+import torch.distributed as dist
+from attrs import astuple, frozen
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, unlisted
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from schedir.diagnosis import Root
 from schedir.diagnosis.verdict import HANDSHAKE, Phase, Position
+from schedir.errors import ExecutionError, SchedirError
 from schedir.ir.tokens import parse_action
+from schedir.runtime.processes.failure import (
+    Patience,
+    WaitError,
+    describe,
+    end_quietly,
+    interface_advice,
+    record,
+    waiting,
+)
+from schedir.runtime.processes.grid import slices_of
 
 Words: TypeAlias = "list[int] | memoryview[int]"
-CODE, CALL, STEP, BEAT, STATE, PROCESS = range(6)
+CODE, CALL, STEP, BEAT, TOLD, STATE, PROCESS = range(7)
 ALIVE, BROKEN, LEFT, ORPHANED, ABSENT = range(5)
 """States of a process: it takes part, its own failure is told to its caller, it has closed, it has
 ended because its launcher is gone, or it has not come yet."""
 BUSY, BUSY_OF = 8, 8
 """Where the nanoseconds of compute of the latest calls begin, and how many there are."""
 _WORDS = BUSY + BUSY_OF
+_FORMAT = f"{_WORDS}q"
 _PHASES: tuple[Phase, ...] = ("outside", "waiting", "running")
 _SHIFT = 32  # of the bound call's number
 _FRESH = 60.0  # seconds
 SILENT = 1.0
 """Seconds without a heartbeat after which a process is silent: twenty are missing then."""
-TELL = 1.0
+TELL = 0.5
 """Seconds from one place to the next that other hosts are told."""
 _VERDICT, _STOP = "verdict", "stop"  # names of notes
 
 
-def code(index: int, phase: Phase) -> int:
-    """A place as one number."""
-    return (index - HANDSHAKE) << 2 | _PHASES.index(phase)
-
-
-def numbered(number: int) -> int:
-    """What makes a code that of the bound call of this number; see `number_of`."""
-    return number << _SHIFT
+def code(index: int, phase: Phase = "waiting", number: int = 0) -> int:
+    """A place as one word: in the bound call of this number, where that matters."""
+    return number << _SHIFT | (index - HANDSHAKE) << 2 | _PHASES.index(phase)
 
 
 def number_of(found: int) -> int:
@@ -67,34 +82,20 @@ def number_of(found: int) -> int:
 OUTSIDE = code(HANDSHAKE, "outside")
 
 
-def at_place(index: int) -> int:
-    """The code of a rank that waits at a place beside its list."""
-    return code(index, "waiting")
-
-
 @frozen
 class Place:
-    """What one process has said of itself: its position, in a call that `trains` or not, its
-    process id and state, and the seconds of compute of its latest calls.
-
-    `age` is the time since its last heartbeat, in seconds.
-    """
+    """What one process has said of itself: its position, in a call that `trains` or not, its state,
+    whether it `is_silent`, without a heartbeat for long, and the seconds of compute of its latest
+    calls."""
 
     position: Position
     trains: bool
-    process: int
     state: int
-    age: float
+    is_silent: bool
     busy: float
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether the process has not answered for long."""
-        return self.age > SILENT
 
-
-NOWHERE = Place(Position(0, HANDSHAKE, "outside"), False, 0, ABSENT, float("inf"), 0.0)
-"""The place of a process that has not come yet."""
+_NOWHERE = Place(Position(0, HANDSHAKE, "outside"), False, ABSENT, True, 0.0)
 
 
 @frozen
@@ -110,24 +111,18 @@ class Verdict:
 
     def dumps(self) -> str:
         """The verdict as text; `loads` reads it."""
-        roots = [
-            [r.rank, r.call, r.index, None if r.action is None else str(r.action), r.cause, r.step]
-            for r in self.roots
-        ]
-        return json.dumps([roots, self.reason, self.by])
+        roots = [astuple(root, recurse=False) for root in self.roots]
+        return json.dumps([roots, self.reason, self.by], default=str)  # an action as its token
 
     @classmethod
     def loads(cls, text: str) -> Verdict:
         """The verdict of a text from `dumps`."""
-        roots, reason, by = json.loads(text)
-        return cls(
-            tuple(
-                Root(rank, call, index, None if token is None else parse_action(token), *rest)
-                for rank, call, index, token, *rest in roots
-            ),
-            reason,
-            by,
+        found, reason, by = json.loads(text)
+        roots = (
+            Root(rank, call, index, token and parse_action(token), *rest)
+            for rank, call, index, token, *rest in found
         )
+        return cls(tuple(roots), reason, by)
 
 
 class Noticeboard:
@@ -139,13 +134,14 @@ class Noticeboard:
         self.words: Words = [0] * _WORDS
         self._folder: Path | None = None
         self._own, self.far = 0, frozenset[int]()
+        self._places: dict[int, Place] = {}  # the last that was read of each process
 
     def open(self, token: str, own: int, far: Collection[int]) -> None:
         """Show the place of this process, `own`, to the others; those `far` are on other hosts.
         The `token` is the job's, and makes the folder's name."""
         shared = Path("/dev/shm")
         base = shared if shared.is_dir() else Path(tempfile.gettempdir())
-        self._folder, self._own, self.far = base / f"schedir-{token}", own, frozenset(far)
+        self._folder, self._own, self.far = base / f"schedir-places-{token}", own, frozenset(far)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         with (self._folder / str(own)).open("wb+") as file:
             file.truncate(_WORDS * 8)
@@ -154,6 +150,11 @@ class Noticeboard:
         self.words[PROCESS] = os.getpid()
         self.beat()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the processes have come together."""
+        return self._folder is not None
+
     def beat(self) -> None:
         """Say that this process answers."""
         self.words[BEAT] = monotonic_ns()
@@ -161,21 +162,29 @@ class Noticeboard:
     def tell(self) -> None:
         """Tell other hosts where this process stands."""
         if self.far:
+            self.words[TOLD] = time_ns()
             with suppress(RuntimeError):
-                self._store.set(str(self._own), json.dumps([time(), *self.words]))
+                self._store.set(str(self._own), bytes(self.words))  # type: ignore[arg-type]
 
-    def read(self, number: int) -> Place | None:
-        """What a process has said; None if it has not come yet, or has cleaned up."""
-        if number in self.far:
-            if (found := self._in_store(str(number))) is None:
-                return None
-            moment, *words = json.loads(found)
-            return place_of(words, time() - moment - TELL)  # by the hosts' clocks
-        if self._folder is not None:
-            with suppress(OSError, struct.error):
-                words = struct.unpack(f"{_WORDS}q", (self._folder / str(number)).read_bytes())
-                return place_of(words, (monotonic_ns() - words[BEAT]) / 1e9)
-        return None
+    def read(self, number: int) -> Place:
+        """What a process has said last; it is absent if it has not come yet."""
+        is_far = number in self.far
+        if content := self._look_up(str(number), not is_far, is_far):
+            words = struct.unpack(_FORMAT, content)
+            # By the hosts' clocks, or the one of this host.
+            age = time_ns() - words[TOLD] - TELL * 1e9 if is_far else monotonic_ns() - words[BEAT]
+            self._places[number] = place_of(words, age > SILENT * 1e9)
+        return self._places.get(number, _NOWHERE)
+
+    def _look_up(self, name: str, near: bool, far: bool) -> bytes:
+        """What is there of this name on this host, or else in the store; empty if nothing is."""
+        if near and self._folder is not None:
+            with suppress(OSError):
+                return (self._folder / name).read_bytes()
+        with suppress(RuntimeError):
+            if far and self._store.check([name]):
+                return bytes(self._store.get(name))
+        return b""
 
     def _note(self, name: str, text: str) -> str:
         """Leave a note for all processes, unless there is one of this name; returns what stands."""
@@ -191,14 +200,9 @@ class Noticeboard:
             text = self._store.compare_set(name, "", text).decode()
         return text
 
-    def _noted(self, name: str) -> str | None:
-        """The note of this name: from this host, or else from the others, if there are any."""
-        if self._folder is not None:
-            with suppress(OSError):
-                return (self._folder / name).read_text()
-            if not self.far:
-                return None
-        return self._in_store(name)
+    def _noted(self, name: str) -> str:
+        """The note of this name, of a host or of the others; empty if there is none."""
+        return self._look_up(name, True, not self.is_open or bool(self.far)).decode()
 
     def give(self, verdict: Verdict) -> Verdict:
         """Give the verdict, unless there is one; returns the one that stands."""
@@ -207,7 +211,7 @@ class Noticeboard:
     def verdict(self) -> Verdict | None:
         """The verdict, or None."""
         found = self._noted(_VERDICT)
-        return None if found is None else Verdict.loads(found)
+        return Verdict.loads(found) if found else None
 
     def has_failed(self) -> bool:
         """Whether some process has, by the store: without it, its process has failed."""
@@ -221,19 +225,17 @@ class Noticeboard:
 
     def is_asked_to_stop(self) -> bool:
         """Whether somebody has."""
-        return self._noted(_STOP) is not None
+        return bool(self._noted(_STOP))
+
+    def become(self, state: int) -> None:
+        """Say what this process is from now on."""
+        self.words[STATE] = state
+        self.tell()
 
     def leave(self) -> None:
         """Say that this process makes no more calls."""
         if self.words[STATE] == ALIVE:
-            self.words[STATE] = LEFT
-            self.tell()
-
-    def _in_store(self, key: str) -> str | None:
-        with suppress(RuntimeError):
-            if self._store.check([key]):
-                return self._store.get(key).decode()
-        return None
+            self.become(LEFT)
 
     def close(self) -> None:
         """Leave; the last process of this host that does removes the folder."""
@@ -242,28 +244,19 @@ class Noticeboard:
             _remove_unless_used(self._folder)
 
 
-def place_of(words: Sequence[int], age: float) -> Place:
-    """What the words of a process mean; its last heartbeat was `age` seconds ago."""
-    found, call = words[CODE], words[CALL]
+def place_of(words: Sequence[int], is_silent: bool) -> Place:
+    """What the words of a process mean."""
+    found, call, step = words[CODE], words[CALL], words[STEP]
     index = (found >> 2 & (1 << _SHIFT - 2) - 1) + HANDSHAKE
-    position = Position(
-        call >> 1, index, _PHASES[found & 3], step=words[STEP] - 1 if words[STEP] else None
-    )
-    known = [busy for busy in words[BUSY:] if busy]
-    return Place(
-        position,
-        bool(call & 1),
-        words[PROCESS],
-        words[STATE],
-        age,
-        median(known) / 1e9 if known else 0.0,
-    )
+    position = Position(call >> 1, index, _PHASES[found & 3], step=step - 1 if step else None)
+    busy = 1e-9 * median([each for each in words[BUSY:] if each] or [0])
+    return Place(position, bool(call & 1), words[STATE], is_silent, busy)
 
 
 def remove_stale() -> None:
     """Remove folders of jobs whose processes have all been killed, but none that a job may be about
     to fill."""
-    for folder in Path("/dev/shm").glob("schedir-*"):
+    for folder in Path("/dev/shm").glob("schedir-places-*"):
         with suppress(OSError):
             if time() - folder.stat().st_mtime > _FRESH:
                 _remove_unless_used(folder)
@@ -274,9 +267,110 @@ def _remove_unless_used(folder: Path) -> None:
     with suppress(OSError, struct.error):
         for path in folder.iterdir():
             if path.name.isdigit():
-                words = struct.unpack(f"{_WORDS}q", path.read_bytes())
+                words = struct.unpack(_FORMAT, path.read_bytes())
                 if words[STATE] == ALIVE and Path(f"/proc/{words[PROCESS]}").exists():
                     return
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
+
+
+# What processes tell each other before there is any group.
+
+MAKING = "all ranks to make their executors"
+"""What is waited for as an executor is made, in words."""
+_NOT_ALL = "making the executor: not all processes have come together"
+_SOON = timedelta(seconds=5)
+_kept: list[Store] = []  # until this process ends, so that others can read why
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def named(everyone: tuple[int, ...]) -> str:
+    """The name of the next groups of these processes. All of them have made, or tried to make, the
+    same number together, so they use the same keys, and none of a job before torchrun's restart."""
+    _made[everyone] += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"schedir/{attempt}/{everyone}/{_made[everyone]}"
+
+
+def hello(
+    store: Store, everyone: Sequence[int], own: int, said: Any, timeout: timedelta
+) -> list[Any]:
+    """Tell all processes something that JSON can hold, as process `own`, before there is any group,
+    and wait for what they tell, in the order of `everyone`.
+
+    Raises WaitError, with those that have not come, if they don't in time; ExecutionError if one of
+    them can't make its executor.
+    """
+    board = Noticeboard(store)
+    keys = [f"hello/{number}" for number in everyone]
+    with waiting(MAKING, interface_advice()):
+        store.set(f"hello/{own}", json.dumps(said))
+        try:
+            patience = Patience(timeout, board.has_failed)
+            patience.until(lambda: store.check(keys), lambda: MAKING, over_network=True)
+        except WaitError as stalled:
+            verdict = None if stalled.timed_out else board.verdict()
+            if verdict is not None:
+                line = f"{_NOT_ALL}: process {everyone[verdict.by]}: {verdict.reason}"
+                raise ExecutionError(line, one_line=True) from None
+            away = (key.replace("hello/", "process ") for key in keys if not store.check([key]))
+            advice = (
+                f"missing: {', '.join(away)}; make the executor on all of them, with a mesh of the "
+                "same processes"
+            )
+            stalled.advice = "; ".join(filter(None, (advice, interface_advice())))
+            raise
+        return [json.loads(store.get(key)) for key in keys]
+
+
+@contextmanager
+def declining(
+    mesh: DeviceMesh | None, pipeline_dim: str, data_dims: Sequence[str]
+) -> Iterator[None]:
+    """Inside, an error is told to the other processes, so that they don't wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, SchedirError) else describe(error)
+        # It may not be one of several, or be alone yet.
+        with suppress(RuntimeError, ValueError, SchedirError):
+            if dist.is_initialized():
+                store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
+            else:
+                store, rank, world = next(rendezvous("env://", timeout=_SOON))
+            everyone = tuple(range(world))
+            if mesh is not None:
+                slices = slices_of(mesh, pipeline_dim, data_dims)
+                everyone = tuple(sorted(slices.flatten().tolist()))
+            store = PrefixStore(named(everyone), store)
+            if len(everyone) > 1:
+                _kept.append(store)
+                Noticeboard(store).give(Verdict((), reason, everyone.index(rank)))
+        raise
+
+
+def init_process_group(timeout: timedelta | None) -> None:
+    """Join the ranks that torchrun has started.
+
+    Raises ExecutionError if they don't come in time, or if one of them can't make its executor.
+    """
+    limit = default_pg_timeout if timeout is None else timeout
+    store, rank, world = next(rendezvous("env://", timeout=default_pg_timeout))
+    # gloo would find the addresses of an earlier group of this job, or of the run before a restart.
+    store = PrefixStore(named(tuple(range(world))), store)
+    try:
+        hello(store, range(world), rank, None, limit)
+        with waiting(advice=interface_advice()):
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world, timeout=timeout
+            )
+    except (WaitError, ExecutionError) as error:
+        found = error
+        if isinstance(error, WaitError):
+            advice = error.advice if error.timed_out else ""
+            line = "; ".join(filter(None, (f"{_NOT_ALL}: {error}", advice)))
+            found = ExecutionError(line, cause=error.cause, one_line=True)
+        record(found)
+        end_quietly()
+        raise found from None

@@ -11,20 +11,21 @@ prints:
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median_low
 from time import monotonic, sleep
 from typing import NoReturn
 
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from schedir.diagnosis import Root
 from schedir.diagnosis.verdict import END, Position, Standing, State
@@ -36,7 +37,6 @@ from schedir.runtime.processes.noticeboard import (
     CALL,
     CODE,
     LEFT,
-    NOWHERE,
     ORPHANED,
     STATE,
     TELL,
@@ -52,56 +52,39 @@ GRACE = 0.5
 _SLOWER = 1.5  # times the median rank's compute, for a straggler
 _MOST_LINES = 16
 """The most ranks whose positions are printed."""
+_LAUNCHER_GONE = "launcher gone"
 
 
-@frozen
-class Member:
-    """A process that takes part: its host, and its process id there."""
-
-    host: str
-    process: int
-
-    @classmethod
-    def here(cls) -> Member:
-        """This process. Containers of one host that do not see each other count as hosts."""
-        sees = [socket.gethostname()]
-        with suppress(OSError):
-            sees += [os.readlink("/proc/self/ns/pid"), str(os.stat("/dev/shm").st_dev)]
-        return cls(" ".join(sees), os.getpid())
+def host() -> str:
+    """The host of this process. Containers of one host that do not see each other are several."""
+    sees = [socket.gethostname()]
+    with suppress(OSError):
+        sees += [os.readlink("/proc/self/ns/pid"), str(os.stat("/dev/shm").st_dev)]
+    return " ".join(sees)
 
 
 @define(eq=False)
 class Watch:
     """Watches the other processes of an executor, in all its pipelines.
 
-    `members` are all processes and `own` the number of this one. `empty` makes the standing of what
-    all run now, without their positions. `timeout` is in seconds.
+    `own` is the number of this one, and `others` has the process ids of those that can be watched.
+    `empty` makes the standing of what all run now, without their positions. `timeout` is in
+    seconds.
     """
 
     board: Noticeboard
-    _members: Sequence[Member]
     own: int
     empty: Callable[[], Standing]
     timeout: float
-    others: dict[int, int] = field(init=False)
-    """The process ids of those that can be watched, by number."""
+    others: dict[int, int] = field(factory=dict)
     verdict: Verdict | None = None
     stops_on_signal: bool = False  # otherwise SIGTERM ends the process
     stop: bool = False  # some process has got it
-    _places: dict[int, Place] = field(factory=dict)  # the last that was read of each process
     _gone: dict[int, str] = field(factory=dict)  # by number, how it has ended
     _lock: threading.RLock = field(factory=threading.RLock)
-    _leave_at: float | None = None
-    _told: float = 0.0
+    _leave_at: float = field(factory=lambda: monotonic() + GRACE)
     _looked: float = 0.0
     _still: tuple[object, float] = None, 0.0  # where this process stands, and since when
-    _slow_said: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        near = {*range(len(self._members))} - self.board.far - {self.own}
-        can = hasattr(os, "pidfd_open")
-        self.others = {n: self._members[n].process for n in sorted(near) if can}
-        self._place(self.own)
 
     @property
     def _no_progress(self) -> str:
@@ -129,17 +112,16 @@ class Watch:
         while self.verdict is None and monotonic() < until:
             sleep(PAUSE / 10)
             self._read_verdict()
-        if self.verdict is None and not closes and (root := self.left()) is not None:
-            self.blame([root], str(root))
-        if self.verdict is None:
-            self._judge(cut_from, cut=not timed_out)
+        root = None if closes or self.verdict is not None else self.left()
+        if root is not None:
+            return self.blame([root], str(root))
+        self._judge(cut_from, cut=not timed_out)
         return self.verdict
 
     def left(self) -> Root | None:
         """Of the processes that make no more calls, the one with the fewest; None if all still may
         call."""
-        places = self._all_places()
-        left = [(at.position.call, n) for n, at in places.items() if at.state == LEFT]
+        left = [(at.position.call, n) for n, at in self._places().items() if at.state == LEFT]
         if not left:
             return None
         calls, number = min(left)
@@ -151,35 +133,9 @@ class Watch:
     def stragglers(self) -> tuple[tuple[int, float], ...]:
         """Each process whose compute lately took much longer than the median process's, and the
         ratio."""
-        busy = {n: place.busy for n, place in self._all_places().items() if place.busy}
-        if not busy:
-            return ()
-        usual = median_low(busy.values())
-        ratios = ((n, seconds / usual) for n, seconds in sorted(busy.items()))
-        return tuple((n, ratio) for n, ratio in ratios if ratio >= _SLOWER)
-
-    def own_position(self) -> Position:
-        """Where this process stands."""
-        return self._place(self.own).position
-
-    def members_here(self, roots: Iterable[Root]) -> Sequence[int]:
-        """The ids of the roots' processes on this host, without this process."""
-        numbers = {root.rank for root in roots} - self.board.far - {self.own}
-        return [self._members[number].process for number in numbers]
-
-    def break_off(self) -> None:
-        """The main thread raises an error: its caller decides what comes then."""
-        self.board.words[STATE] = BROKEN
-
-    def be_orphaned(self) -> None:
-        """This process ends because its launcher is gone."""
-        self.board.words[STATE] = ORPHANED
-        self.board.tell()
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the main thread has taken over."""
-        return self.board.words[STATE] != ALIVE
+        busy = {number: place.busy for number, place in self._places().items() if place.busy}
+        usual = median_low(busy.values()) if busy else 0.0
+        return tuple((n, each / usual) for n, each in busy.items() if each >= _SLOWER * usual)
 
     # What the watching thread does.
 
@@ -190,36 +146,29 @@ class Watch:
             if process in ended and number not in self._gone:
                 self._see_gone(number, process)
         now = monotonic()
-        if now - self._looked > (TELL / 2 if self.board.far else 0.0):
+        if not self.board.far or now - self._looked > TELL:
             self._looked = now
             self._read_verdict()
             if self.stops_on_signal and not self.stop:
                 self.stop = self.board.is_asked_to_stop()
-        if now - self._told > TELL:
-            self._told = now
             self.board.tell()
         if self.verdict is None:
             self._look_for_slow(now)
-        elif self._leave_at is None:
             self._leave_at = now + GRACE
-        elif now > self._leave_at and self._gone and not self.is_broken:
+        elif now > self._leave_at and self._gone and self.board.words[STATE] == ALIVE:
             leave(1, [self])  # the main thread waits, or runs, and does not know
 
     def _see_gone(self, number: int, process: int) -> None:
-        place = self._place(number)
+        place = self.board.read(number)
         how, failed = _ending(process)
-        if place.state == ALIVE and place.is_silent:  # its timer in C
-            how = self._no_progress
-        if place.state == ORPHANED:
-            how = "launcher gone"
         if place.state == LEFT and not failed:
             self.others = {n: p for n, p in self.others.items() if n != number}
             return
-        self._gone[number] = how
-        if self.verdict is None and (place.state in (ALIVE, ABSENT) or failed):
-            self._read_verdict()
-            if self.verdict is None and place.state != BROKEN:
-                self._judge()
+        if place.state == ALIVE and place.is_silent:  # its timer in C
+            how = self._no_progress
+        self._gone[number] = _LAUNCHER_GONE if place.state == ORPHANED else how
+        if place.state in (ALIVE, ABSENT) or (failed and place.state != BROKEN):
+            self._judge()
 
     def _read_verdict(self) -> None:
         """Look whether the verdict is there, and say it."""
@@ -227,7 +176,11 @@ class Watch:
             self._take(found)
 
     def _judge(self, cut_from: int | None = None, cut: bool = False) -> None:
-        """Give the verdict by where all ranks stand, or by the connection that was cut."""
+        """Give the verdict, if there is none, by where all ranks stand, or by the connection that
+        was cut."""
+        self._read_verdict()
+        if self.verdict is not None:
+            return
         standing = self._standing(cut)
         found = standing.diagnosis()
         if cut_from is not None and not any(at.state == "gone" for at in standing.positions):
@@ -240,12 +193,9 @@ class Watch:
             self._give(Verdict(found.roots, reason, self.own), standing, lines[: _MOST_LINES + 1])
 
     def _standing(self, cut: bool = False) -> Standing:
-        """Where all ranks stand."""
-        empty, places = self.empty(), self._all_places()
-        at = [self._position(number, places[number]) for number in empty.ranks]
-        if cut:
-            here = empty.ranks.index(self.own)
-            at[here] = evolve(at[here], cut=True)
+        """Where all ranks stand; this one's connection may have been cut."""
+        empty, places = self.empty(), self._places()
+        at = (evolve(self._position(n, places[n]), cut=cut and n == self.own) for n in empty.ranks)
         evaluating = tuple(
             turn
             for turn, number in enumerate(empty.ranks)
@@ -255,35 +205,28 @@ class Watch:
 
     def _position(self, number: int, place: Place) -> Position:
         """Where a process stands, and what has become of it."""
-        position = place.position
+        state: State = "alive"
+        cause = ""
         if number in self._gone:
-            state: State = "ended" if place.state == BROKEN else "gone"
-            return evolve(position, state=state, cause=self._gone[number])
-        if place.state in (LEFT, ABSENT):
-            call = self.own_position().call
+            state, cause = "ended" if place.state == BROKEN else "gone", self._gone[number]
+        elif place.state in (LEFT, ABSENT):
+            call = self.board.read(self.own).position.call
             return Position(call, 0, "outside", cause="it has closed its executor, or ended")
-        position = evolve(position, behind=number in self.board.far)
-        if place.state == ORPHANED:
-            return evolve(position, state="gone", cause="launcher gone")
-        if number != self.own and place.is_silent:
-            position = evolve(position, state="silent")
-        if position.state == "silent" or position.phase != "waiting":
-            return evolve(position, cause=self._no_progress)
-        return position
+        elif place.state == ORPHANED:
+            state, cause = "gone", _LAUNCHER_GONE
+        elif number != self.own and place.is_silent:
+            state, cause = "silent", self._no_progress
+        elif place.position.phase != "waiting":
+            cause = self._no_progress
+        return evolve(place.position, state=state, cause=cause, behind=number in self.board.far)
 
     def _cut(self, number: int, other: int) -> Root:
         """One end of a connection that was cut."""
-        at = self._place(number).position
+        at = self.board.read(number).position
         return Root(number, at.call, None, None, f"lost its connection to rank {other}", at.step)
 
-    def _place(self, number: int) -> Place:
-        """The place of a process, or the last one that could be read."""
-        found = self.board.read(number) or self._places.get(number, NOWHERE)
-        self._places[number] = found
-        return found
-
-    def _all_places(self) -> dict[int, Place]:
-        return {number: self._place(number) for number in range(len(self._members))}
+    def _places(self) -> dict[int, Place]:
+        return {number: self.board.read(number) for number in sorted({*self.empty().ranks})}
 
     def _give(self, verdict: Verdict, standing: Standing, lines: Sequence[str] = ()) -> Verdict:
         """Give a verdict, unless another process was first; returns the one that stands."""
@@ -303,27 +246,25 @@ class Watch:
             if self.verdict is not None:
                 return
             self.verdict = verdict
-        roots = {root.rank for root in verdict.roots}
+        roots = {root.rank: root.cause for root in verdict.roots}
         if verdict.by == self.own:
-            for root in verdict.roots:
-                say(f"root: {root}")
-            for line in lines:
-                say(line)
-        elif roots:
-            what = "roots are ranks" if len(roots) > 1 else "root is rank"
-            say(f"rank {self.own} ended: {what} {', '.join(map(str, sorted(roots)))}")
+            said = [*(f"root: {root}" for root in verdict.roots), *lines]
         else:
-            say(f"rank {self.own} ended: {verdict.reason}")
-        self._end_the_silent(roots)
-        if any((r.rank, r.cause) == (self.own, self._no_progress) for r in verdict.roots):
+            what = "roots are ranks" if len(roots) > 1 else "root is rank"
+            why = f"{what} {', '.join(map(str, sorted(roots)))}" if roots else verdict.reason
+            said = [f"rank {self.own} ended: {why}"]
+        for line in said:
+            say(line)
+        self._end_the_silent(roots.keys())
+        if roots.get(self.own) == self._no_progress:
             say("".join(["it stands at\n", *self._stack()]).rstrip())
 
-    def _end_the_silent(self, roots: set[int]) -> None:
+    def _end_the_silent(self, roots: KeysView[int]) -> None:
         """SIGKILL to processes of this host that are to blame and do not answer. One that holds
         the interpreter's lock has the time to print its stack."""
         until = monotonic() + again(self.timeout) + 2 * PAUSE
         for number in roots & self.others.keys() - self._gone.keys():
-            place, process = self._place(number), self.others[number]
+            place, process = self.board.read(number), self.others[number]
             if place.is_silent and place.state != ABSENT:
                 while monotonic() < until and state_of(process) not in ("T", "Z", ""):
                     sleep(PAUSE)
@@ -339,26 +280,26 @@ class Watch:
         """Say once, after a part of the timeout, who is waited for."""
         here = self.board.words[CALL], self.board.words[CODE]
         if here != self._still[0]:
-            self._still, self._slow_said = (here, now), False
+            self._still = here, now
         patience = min(self.timeout / 4, 60.0)
-        if self._slow_said or now - self._still[1] < patience:
+        if now - self._still[1] < patience:
             return
-        self._slow_said = True
+        self._still = here, math.inf
         found = self._standing().diagnosis()
         at = {rank: stand.words for rank, stand in found.stands.items()}
         waiting = [rank for rank in found.waits_for if at[rank].startswith("waits")]
         roots = [r.rank for r in found.roots if not at[r.rank].startswith("waits")]
         if not waiting or not roots:
             return
-        silent = all(self._place(rank).is_silent for rank in roots)
-        if self.own in roots or (silent and self.own == min(waiting)):
-            first, root, where = min(waiting), roots[0], ""
-            if self.own in roots:
-                root = self.own
-                if stack := self._stack():
-                    where = f", in {stack[-1].strip().splitlines()[0]}"
-            said = f"for {patience:.1f} s now rank {first} {at[first]}"
-            say(f"slow: {said}; rank {root} {at[root]}{where}")
+        first, root, where = min(waiting), roots[0], ""
+        if self.own in roots:
+            root = self.own
+            if stack := self._stack():
+                where = f", in {stack[-1].strip().splitlines()[0]}"
+        elif self.own != first or not all(self.board.read(each).is_silent for each in roots):
+            return  # one of those says it
+        said = f"for {patience:.1f} s now rank {first} {at[first]}"
+        say(f"slow: {said}; rank {root} {at[root]}{where}")
 
     def terminated(self) -> bool:
         """This process has got SIGTERM; returns whether it goes on until a call is over. A launcher
@@ -375,12 +316,11 @@ def _ending(process: int) -> tuple[str, bool]:
     found = status_of(process)
     if not found:
         return "ended without a word", True
-    status = int(found[-1])
-    if number := status & 0x7F:
+    code = os.waitstatus_to_exitcode(int(found[-1]))
+    if code < 0:
         names = {each.value: each.name for each in signal.Signals}
-        return f"killed by {names.get(number, f'signal {number}')}", True
-    ended = status >> 8
-    return f"exited with code {ended}", bool(ended)
+        return f"killed by {names.get(-code, f'signal {-code}')}", True
+    return f"exited with code {code}", code > 0
 
 
 def say(line: str) -> None:

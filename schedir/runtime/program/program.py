@@ -45,7 +45,7 @@ from schedir.runtime.microbatches import Batch, is_opaque
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control
 from schedir.runtime.processes.failure import WaitError, describe, of_the_user
-from schedir.runtime.processes.noticeboard import CODE, Words, at_place, code, number_of, numbered
+from schedir.runtime.processes.noticeboard import CODE, Words, code, number_of
 from schedir.runtime.program.compiler import Parts, RankList
 from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.instruction import (
@@ -231,7 +231,7 @@ that each is of."""
 def _flat(instructions: Sequence[Instruction], streams: RankStreams) -> Flat:
     """The calls of some instructions. A receive that is posted ahead stands at the entry before
     which it is posted."""
-    found: list[tuple[Bound, int, int]] = []
+    found: list[tuple[Bound, int, Phase, int]] = []
     standing: dict[int, int] = {}  # by rank
     for place in reversed(range(len(instructions))):
         instruction = instructions[place]
@@ -250,9 +250,10 @@ def _flat(instructions: Sequence[Instruction], streams: RankStreams) -> Flat:
         )
         for call, phase in phases:
             if call is not None and call is not nothing:
-                found.append((call, code(index, phase), place))
-    calls, codes, places = zip(*reversed(found), strict=True) if found else ((), (), ())
-    return calls, [own | numbered(number) for number, own in enumerate(codes)], places
+                found.append((call, index, phase, place))
+    found.reverse()
+    codes = [code(index, phase, number) for number, (_, index, phase, _) in enumerate(found)]
+    return [each[0] for each in found], codes, [each[-1] for each in found]
 
 
 def _placed(error: Exception, instruction: Instruction) -> ExecutionError:
@@ -345,7 +346,7 @@ class Programs:
         self.parts.now.call = call
         # What the call before sent last; its receivers have posted their part within that one.
         if self._under_way:
-            self.parts.now.at[CODE] = at_place(SENDS)
+            self.parts.now.at[CODE] = code(SENDS)
             self._wait_for_sends("the call before")
         for pool in self.parts.pools.values():
             pool.trim()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from schedir.runtime.boundary import INTERNAL
+from schedir.runtime.memory import INTERNAL
 
 _SMALL = 1 << 16
 _ABSENT = object()

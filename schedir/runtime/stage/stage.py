@@ -175,9 +175,7 @@ class Stage:
         self.optimizer = optimizer
         self.sharded = self.replicas = None
         if isinstance(self.module, FSDPModule):
-            given = plan.arguments
-            free, weighs = given.gathers == "free", given.weigh is not None
-            self.sharded = Sharded(index, self.module, not plan.updates, free, weighs)
+            self.sharded = Sharded(index, self.module, plan.arguments, not plan.updates)
         if len(ranks := plan.local_holders(index)) > 1:
             self.replicas = Replicas(ranks, weights, plan.accelerator)
         self.buffers = Buffers(plan.trained[index])
