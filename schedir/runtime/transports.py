@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import ClassVar, Protocol, TypeAlias
@@ -52,18 +52,7 @@ class Poster(Protocol):
         receives of one tag meet in order, whichever side posts first."""
 
 
-class BatchPoster(Poster, Protocol):
-    """Also takes several sends and receives as one."""
-
-    def together(self, posts: Sequence[Post]) -> list[Work]:
-        """Post several sends and receives as one, so that no order among them can block; returns
-        the work of each. Where posts never block each other, that is one after the other."""
-        return [
-            (self.send if post.sends else self.receive)(post.tensor, post.peer) for post in posts
-        ]
-
-
-class Transport(BatchPoster, Protocol):
+class Transport(Poster, Protocol):
     """The point-to-point transfers of one rank.
 
     `channel` is the channel model under which lists are proved for it: how much of their order it
@@ -79,6 +68,13 @@ class Transport(BatchPoster, Protocol):
         """The same transport for traffic under a tag, a small integer that both sides agree on. A
         transport without tags returns itself, and is not `early`."""
         return self
+
+    def together(self, posts: Sequence[Post]) -> list[Work]:
+        """Post several sends and receives as one, so that no order among them can block; returns
+        the work of each. Where posts never block each other, that is one after the other."""
+        return [
+            (self.send if post.sends else self.receive)(post.tensor, post.peer) for post in posts
+        ]
 
 
 def wait_for(works: list[Work]) -> None:
@@ -105,9 +101,9 @@ class GlooTransport(Transport):
     A send meets only a receive with the same tag.
     """
 
-    channel: ClassVar[str] = "async"
-    early: ClassVar[bool] = True
-    queues: ClassVar[bool] = False
+    channel = "async"
+    early = True
+    queues = False
 
     def __init__(self, processes: Sequence[int], rank: int, groups: Groups) -> None:
         ordered = tuple(sorted(processes))
@@ -195,9 +191,9 @@ class InProcessTransport:
 class Endpoint(Transport):
     """One rank's side of the transfers within a process."""
 
-    channel: ClassVar[str] = "async"
-    early: ClassVar[bool] = False
-    queues: ClassVar[bool] = False  # the ranks take turns, and none waits for what has not come
+    channel = "async"
+    early = False
+    queues = False  # the ranks take turns, and none waits for what has not come
     hub: InProcessTransport
     rank: int
     tag: int
@@ -256,9 +252,9 @@ class NcclTransport(Transport):
     and the work of a batch keeps no tensor alive while somebody watches it.
     """
 
-    channel: ClassVar[str] = "rank"  # CUDA promises no two streams progress of their own
-    early: ClassVar[bool] = False  # the host would have to wait for what it then learns
-    queues: ClassVar[bool] = True
+    channel = "rank"  # CUDA promises no two streams progress of their own
+    early = False  # the host would have to wait for what it then learns
+    queues = True
 
     def __init__(
         self,
@@ -315,11 +311,11 @@ def batched(schedule: Schedule) -> set[frozenset[Channel]]:
     if not columns.together:
         return set()
     channels = [*zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)]
-    by_entry: dict[int, set[Channel]] = {}
+    by_entry = defaultdict[int, set[Channel]](set)
     for places in (transfers.send, transfers.receive):
         for entry, channel in zip(columns.entry[places].tolist(), channels, strict=True):
-            by_entry.setdefault(entry, set()).add(channel)
-    return {frozenset(found) for found in by_entry.values()}
+            by_entry[entry].add(channel)
+    return {*map(frozenset, by_entry.values())}
 
 
 def communicators_of(schedule: Schedule) -> list[tuple[Channel, ...]]:
@@ -359,12 +355,12 @@ class _Part:
     The part of a batch has its `work` once that is posted; several may wait for it.
     """
 
-    tensor: Tensor | None
+    post: Post | None
     work: Work | None = None
 
     def wait(self) -> bool:
         """Wait until it is done."""
-        work, self.work, self.tensor = self.work, None, None
+        work, self.work, self.post = self.work, None, None
         if work is not None:
             work.wait()
         return True
@@ -387,9 +383,8 @@ class Batch:
     (0SEND_ACT1;0RECV_GRAD0)    0SEND_ACT1, 0RECV_GRAD0, post    each says what it posts
     """
 
-    def __init__(self, poster: BatchPoster) -> None:
-        self._poster = poster
-        self._posts: list[Post] = []
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._parts: list[_Part] = []
 
     def send(self, tensor: Tensor, peer: int) -> Work:
@@ -403,16 +398,14 @@ class Batch:
         return _Whole(self._parts)
 
     def _take(self, post: Post) -> _Part:
-        self._posts.append(post)
-        self._parts.append(_Part(post.tensor))
+        self._parts.append(_Part(post))
         return self._parts[-1]
 
     def post(self) -> None:
         """Post what has been taken."""
-        posts, parts = self._posts, self._parts
-        self._posts, self._parts = [], []
-        if posts:
-            for part, work in zip(parts, self._poster.together(posts), strict=True):
+        parts, self._parts = self._parts, []
+        if posts := [part.post for part in parts if part.post is not None]:
+            for part, work in zip(parts, self._transport.together(posts), strict=True):
                 part.work = work
 
 
@@ -481,26 +474,17 @@ class FromBuffers:
     """Posts sends from buffers of a pool, but tensors on the host as they are. So an output can be
     freed at once; otherwise its memory would be held until the host has seen the send."""
 
-    poster: BatchPoster
+    poster: Poster
     pool: Pool
 
     def send(self, tensor: Tensor, peer: int) -> Work:
         """Post a send of a copy."""
-        buffer = self._copy(tensor)
-        return _Part(buffer, self.poster.send(buffer, peer))
-
-    def together(self, posts: Sequence[Post]) -> list[Work]:
-        """Post several, of sends copies."""
-        own = [attrs.evolve(p, tensor=self._copy(p.tensor)) if p.sends else p for p in posts]
-        works = self.poster.together(own)
-        return [_Part(post.tensor, work) for work, post in zip(works, own, strict=True)]
+        if tensor.device.type != self.pool.device.type:
+            return self.poster.send(tensor, peer)
+        buffer = self.pool.empty(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)
+        work = self.poster.send(buffer.copy_(tensor.detach()), peer)
+        return work if isinstance(work, _Part) else _Part(Post(buffer, peer, sends=True), work)
 
     def receive(self, buffer: Tensor, peer: int) -> Work:
         """Post a receive."""
         return self.poster.receive(buffer, peer)
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type != self.pool.device.type:
-            return tensor
-        buffer = self.pool.empty(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)
-        return buffer.copy_(tensor.detach())

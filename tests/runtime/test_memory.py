@@ -275,8 +275,8 @@ def test_a_buffer_that_is_sent_is_not_given_out_before_that_is_waited_for(
     values = [torch.full((2, 3), float(n), requires_grad=True) for n in range(4)]
     works: list[Work] = []
     for tensor in values[:2]:
-        batch = Batch(sending)
-        works.append((batch if batched else sending).send(tensor, 1))
+        batch = Batch(poster)
+        works.append((FromBuffers(batch, pool) if batched else sending).send(tensor, 1))
         batch.post()
     first, second = (place for place, _ in sent)
     assert len({first, second, *(tensor.data_ptr() for tensor in values)}) == 6

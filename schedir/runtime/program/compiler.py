@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count, takewhile
+from itertools import takewhile
 
 import attrs
 import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from schedir.errors import ExecutionError
@@ -31,6 +30,8 @@ from schedir.ir import (
     COPIES,
     GATHERS,
     READS_WEIGHTS,
+    RECEIVES,
+    SENDS,
     STEPS,
     Action,
     Kind,
@@ -71,7 +72,6 @@ from schedir.runtime.stage.stage import Cell, Cells, Stage
 from schedir.runtime.stage.weights import StageWeights
 from schedir.runtime.transports import (
     Batch,
-    BatchPoster,
     FromBuffers,
     Pool,
     Poster,
@@ -89,8 +89,7 @@ class Parts:
     `described` in every call, or `declared` by an example instead. `observers` watch every run.
     `beside` sends values from host to host; None if the transport of the payloads does that too.
     `streams` are those of the ranks, and side streams. `pools` are the buffers that ranks send from
-    and receive into.
-    `copiers` move offloaded tensors.
+    and receive into. `copiers` move offloaded tensors.
     """
 
     accelerator: Accelerator
@@ -108,6 +107,7 @@ class Parts:
     copiers: dict[int, Copier] = attrs.field(factory=dict)
 
 
+@attrs.define(eq=False, slots=False)
 class RankList:
     """The list of a rank here in `schedule`, to be compiled with these parts.
 
@@ -116,56 +116,62 @@ class RankList:
     lower precision.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        schedule: Schedule,
-        rank: int,
-        transport: Transport,
-        listed_at: Sequence[int],
-        cells: Cells,
-        autocast: bool,
-        described: Collection[int],
-    ) -> None:
-        self._parts, self._stages, self._now = parts, parts.stages, parts.now
-        self._rank, self._listed_at = rank, listed_at
-        self._autocast, self._described = autocast, described
+    _parts: Parts
+    _schedule: Schedule
+    _rank: int
+    _transport: Transport
+    _listed_at: Sequence[int]
+    _cells_of: Cells
+    _autocast: bool
+    _described: Collection[int]
+
+    def __attrs_post_init__(self) -> None:
+        parts, schedule, rank = self._parts, self._schedule, self._rank
+        self._stages, self._now = parts.stages, parts.now
         self._entries, self._actions = schedule.actions[rank], schedule.flat[rank]
-        start, end = schedule.columns.starts[rank : rank + 2].tolist()
-        self._peers = graph_of(schedule).peers[start:end].tolist()
         # By turn, which numbers the actions.
         self._cells = {
-            turn: cells[action.stage, action.microbatch]
+            turn: self._cells_of[action.stage, action.microbatch]
             for turn, action in enumerate(self._actions)
             if action.microbatch is not None
         }
+        graph, own = graph_of(schedule), slice(*schedule.columns.starts[rank : rank + 2])
+        self._peers, self._transfers = graph.peers[own].tolist(), graph.crossing[own].tolist()
+        self._batches: dict[int, Sequence[int]] = {}  # by transfer, those that come with it
         self._listed = {(action.kind, action.stage, action.microbatch) for action in self._actions}
         self._versions: Mapping[int, StageVersions] = weight_versions(schedule.columns, rank)
-        self._awaited, self._arrived = awaited(schedule, rank), arrivals(schedule, rank)
+        self._arrived = arrivals(schedule, rank)
         self._came: Counter[Barrier] = Counter()
         self._gathered = first_uses(self._actions)
         self._early = early_additions(self._actions)
-        device = parts.accelerator.device
-        self._poster: BatchPoster = transport
-        make: Callable[..., Tensor] = partial(torch.empty_strided, device=device)
-        if parts.accelerator.queues:
-            pool = parts.pools.setdefault(rank, Pool(device))
-            self._poster, make = FromBuffers(transport, pool), pool.empty
-        self._link = Link(self._poster, parts.beside or transport, make)
+        self._link = self._over(self._transport)
+
+    def _over(self, poster: Poster) -> Link:
+        """What posts payloads over this; on a device from buffers, and into them."""
+        device, beside = self._parts.accelerator.device, self._parts.beside or self._transport
+        if not self._parts.accelerator.queues:
+            return Link(poster, beside, partial(torch.empty_strided, device=device))
+        pool = self._parts.pools.setdefault(self._rank, Pool(device))
+        return Link(FromBuffers(poster, pool), beside, pool.empty)
 
     def instructions(self) -> Sequence[Instruction]:
         """The instructions, in the order of the list."""
         aside = forwards_aside(self._entries)
         found: list[Instruction] = []
-        turns = count()
+        turn = 0
         for index, entry in enumerate(self._entries):
             if not isinstance(entry, Together):
-                found += self._made(index, next(turns), self._link)
+                found += self._made(index, turn, self._link)
+                turn += 1
                 continue
-            batch = Batch(self._poster)
-            link = attrs.evolve(self._link, poster=batch)
-            made = [one for _ in entry.actions for one in self._made(index, next(turns), link)]
+            batch = Batch(self._transport)
+            link = self._over(batch)
+            turns = range(turn, turn + len(entry.actions))
+            turn = turns.stop
+            made = [one for each in turns for one in self._made(index, each, link)]
             if entry.actions[0].kind in COMMUNICATION:
+                comes = [self._transfers[t] for t in turns if self._actions[t].kind in RECEIVES]
+                self._batches.update(dict.fromkeys(comes, comes))
                 post = attrs.evolve(made[0], run=batch.post, listed=False, parts=[*made])
                 found += [*made, post]
                 continue
@@ -180,6 +186,7 @@ class RankList:
         action = self._actions[turn]
         make = partial(Instruction, self._rank, index, self._listed_at[index], action)
         stage, kind, cell = self._stages[action.stage], action.kind, self._cells.get(turn)
+        transfer = self._transfers[turn]
         if kind is Kind.OPTIM_STEP:
             if self._parts.gradients.updates:
                 if not turn or self._actions[turn - 1].kind is not Kind.OPTIM_STEP:
@@ -192,7 +199,7 @@ class RankList:
             if stage.replicas is not None:
                 meeting = [stage.replicas.barrier]
                 run = _if_updating([meeting[0].arrive], self._now)
-                yield make(run, after=self._over(meeting), does=meeting)
+                yield make(run, after=self._all_at(meeting), does=meeting)
                 self._came.update(meeting)
             elif stage.reduction is not None:
                 sums = stage.reduction
@@ -205,16 +212,19 @@ class RankList:
         elif kind in COMPUTE:
             receives: list[Work] = []
             wait: Bound | None = None
-            if turn in self._awaited:
+            after: Sequence[tuple[object, int]] = ()
+            if transfer >= 0:
                 receives = cell.input_receives if kind is Kind.FORWARD else cell.grad_receives
                 wait = waiting(receives, [*map(self._sends, self._arrived.get(turn, ()))])
+                # All of its batch is waited for.
+                after = [(each, 1) for each in self._batches.get(transfer, [transfer])]
             if stage.sharded is not None and turn in self._gathered:
                 wait = _until_gathered(stage.sharded, stage.weights, wait)
             yield make(
                 self._compute(turn, kind, cell, stage),
                 wait,
                 receives,
-                self._awaited.get(turn, ()),
+                after,
                 computes=True,
                 cell=cell,
                 stage=stage,
@@ -228,7 +238,8 @@ class RankList:
                 run = described(cell, self._parts.messengers[self._rank], peer)
             else:
                 run = known(cell, link, peer)
-            yield make(run, does=[(self._rank, turn)], cell=cell, peer=peer)
+            does = [transfer] if kind in SENDS else ()
+            yield make(run, does=does, cell=cell, peer=peer)
 
     def _compute(self, turn: int, kind: Kind, cell: Cell, stage: Stage) -> Bound:
         trains, versions = self._parts.trains, self._versions[cell.stage]
@@ -284,10 +295,9 @@ class RankList:
         copiers = self._parts.copiers
         if self._rank not in copiers:
             copiers[self._rank] = Copier(self._parts.accelerator)
-        copier = copiers[self._rank]
         if kind is Kind.OFFLOAD:
-            return offload_activation(cell, stage, copier)
-        return reload_activation(cell, copier)
+            return offload_activation(cell, stage, copiers[self._rank])
+        return reload_activation(cell, copiers[self._rank])
 
     def _lists(self, kind: Kind, cell: Cell) -> bool:
         """Whether there is such an action of a (stage, microbatch)."""
@@ -322,7 +332,7 @@ class RankList:
         ]
         yield make(
             _if_updating(arrive, self._now),
-            after=self._over(summed),
+            after=self._all_at(summed),
             does=barriers,
             listed=False,
             sums=reductions,
@@ -332,9 +342,9 @@ class RankList:
         if gradients.nonfinite.looks_alone:
             leave.append(partial(gradients.nonfinite.look, steps))
         run = _if_updating(leave, self._now)
-        yield make(run, after=self._over(barriers), listed=False)
+        yield make(run, after=self._all_at(barriers), listed=False)
 
-    def _over(self, barriers: Iterable[Barrier]) -> list[tuple[object, int]]:
+    def _all_at(self, barriers: Iterable[Barrier]) -> list[tuple[object, int]]:
         """That all ranks here have come to these barriers as often as this one."""
         return [(barrier, barrier.parties * self._came[barrier]) for barrier in barriers]
 
@@ -350,12 +360,9 @@ class RankList:
     def _abreast(self, pair: Sequence[Instruction], forward_aside: bool) -> list[Instruction]:
         """The two of an overlapped pair on two streams."""
         first, second = pair
-        side = self._parts.streams("pairs", self._rank)
-        (aside,) = (
-            one.action.kind for one in pair if (one.action.kind is Kind.FORWARD) == forward_aside
-        )
-        made = Pair(self._parts.accelerator, side, self._cells[self._actions.index(first.action)])
-        return made.abreast(first, second, aside)
+        assert first.cell is not None  # a compute action has one
+        made = Pair(self._parts.accelerator, self._parts.streams("pairs", self._rank), first.cell)
+        return made.abreast(first, second, forward_aside)
 
     def _in_turn(self, stage: Stage, run: Bound, adds: bool) -> Bound:
         """One that uses a stage which other ranks here use as well waits for these; whether it
@@ -471,21 +478,6 @@ def set_autocast(devices: Iterable[str], enabled: bool) -> None:
     of what they work on."""
     for device in devices:
         torch.set_autocast_enabled(device, enabled)
-
-
-def awaited(schedule: Schedule, rank: int) -> dict[int, list[tuple[object, int]]]:
-    """For each compute action of the rank that consumes a receive, the sends that it waits for,
-    each as rank and turn, once: those that the receive's whole batch meets."""
-    columns, transfers = schedule.columns, graph_of(schedule).transfers
-    comes = np.flatnonzero((transfers.target == rank) & transfers.matched)
-    sends: dict[int, list[tuple[object, int]]] = {}
-    entries = columns.entry[transfers.receive[comes]].tolist()
-    source, send = transfers.source[comes], transfers.send[comes]
-    turns = zip(source.tolist(), (send - columns.starts[source]).tolist(), strict=True)
-    for entry, turn in zip(entries, turns, strict=True):
-        sends.setdefault(entry, []).append((turn, 1))
-    users = (transfers.user[comes] - columns.starts[rank]).tolist()
-    return {user: sends[entry] for user, entry in zip(users, entries, strict=True)}
 
 
 def arrivals(schedule: Schedule, rank: int) -> dict[int, list[int]]:

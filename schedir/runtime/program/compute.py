@@ -540,11 +540,15 @@ class Pair:
         self._accelerator, self._side, self._cell = accelerator, side, cell
         self._held: object = None
 
-    def abreast(self, first: Instruction, second: Instruction, aside: Kind) -> list[Instruction]:
-        """Both, of which the first begins the pair, and the second ends it; that of the kind
-        `aside` runs on the side stream."""
+    def abreast(
+        self, first: Instruction, second: Instruction, forward_aside: bool
+    ) -> list[Instruction]:
+        """Both, of which the first begins the pair, and the second ends it. The forward runs on the
+        side stream, or the other one."""
         began, ended = (
-            self._on_side(one.run) if one.action.kind is aside else one.run
+            self._on_side(one.run)
+            if (one.action.kind is Kind.FORWARD) == forward_aside
+            else one.run
             for one in (first, second)
         )
 

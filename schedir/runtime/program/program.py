@@ -278,6 +278,7 @@ def _awaited(schedule: Schedule, action: Action) -> tuple[str, int | None]:
     return f"{transfer} {'from' if kind in RECEIVES else 'to'} rank {peer}", peer
 
 
+@attrs.define(eq=False, slots=False)
 class Programs:
     """The programs of a list, by the number of the input signature.
 
@@ -290,34 +291,29 @@ class Programs:
     buffers than it needs. With `batch` a call has several batches, of `batch` microbatches each.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        schedule: Schedule,
-        parts: Parts,
-        transports: Mapping[int, Transport],
-        control: Control,
-        handshake: Handshake,
-        under_way: list[Work],
-        newcomers: Callable[[int, bool], Iterable[Observer]] | None = None,
-        batch: int | None = None,
-    ) -> None:
-        self._batch = batch
-        self._plan, self._listed, self._control = plan, schedule, control
-        self._handshake, self._newcomers = handshake, newcomers
-        self.parts, self._transports, self._under_way = parts, transports, under_way
-        self._posted_list = lru_cache(_MOST)(partial(plan.posted, schedule))  # by its room
+    _plan: Plan
+    _listed: Schedule
+    parts: Parts
+    _transports: Mapping[int, Transport]
+    _control: Control
+    _handshake: Handshake
+    _under_way: list[Work]
+    _newcomers: Callable[[int, bool], Iterable[Observer]] | None
+    _batch: int | None
+    _next: int = 0  # the number of a signature that is new
+    _latest: Program | None = None
+    _signature: object = None
+
+    def __attrs_post_init__(self) -> None:
+        plan, transports = self._plan, self._transports
+        self._posted_list = lru_cache(_MOST)(partial(plan.posted, self._listed))  # by its room
         self.schedule: Schedule = self._posted_list(None)
-        self._sees_input = 0 in plan.local_stages
-        accelerator = plan.accelerator
-        apart = transports if accelerator.queues and len(transports) > 1 else ()
-        streams = {rank: parts.streams("lists", rank) for rank in apart}
-        self._streams = RankStreams(accelerator, streams)
+        apart = transports if plan.accelerator.queues and len(transports) > 1 else ()
+        streams = {rank: self.parts.streams("lists", rank) for rank in apart}
+        self._streams = RankStreams(plan.accelerator, streams)
         self._known: OrderedDict[int, Program] = OrderedDict()
         self._numbers: dict[object, int] = {}
-        self._next = 0  # the number of a signature that is new
-        self._latest: Program | None = None
-        self._signature: object = None
+        self._sees_input = 0 in plan.local_stages
 
     def open(self, call: Call, inputs: Batch | None, target: Batch | None, feed: Feed) -> Program:
         """Begin a call on the microbatches of `feed`, which were cut from `inputs` and `target`;
@@ -367,13 +363,13 @@ class Programs:
         After that all ranks of the pipeline come here, as how far ahead receives are posted depends
         on all of them.
         """
-        lessons = program.cells.lessons
-        mask_gradients(lessons, program.schedule, self._plan.local_ranks)
-        own, pipeline = self._room(lessons), self._control.pipeline
+        cells = program.cells
+        mask_gradients(cells.lessons, program.schedule, self._plan.local_ranks)
+        own, pipeline = self._room(cells.lessons), self._control.pipeline
         room = min(self._control.gather(own, numbers=pipeline, what="the buffers"))
         number, self._next = self._next, self._next + 1
         described = self.parts.described
-        self._known[number] = self._compiled(lessons, call.precision, described, number, room)
+        self._known[number] = self._compiled(cells, call.precision, described, number, room)
         if self._sees_input:
             self._numbers[self._signature] = number
         while len(self._known) > _MOST:
@@ -419,12 +415,13 @@ class Programs:
         """The program for the first call of a signature."""
         stages, microbatches = self._plan.local_stages, range(self._listed.microbatches)
         lessons = {(stage, m): Learned() for stage in stages for m in microbatches}
-        return self._compiled(lessons, precision, EVERY)
+        cells = Cells(lessons, self._plan.last_stage, graph_of(self._listed).runs)
+        return self._compiled(cells, precision, EVERY)
 
     @collector_held_off()
     def _compiled(
         self,
-        lessons: Lessons,
+        cells: Cells,
         precision: torch.dtype | None,
         described: Collection[int],
         number: int = 0,
@@ -433,9 +430,9 @@ class Programs:
         """The program of a signature by its number, with `room` for so many receive buffers on a
         rank; without that, for its first call."""
         schedule = self._posted_list(room)
-        cells = Cells(lessons, self._plan.last_stage, graph_of(schedule).runs)
         tag = DESCRIBED_TAGS + 2 * number + self.parts.trains
         lists: list[Sequence[Instruction]] = []
+        of_each: list[Sequence[int]] = []
         ahead: list[Bound] = []
         for rank, transport in self._transports.items():
             listed_at = _listed_at(self._listed.actions[rank], schedule.actions[rank])
@@ -462,19 +459,12 @@ class Programs:
                     *instructions[len(posted) :],
                 ]
             lists.append(observed(instructions, self.parts.observers))
-        of_each = self._ends(schedule, lists)
+            over = ends_of_batches(schedule, rank, self._batch) if self._batch else ()
+            indices = [one.index for one in instructions]
+            of_each.append([bisect_left(indices, end) for end in over])
         listed, ends = in_one_list(lists, of_each) if len(lists) > 1 else (lists[0], of_each[0])
         at = self.parts.now.at
         return Program(schedule, cells, listed, at, self._streams, room is None, ahead, ends)
-
-    def _ends(self, schedule: Schedule, lists: Sequence[Sequence[Instruction]]) -> list[list[int]]:
-        """Of each list, how many instructions there are up to the end of each batch."""
-        found = []
-        for rank, instructions in zip(self._transports, lists, strict=True):
-            entries = [one.index for one in instructions]
-            ends = ends_of_batches(schedule, rank, self._batch) if self._batch else ()
-            found.append([bisect_left(entries, end) for end in ends])
-        return found
 
     def _room(self, lessons: Lessons) -> int:
         """How many receive buffers a rank may hold, as far as the ranks here can tell."""

@@ -71,15 +71,27 @@ class Link:
     make: Callable[..., Tensor]
 
 
+def _send(tensor: Tensor, meta: TensorMeta, link: Link, peer: int) -> Work:
+    """Post a send of a tensor in the agreed layout."""
+    if not meta.is_plain or not tensor.is_contiguous() or tensor.is_neg():
+        tensor = payload(tensor, meta)
+    return link.poster.send(tensor, peer)
+
+
+def _receive(meta: TensorMeta, link: Link, peer: int, works: list[Work]) -> Tensor:
+    """Post a receive into a new buffer."""
+    buffer: Tensor = link.make(meta.shape, meta.stride, dtype=meta.dtype)
+    works.append(link.poster.receive(buffer if meta.is_plain else payload(buffer, meta), peer))
+    return buffer
+
+
 def send_activations(cell: Cell, link: Link, peer: int) -> Bound:
     """SEND_ACT: post the cell's outputs."""
-    send, post, metas = link.poster.send, cell.output_sends.append, cell.learned.after.metas
+    post, metas = cell.output_sends.append, cell.learned.after.metas
 
     def call() -> None:
         for tensor, meta in zip(cell.outputs_to_send, metas, strict=True):
-            if not meta.is_plain or not tensor.is_contiguous() or tensor.is_neg():
-                tensor = payload(tensor, meta)
-            post(send(tensor, peer))
+            post(_send(tensor, meta, link, peer))
         cell.outputs_to_send = ()
 
     return call
@@ -87,63 +99,50 @@ def send_activations(cell: Cell, link: Link, peer: int) -> Bound:
 
 def send_gradients(cell: Cell, link: Link, peer: int) -> Bound:
     """SEND_GRAD: post the gradients of the cell's inputs, and their mask beside them."""
-    send, post, make = link.poster.send, cell.grad_sends.append, link.make
-    expected, masked = cell.learned.grads_out.metas, cell.learned.grads_out.masked
+    post, masked = cell.grad_sends.append, cell.learned.grads_out.masked
+    expected = cell.learned.grads_out.metas
+    absent = [meta is None for meta in expected]
 
     def call() -> None:
         grads, cell.input_grads = cell.input_grads, ()
         if masked:
             present = [grad is not None for grad in grads]
             post(link.beside.send(torch.tensor(present, device="cpu"), peer))
-        else:
-            for grad, meta in zip(grads, expected, strict=True):
-                if (grad is None) is not (meta is None):
-                    raise _differs(grads, expected, cell.stage)
+        elif [grad is None for grad in grads] != absent:
+            raise _differs(grads, expected, cell.stage)
         for grad, meta in zip(grads, expected, strict=True):
-            if meta is None:
-                continue
-            if grad is None:
-                grad = make(meta.shape, meta.stride, dtype=meta.dtype).zero_()
-            if not meta.is_plain or not grad.is_contiguous() or grad.is_neg():
-                grad = payload(grad, meta)
-            post(send(grad, peer))
+            if meta is not None:
+                if grad is None:
+                    grad = link.make(meta.shape, meta.stride, dtype=meta.dtype).zero_()
+                post(_send(grad, meta, link, peer))
 
     return call
 
 
 def receive_activations(cell: Cell, link: Link, peer: int) -> Bound:
     """RECV_ACT: post buffers for the cell's inputs, which a backward can stop at."""
-    receive, make, post = link.poster.receive, link.make, cell.input_receives.append
-    metas = cell.learned.before.metas
+    works, metas = cell.input_receives, cell.learned.before.metas
 
     def call() -> None:
-        leaves = []
-        for meta in metas:
-            buffer = make(meta.shape, meta.stride, dtype=meta.dtype)
-            post(receive(buffer if meta.is_plain else payload(buffer, meta), peer))
-            leaves.append(buffer.requires_grad_(meta.requires_grad))
-        cell.leaves = tuple(leaves)
+        cell.leaves = tuple(
+            [_receive(m, link, peer, works).requires_grad_(m.requires_grad) for m in metas]
+        )
 
     return call
 
 
 def receive_gradients(cell: Cell, link: Link, peer: int) -> Bound:
     """RECV_GRAD: post buffers for the gradients of the cell's outputs, and for their mask."""
-    receive, make, post = link.poster.receive, link.make, cell.grad_receives.append
-    expected, masked = cell.learned.grads_in.metas, cell.learned.grads_in.masked
+    works, masked = cell.grad_receives, cell.learned.grads_in.masked
+    expected = cell.learned.grads_in.metas
 
     def call() -> None:
         if masked:
             cell.mask = torch.empty(len(expected), dtype=torch.bool, device="cpu")
-            post(link.beside.receive(cell.mask, peer))
-        grads: list[Tensor | None] = []
-        for meta in expected:
-            buffer = None
-            if meta is not None:
-                buffer = make(meta.shape, meta.stride, dtype=meta.dtype)
-                post(receive(buffer if meta.is_plain else payload(buffer, meta), peer))
-            grads.append(buffer)
-        cell.output_grads = tuple(grads)
+            works.append(link.beside.receive(cell.mask, peer))
+        cell.output_grads = tuple(
+            [None if meta is None else _receive(meta, link, peer, works) for meta in expected]
+        )
 
     return call
 
