@@ -142,7 +142,15 @@ class Samples:
                 if not total:
                     raise ExecutionError(f"target: microbatches {group} hold no samples at all")
             for group in parted:
-                _check_alike([found[m] for m in group], group)
+                own = [found[m] for m in group]
+                if len(set(own)) > 1:
+                    raise ExecutionError(
+                        f"target: microbatches {group}, after which the loss stage updates, hold "
+                        f"{', '.join(f'{n:g}' for n in own)} samples, but another stage updates "
+                        "after a part of them, so they must hold equally many: pass so many rows "
+                        "that all microbatches get as many, or list the OPTIM_STEPs of all stages "
+                        "after the same microbatches"
+                    )
 
         every = [*counts, *totals]
         if any(isinstance(n, Tensor) for n in every):
@@ -152,10 +160,9 @@ class Samples:
             totals = [*found[len(counts) :].clamp_min(_LEAST)]
         else:
             check(every)
-        shares: list[Count] = [0.0] * len(counts)
-        for group, total in zip(groups, totals, strict=True):
-            for m in group:
-                shares[m] = counts[m] / total
+        parts = zip(groups, totals, strict=True)
+        share_of = {m: counts[m] / total for group, total in parts for m in group}
+        shares = [share_of[m] for m in range(self._microbatches)]
         if self._group is None:
             self._latest = counts, kind, shares
         return shares
@@ -197,18 +204,6 @@ def _check_counts(counts: Sequence[float]) -> None:
             raise ExecutionError(
                 f"count returns {found:g} for a microbatch; it must be finite, and 0 or more"
             )
-
-
-def _check_alike(counts: Sequence[float], group: Sequence[int]) -> None:
-    """Raise ExecutionError if microbatches of one update of the loss stage, of which another stage
-    applies a part, hold different numbers of samples."""
-    if len(set(counts)) > 1:
-        raise ExecutionError(
-            f"target: microbatches {group}, after which the loss stage updates, hold "
-            f"{', '.join(f'{n:g}' for n in counts)} samples, but another stage updates after a "
-            "part of them, so they must hold equally many: pass so many rows that all microbatches "
-            "get as many, or list the OPTIM_STEPs of all stages after the same microbatches"
-        )
 
 
 SUMS = (
