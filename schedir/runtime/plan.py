@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from itertools import dropwhile
 from typing import TypeAlias, cast
 
 import attrs
@@ -76,7 +75,7 @@ class Plan:
 
     def posted(self, schedule: Schedule, room: int | None = None) -> Schedule:
         """A list with its receives as far ahead as `channel`, and `room` for buffers, allow."""
-        return posted(schedule, self.channel, _stages_of(self.arguments.ties), room)
+        return posted(schedule, self.channel, stages_of(self.arguments.ties), room)
 
     @property
     def local_stages(self) -> tuple[int, ...]:
@@ -184,7 +183,7 @@ def plan_of(given: Arguments) -> Plan:
     """
     check_arguments(given)
     timeout = timeout_of(given.timeout)
-    ties = _stages_of(given.ties)
+    ties = stages_of(given.ties)
     schedule = proved(given.schedule, "async", ties)
     stages = recomputed_stages(given.recompute, schedule.stages)
     try:
@@ -265,7 +264,8 @@ def _held_by(ranks: Collection[int], schedule: Schedule) -> tuple[int, ...]:
     return tuple(stage for stage, held in placement if not set(held).isdisjoint(ranks))
 
 
-def _stages_of(ties: Sequence[TieOf]) -> list[list[int]]:
+def stages_of(ties: Sequence[TieOf]) -> list[list[int]]:
+    """The stages of the copies of each tie."""
     return [[stage for stage, _ in tie] for tie in ties]
 
 
@@ -333,12 +333,12 @@ def _check_no_halves(stages: Mapping[int, nn.Module]) -> None:
 def _check_steps_last(schedule: Schedule, what: str) -> None:
     """Raise ExecutionError if a rank goes on after its first OPTIM_STEP: `what` needs all gradients
     before the first update."""
-    for rank, index in _after_steps(schedule):
+    if (found := _goes_on(schedule)) is not None:
+        rank, at, index = found
         actions = schedule.flat[rank]
-        at, step = next((i, a) for i, a in enumerate(actions) if a.kind is Kind.OPTIM_STEP)
         raise ExecutionError(
             f"{what} needs all gradients before any rank steps, but {schedule.name} goes on after "
-            f"rank {rank} #{at} {step}; list the OPTIM_STEPs last, or leave {what} out",
+            f"rank {rank} #{at} {actions[at]}; list the OPTIM_STEPs last, or leave {what} out",
             rank=rank,
             index=index,
             action=actions[index],
@@ -347,14 +347,18 @@ def _check_steps_last(schedule: Schedule, what: str) -> None:
 
 def steps_last(schedule: Schedule) -> bool:
     """Whether the OPTIM_STEPs are the last entries on each rank."""
-    return not any(_after_steps(schedule))
+    return _goes_on(schedule) is None
 
 
-def _after_steps(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """The rank and index of each action after an OPTIM_STEP that is not an OPTIM_STEP."""
+def _goes_on(schedule: Schedule) -> tuple[int, int, int] | None:
+    """A rank that goes on after its first OPTIM_STEP, with the indices of that, and of what comes
+    then; None if there is none."""
     for rank, actions in enumerate(schedule.flat):
-        after = dropwhile(lambda at: at[1].kind is not Kind.OPTIM_STEP, enumerate(actions))
-        yield from ((rank, index) for index, a in after if a.kind is not Kind.OPTIM_STEP)
+        steps = [action.kind is Kind.OPTIM_STEP for action in actions]
+        if steps != sorted(steps):
+            at = steps.index(True)
+            return rank, at, steps.index(False, at)
+    return None
 
 
 def _check_optimizer(

@@ -52,7 +52,6 @@ from schedir.runtime.program.compute import (
     first_forward,
     forward,
     forwards_aside,
-    hand_back,
     learn_gradients,
     optim_step,
     recompute,
@@ -245,7 +244,6 @@ class RankList:
         trains, versions = self._parts.trains, self._versions[cell.stage]
         version = versions.reads[cell.microbatch]
         before, beyond = (n in self._described for n in (cell.stage - 1, cell.stage))
-        hand = learn_gradients if before else hand_back
         replayed = self._lists(Kind.RECOMPUTE, cell)
         earlier = self._earlier(turn, cell)
         if kind is Kind.FORWARD:
@@ -259,9 +257,11 @@ class RankList:
         elif kind is Kind.BACKWARD_WEIGHT:
             run = backward_weight(stage, cell, version)
         elif kind is Kind.BACKWARD:
-            run = backward(stage, cell, version, hand)
+            run = backward(stage, cell, version)
         else:
-            run = backward_input(stage, cell, version, earlier, hand)
+            run = backward_input(stage, cell, version, earlier)
+        if before and kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            run = _after(run, partial(learn_gradients, cell))
         if self._lists(Kind.OFFLOAD, cell):
             if kind is (Kind.RECOMPUTE if replayed else Kind.FORWARD):
                 run = saving(cell, run)

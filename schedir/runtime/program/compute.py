@@ -343,45 +343,24 @@ def _roots(stage: Stage, cell: Cell) -> tuple[list[Root], list[Tensor]]:
         if isinstance(share, Tensor):
             return [loss], [share.to(loss.dtype).expand_as(loss)]
         return [loss], [torch.full_like(loss, share)]
-    if cell.mask is not None:
-        present = cell.mask.tolist()
-        cell.output_grads = tuple(
-            [
-                grad if there else None
-                for grad, there in zip(cell.output_grads, present, strict=True)
-            ]
-        )
-        cell.mask = None
-    roots: list[Root] = []
-    grads: list[Tensor] = []
-    for output, grad in zip(cell.outputs, cell.output_grads, strict=True):
-        # Of a declared boundary the next stage can't know what requires none.
-        if grad is not None and output is not None:
-            roots.append(output)
-            grads.append(grad)
-    return roots, grads
+    there = [True] * len(cell.outputs) if cell.mask is None else cell.mask.tolist()
+    cell.mask = None
+    # Of a declared boundary the next stage can't know what requires none.
+    found = [
+        (output, grad)
+        for output, grad, is_there in zip(cell.outputs, cell.output_grads, there, strict=True)
+        if is_there and grad is not None and output is not None
+    ]
+    return [output for output, _ in found], [grad for _, grad in found]
 
 
-HandOn: TypeAlias = Callable[[Cell, tuple[Tensor | None, ...]], None]
+def learn_gradients(cell: Cell) -> None:
+    """Learn which gradients of its inputs a backward has made, and how they lie in memory."""
+    previous = cell.previous
+    cell.learned.sends_back(cell.input_grads if previous is None else previous.output_grads)
 
 
-def hand_back(cell: Cell, grads: tuple[Tensor | None, ...]) -> None:
-    """Give the gradients of the inputs to the stage before."""
-    if cell.previous is not None:
-        cell.previous.output_grads = grads
-    else:
-        cell.input_grads = grads
-    cell.leaves = cell.outputs = cell.output_grads = ()
-
-
-def learn_gradients(cell: Cell, grads: tuple[Tensor | None, ...]) -> None:
-    """Learn which gradients of the inputs there are, and how they lie in memory, and hand them
-    back."""
-    cell.learned.sends_back(grads)
-    hand_back(cell, grads)
-
-
-def backward(stage: Stage, cell: Cell, version: int, hand: HandOn = hand_back) -> Bound:
+def backward(stage: Stage, cell: Cell, version: int) -> Bound:
     """B: the gradients of the input and of the parameters."""
     weights, busy, previous = stage.weights, stage.busy, cell.previous
     is_last = stage.loss_fn is not None
@@ -415,14 +394,11 @@ def backward(stage: Stage, cell: Cell, version: int, hand: HandOn = hand_back) -
         if cell.computed_grads:
             computed = cell.computed_grads
             found = tuple([computed.pop(n, grad) for n, grad in enumerate(found)])
-        if hand is not hand_back:
-            hand(cell, found)
-        else:  # the same, without a call
-            if previous is not None:
-                previous.output_grads = found
-            else:
-                cell.input_grads = found
-            cell.leaves = cell.outputs = cell.output_grads = ()
+        if previous is not None:
+            previous.output_grads = found
+        else:
+            cell.input_grads = found
+        cell.leaves = cell.outputs = cell.output_grads = ()
         if weights.collects:
             weights.collect(version, grads, found)
         busy[0] += perf_counter() - began
@@ -430,19 +406,13 @@ def backward(stage: Stage, cell: Cell, version: int, hand: HandOn = hand_back) -
     return call
 
 
-def backward_input(
-    stage: Stage,
-    cell: Cell,
-    version: int,
-    earlier: Sequence[Cell] | None,
-    hand: HandOn = hand_back,
-) -> Bound:
+def backward_input(stage: Stage, cell: Cell, version: int, earlier: Sequence[Cell] | None) -> Bound:
     """I: the gradients of the input, and what is left to W.
 
     It adds the gradients of parameters that it computes, but for those of which `earlier` cells
     have one left to add. None leaves all to W.
     """
-    weights = stage.weights
+    weights, previous = stage.weights, cell.previous
 
     def call() -> None:
         began = perf_counter()
@@ -452,7 +422,12 @@ def backward_input(
         cell.weight_part = part
         cell.computed_grads.clear()
         in_order = iter(found)
-        hand(cell, tuple([next(in_order) if t.requires_grad else None for t in cell.leaves]))
+        handed = tuple([next(in_order) if t.requires_grad else None for t in cell.leaves])
+        if previous is not None:
+            previous.output_grads = handed
+        else:
+            cell.input_grads = handed
+        cell.leaves = cell.outputs = cell.output_grads = ()
         if earlier is not None and part.found:
             part.add_found(c.weight_part for c in earlier if c.weight_part is not None)
             if weights.collects:
@@ -504,10 +479,11 @@ def wait_of(instruction: Instruction) -> Instruction:
     return attrs.evolve(instruction, run=nothing, computes=False, listed=False)
 
 
-def forwards_aside(entries: Iterable[Entry]) -> set[int]:
-    """The pairs of a rank's list, by index, whose forward runs on the side stream."""
+def forwards_aside(entries: Iterable[Entry]) -> dict[int, int]:
+    """The pairs of a rank's list, by index, whose forward runs on the side stream; with its
+    stage."""
     aside: set[tuple[int, int | None]] = set()  # the (stage, microbatch) whose graph is there
-    found = set()
+    found = {}
     for index, entry in enumerate(entries):
         if not isinstance(entry, Together):
             if entry.kind in (Kind.FORWARD, Kind.RECOMPUTE):
@@ -517,7 +493,7 @@ def forwards_aside(entries: Iterable[Entry]) -> set[int]:
             others = [(a.stage, a.microbatch) for a in entry.actions if a is not action]
             if action.kind is Kind.FORWARD and aside.isdisjoint(others):
                 aside.add((action.stage, action.microbatch))
-                found.add(index)
+                found[index] = action.stage
     return found
 
 
@@ -526,19 +502,19 @@ def on_several_streams(plan: Plan) -> set[int]:
     pairs, whose forwards run on the side stream and on the rank's own."""
     if not plan.accelerator.queues:
         return set()
-    lists = [plan.schedule.actions[rank] for rank in plan.local_ranks]
-    pairs = (entries[index] for entries in lists for index in forwards_aside(entries))
-    parts = (action for pair in pairs if isinstance(pair, Together) for action in pair.actions)
+    asides = (forwards_aside(plan.schedule.actions[rank]) for rank in plan.local_ranks)
     held = {stage for stage in plan.local_stages if len(plan.local_holders(stage)) > 1}
-    return held | {action.stage for action in parts if action.kind is Kind.FORWARD}
+    return held.union(*(aside.values() for aside in asides))
 
 
+@attrs.define(eq=False)
 class Pair:
-    """One pair; `cell` is that of its first action, `side` the stream beside the rank's own."""
+    """One pair; `_cell` is that of its first action, `_side` the stream beside the rank's own."""
 
-    def __init__(self, accelerator: Accelerator, side: Any, cell: Cell) -> None:
-        self._accelerator, self._side, self._cell = accelerator, side, cell
-        self._held: object = None
+    _accelerator: Accelerator
+    _side: Any
+    _cell: Cell
+    _held: object = None
 
     def abreast(
         self, first: Instruction, second: Instruction, forward_aside: bool
