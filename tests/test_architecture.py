@@ -47,7 +47,7 @@ WINGS = {
             "stage",
             "program",
         ),
-        *("recorder", "trace", "engine", "segments", "executor", "torch_schedule"),
+        *("trace", "engine", "segments", "executor", "torch_schedule"),
     ),
     "training": (
         *("cutting", "data", "collective", "whole_names", "huggingface", "checkpoint"),

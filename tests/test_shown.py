@@ -6,6 +6,7 @@ import io
 import pickle
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -44,12 +45,13 @@ def found() -> Found:
 
 
 def result(losses: CallLosses | None, waited: list[str]) -> StepResult:
-    def read(fetch: Any, what: str) -> Any:
+    def read(what: str, value: Any) -> Any:
         waited.append(what)
-        return fetch()
+        return value
 
-    given = None if losses is None else lambda: losses
-    return StepResult(given, lambda: 1.5, None, ((0, 1),), 0.25, lambda: 0.5, read)
+    given = None if losses is None else partial(read, "loss", losses)
+    times = partial(read, "busy", 0.25), partial(read, "elapsed", 0.5)
+    return StepResult(given, lambda: 1.5, None, ((0, 1),), *times)
 
 
 def test_a_repr_is_one_line(schedule: Schedule, line: Timeline, found: Found) -> None:
@@ -116,7 +118,7 @@ def test_a_result_waits_for_its_loss_only_where_that_is_read() -> None:
     assert repr(step) == "<StepResult its loss is not read yet>"
     assert not waited
     assert str(step) == ("loss 2.5 over 64 samples, 0.5 s, of them 0.25 s in compute")
-    assert waited == ["loss", "time"]
+    assert waited == ["loss", "elapsed", "busy"]
     assert repr(step) == "<StepResult loss 2.5>"
     inferred = result(None, waited)
     assert repr(inferred) == "<StepResult without a loss>"

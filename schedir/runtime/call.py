@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import cached_property, lru_cache
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -12,7 +12,6 @@ import torch
 from schedir.display import Displayed
 from schedir.errors import ExecutionError
 
-T = TypeVar("T")
 Keep: TypeAlias = Callable[[Any, Any], Any]
 """(output, target) → the value to keep for a microbatch."""
 
@@ -101,13 +100,6 @@ class Now:
     call: Call = STEP
 
 
-class Read(Protocol):
-    """Waits for a value that a call has left on its way; `what` names the value in messages."""
-
-    def __call__(self, fetch: Callable[[], T], what: str, /) -> T:
-        """Fetch it."""
-
-
 @attrs.frozen
 class CallLosses:
     """The losses of a call: their mean over its samples, or their sum, as they are weighed; the
@@ -147,9 +139,8 @@ class StepResult(Displayed):
     _grad_norm: Callable[[], float] | None
     outputs: list[Any] | None
     skipped: tuple[tuple[int, int], ...]
-    _busy: float | Callable[[], float]
-    _elapsed: float | Callable[[], float]
-    _read: Read
+    _busy: Callable[[], float]
+    _elapsed: Callable[[], float]
     _stragglers: Callable[[], tuple[tuple[int, float], ...]] = tuple
 
     def __repr__(self) -> str:
@@ -170,7 +161,7 @@ class StepResult(Displayed):
     def _found(self) -> CallLosses:
         if self._losses is None:
             raise ExecutionError("inference has no loss")
-        return self._read(self._losses, "loss")
+        return self._losses()
 
     @property
     def loss(self) -> float:
@@ -194,12 +185,12 @@ class StepResult(Displayed):
     def grad_norm(self) -> float | None:
         """The norm of all gradients before clipping, on every rank with a stage; None if the
         executor does not clip."""
-        return None if self._grad_norm is None else self._read(self._grad_norm, "norm")
+        return None if self._grad_norm is None else self._grad_norm()
 
     @cached_property
     def busy(self) -> float:
         """The seconds that this rank spent in compute."""
-        return self._read(self._busy, "time") if callable(self._busy) else self._busy
+        return self._busy()
 
     @cached_property
     def stragglers(self) -> tuple[tuple[int, float], ...]:
@@ -212,4 +203,4 @@ class StepResult(Displayed):
     @cached_property
     def elapsed(self) -> float:
         """The seconds that the whole step took."""
-        return self._read(self._elapsed, "time") if callable(self._elapsed) else self._elapsed
+        return self._elapsed()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,6 @@ from schedir.runtime.call import (
     CLOSE,
     COLLECT,
     GATHER,
-    RUN,
     STEP,
     TIMELINES,
     Call,
@@ -51,12 +49,11 @@ from schedir.runtime.program.handshake import Handshake
 from schedir.runtime.program.instruction import Progress
 from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.program.transfers import Messenger
-from schedir.runtime.recorder import Recorder
 from schedir.runtime.samples import Losses, Samples
 from schedir.runtime.session import Session
 from schedir.runtime.stage.stage import Cells, SavedRng, evaluating, stages_of
 from schedir.runtime.stage.weights import NEWEST
-from schedir.runtime.trace import Trace
+from schedir.runtime.trace import Recorder, Trace
 from schedir.runtime.transports import Transport, Work, wait_for
 from schedir.simulator import Timeline
 
@@ -70,8 +67,8 @@ class Engine:
 
     `steps` is the number of the next call that trains, which seeds its forwards. With several
     processes a failure breaks the engine for good. With `batch`, a call that trains has several
-    batches, of `batch` microbatches each; `stream` runs it. The engine of a segment shares
-    the session and the handshake of its executor's engine, `outer`, which closes them.
+    batches, of `batch` microbatches each. The engine of a segment shares the session and the
+    handshake of its executor's engine, `outer`, which closes them.
 
     Raises ExecutionError if processes differ, or if the others don't come in time.
     """
@@ -79,9 +76,6 @@ class Engine:
     def __init__(self, plan: Plan, batch: int | None = None, outer: Engine | None = None) -> None:
         self._plan = plan
         self.steps = plan.arguments.step
-        self._generators = plan.generators
-        self._device_type = plan.device.type
-        self._autocast_kinds = autocast_kinds(plan.device)
         self._accumulates = False
         self._under_way: list[Work] = []  # sends that may not have arrived by the end of a call
         with plan.accelerator.chosen():
@@ -91,9 +85,6 @@ class Engine:
                 self._assemble(batch, None if outer is None else outer._handshake)
         # Decided once, so that a step does not look at features that the plan does not use.
         gradients, stages = self.gradients, self.stages.values()
-        self._queues = plan.accelerator.queues
-        self._marks = self._queues or plan.traced
-        self._follows = self._progress.follows
         self._versioned = [stage.weights for stage in stages if stage.weights.stashes]
         self._checks = [gradients.check]
         self._checks += [s.check_frozen for s in stages if plan.updates and not s.optimizer]
@@ -141,8 +132,8 @@ class Engine:
             plan, self.gradients, self.optimizers, self._busy, streams, on_several_streams(plan)
         )
         self.trace = Trace(plan, session, self.stages) if plan.traced else None
-        self._recorder = Recorder(accelerator, traces=False) if accelerator.queues else None
-        self._clock = self._recorder if self.trace is None else self.trace.recorder
+        clock = Recorder(accelerator, traces=False) if accelerator.queues else None
+        self._clocks = {True: clock if self.trace is None else self.trace.recorder, False: clock}
         self._samples = Samples(plan, session.groups)
         self._feeder = Feeder(plan, self._samples)
         session.connect(min(claim.processors for claim in claims))
@@ -158,11 +149,17 @@ class Engine:
         declared = {stage: given[stage] for stage in given if stage not in described}
         beside = session.control.beside() if accelerator.queues and not plan.grid.alone else None
 
+        def messenger(rank: int, transport: Transport, trains: bool) -> Messenger:
+            """What sends and takes a rank's payloads with their description."""
+            tagged = transport.tagged if transport.early else session.control.described
+            if plan.grid.alone:  # from host to host too
+                tagged = session.messages.of(rank).tagged
+            return Messenger(tagged(trains), tagged(2 + trains), plan.device, now)
+
         def programs(trains: bool) -> Programs:
             """The programs of the plan's list, or of its forwards only."""
-            trace = self.trace if trains else None
-            clock = self._clock if trains else self._recorder
-            messengers = _messengers(session, transports, plan, trains, now)
+            trace, clock = self.trace if trains else None, self._clocks[trains]
+            messengers = {rank: messenger(rank, own, trains) for rank, own in transports.items()}
             parts = Parts(
                 accelerator,
                 self.stages,
@@ -200,207 +197,167 @@ class Engine:
         for check in self._checks:
             check()
 
-    @property
-    def stop_requested(self) -> bool:
-        """Whether all ranks are to stop, as of the latest call; see `Executor.stop_requested`."""
-        self.session.stop_on_signal()
-        return self.session.stop
-
-    def agree_to_stop(self) -> None:
-        """Find out, with all ranks, whether one of them has been asked to stop."""
-        session = self.session
-        if not self._plan.grid.alone:
-            session.stop = any(self.gather(session.stops(), RUN))
-
     def cut(self, given: CallArguments) -> Feed:
         """Cut a step into microbatches. Raises ExecutionError for arguments that don't fit."""
         with self._plan.accelerator.chosen():
             return self._feeder.cut(given, STEP)
 
     def call(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
-        """Make a call; every rank makes the same one.
-
-        Raises ExecutionError, which names the action that failed, or how the ranks differ.
-        """
-        try:
-            if self._queues:
-                with self._plan.accelerator.chosen():
-                    return self._in_mode(kind, given, keeps)
-            return self._in_mode(kind, given, keeps)
-        except ExecutionError as error:
-            raise error.with_traceback(of_the_user(error.__traceback__)) from error.__cause__
-
-    def _in_mode(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
-        """Make a call, with gradients on if it trains, otherwise off."""
-        if not kind.trains:
-            with evaluating(self.stages.values() if kind.evaluates else ()), torch.no_grad():
-                return self._call(kind, given, keeps)
-        if torch.is_inference_mode_enabled():
-            raise ExecutionError(
-                "step can't train under torch.inference_mode(); call it outside of that, or call "
-                "evaluate or infer"
-            )
-        if torch.is_grad_enabled():
-            result = self._call(kind, given, keeps)
-        else:
-            with torch.enable_grad():
-                result = self._call(kind, given, keeps)
-        self.steps += 1
+        """Make a call of one batch; see `results`."""
+        (result,) = self.results(kind, given, keeps)
         return result
 
-    def stream(self, feed: Feed) -> Iterator[StepResult]:
-        """Make a call that trains on several batches, cut by `cut`; yield the result of each as
-        soon as its last OPTIM_STEP here is over. Between two results the modules, generators and
-        autocast are as the caller left them."""
-        if torch.is_inference_mode_enabled():
-            raise ExecutionError(
-                "run can't train under torch.inference_mode(); call it outside of that"
-            )
-        given = CallArguments([*feed.inputs] or None, [*feed.targets] or None)
-        under_way = self._carry_out(RUN, given, None, feed)
-        while True:
-            with self._plan.accelerator.chosen(), torch.enable_grad():
-                result = next(under_way, None)
-            if result is None:
-                break
-            yield result
-        self.steps += 1
-
-    def _call(self, kind: Call, given: CallArguments, keeps: Keep | None) -> StepResult:
-        for result in self._carry_out(kind, given, keeps):
-            last = result
-        return last
-
-    def _carry_out(
+    def results(
         self,
         kind: Call,
         given: CallArguments,
-        keeps: Keep | None,
+        keeps: Keep | None = None,
         feed: Feed | None = None,
     ) -> Iterator[StepResult]:
-        """Make a call; yield the result of each of its batches when the batch is over, and the last
-        one when the call is over. What it is given may have been cut before."""
-        session = self.session
-        if session.closed or session.broken is not None or session.paused is not None:
-            session.check_usable()
-        began, started = self._moment()
-        first = began
-        autocast = tuple(filter(torch.is_autocast_enabled, self._autocast_kinds))
-        precision = None
-        if self._device_type in autocast:
-            precision = torch.get_autocast_dtype(self._device_type)
-        call = kind.of_number(session.calls, self.steps, precision)
+        """Make a call, which every rank makes; yield the result of each of its batches as soon as
+        its last OPTIM_STEP here is over. What it is `given` may have been cut before, to `feed`.
+
+        Raises ExecutionError, which names the action that failed, or how the ranks differ.
+        """
+        if kind.trains and torch.is_inference_mode_enabled():
+            raise ExecutionError(
+                f"{kind.name} can't train under torch.inference_mode(); call it outside of that, "
+                "or call evaluate or infer"
+            )
+        self.session.check_usable()
+        device = self._plan.device
+        autocast = tuple(filter(torch.is_autocast_enabled, autocast_kinds(device)))
+        precision = torch.get_autocast_dtype(device.type) if device.type in autocast else None
+        call = kind.of_number(self.session.calls, self.steps, precision)
         call.keeps, call.autocast = keeps, autocast
-        programs, clock = self.training, self._clock
-        if not kind.trains:
-            programs, clock = self.evaluation, self._recorder
-        self._busy[0] = 0.0
-        saved = SavedRng(self._generators)
+        under_way = self._carry_out(call, given, feed)
         try:
-            # A call that is refused here has changed nothing.
-            if feed is None:
-                feed = self._feeder.cut(given, kind)
-            if kind.trains:
-                self.check_frozen()
-            try:
-                session.begin_call(self._plan, kind.trains, self.steps)
-                program, exchanges = self._open(programs, kind, call, given, feed)
-                cells = program.cells
-                if autocast:
-                    set_autocast(autocast, enabled=False)
-                try:
-                    for batch in programs.run(program, call):
-                        losses = self._report(batch, exchanges, feed, cells)
-                        result = self._of_batch(call, losses, began, started)
-                        for weights in self._versioned:
-                            weights.install(NEWEST)
-                        set_autocast(autocast, enabled=True)
-                        saved.restore()
-                        yield result
-                        saved = SavedRng(self._generators)
-                        set_autocast(autocast, enabled=False)
-                        began, started = self._moment()
-                finally:
-                    if autocast:
-                        set_autocast(autocast, enabled=True)
-                found, outputs = self._finish(programs, program, call, exchanges, feed)
-                ended = self._progress.end() if self._follows else _at_once
-            except BaseException as error:
-                failure = self._failed(error, str(call))
-                if kind.trains:
-                    self._forget_gradients(failure)
-                if failure is error:
-                    raise
-                raise failure from None
+            for _ in self._losses:
+                # Between two results the generators and modes are the caller's.
+                with SavedRng(self._plan.generators), ExitStack() as modes:
+                    self._enter(modes, call)
+                    result = next(under_way)
+                yield result
+        except ExecutionError as error:
+            raise error.with_traceback(of_the_user(error.__traceback__)) from error.__cause__
+        self.steps += kind.trains
+
+    def _enter(self, modes: ExitStack, call: Call) -> None:
+        """Enter the modes of a call where the caller's are others: the current device, of gradients
+        and modules, and autocast."""
+        if self._plan.accelerator.queues:
+            modes.enter_context(self._plan.accelerator.chosen())
+        if not call.trains:
+            modes.enter_context(evaluating(self.stages.values() if call.evaluates else ()))
+        elif not torch.is_grad_enabled():
+            modes.enter_context(torch.enable_grad())
+        if call.autocast:
+            set_autocast(call.autocast, enabled=False)
+            modes.callback(set_autocast, call.autocast, enabled=True)
+
+    def _carry_out(
+        self, call: Call, given: CallArguments, feed: Feed | None
+    ) -> Iterator[StepResult]:
+        """Carry out a call; yield the result of each batch."""
+        session, accelerator = self.session, self._plan.accelerator
+        first = began = accelerator.mark(timed=True)
+        programs = self.training if call.trains else self.evaluation
+        clock = self._clocks[call.trains]
+        self._busy[0] = 0.0
+        busy: Callable[[], float]
+        # A call that is refused here has changed nothing.
+        if feed is None:
+            feed = self._feeder.cut(given, call)
+        if call.trains:
+            self.check_frozen()
+        try:
+            session.begin_call(self._plan, call.trains, self.steps)
+            program, exchanges = self._open(programs, call, given, feed)
+            cells = program.cells
+            for batch in programs.run(program, call):
+                losses = self._report(batch, exchanges, feed, cells)
+                for weights in self._versioned:
+                    weights.install(NEWEST)
+                busy = partial(float, self._busy[0])
+                if clock is not None:  # with a trace, times are those of the whole call
+                    busy = clock.take().busy if self.trace is None else partial(float, math.nan)
+                yield self._result(call, self._progress.end(), losses, busy, began)
+                began, self._busy[0] = accelerator.mark(timed=True), 0.0
+            session.stand(END)
+            session.control.settle()
+            for end in self._ends if call.trains else ():
+                end()
+            found = self._report(-1, exchanges, feed, cells) if exchanges else None
+            # In a short batch the last microbatches are copies.
+            outputs = None
+            if call.keeps is not None and cells.last:
+                outputs = [cell.result for cell in cells.last[: call.rows]]
+            cells.empty()
+            if program.learns:
+                programs.learn(program, call)
+            ended = self._progress.end()
+        except BaseException as error:
+            failure = self._failed(error, str(call))
+            if call.trains:
+                self._forget_gradients(failure)
+            if failure is error:
+                raise
+            raise failure from None
         finally:
             for restore in self._restores:
                 restore()
-            saved.restore()
             taken = None if clock is None else clock.take()
-            busy = self._busy[0] if taken is None else taken.busy
-        session.end_call(busy)
-        if kind.trains:
-            self._accumulates = not kind.updates
-        if kind.trains and self.trace is not None and first is not None and taken is not None:
-            self.trace.keep(call, program.schedule, first, taken, cells)
+        session.end_call(None if accelerator.queues else self._busy[0])
+        if call.trains:
+            self._accumulates = not call.updates
+            if self.trace is not None and taken is not None:
+                self.trace.keep(call, program.schedule, first, taken, cells)
         programs.post_ahead(call)
-        clipping, nonfinite = self.gradients.clipping, self.gradients.nonfinite
-        norm = clipping.norm if clipping and kind.updates else None
-        skipped = nonfinite.skipped if kind.updates else ()
-        read = partial(self._read, call, ended)
-        elapsed = self._since(began, started)
-        yield StepResult(
-            found, norm, outputs, skipped, busy, elapsed, read, self.session.stragglers
-        )
+        busy = partial(float, self._busy[0]) if taken is None else taken.busy
+        yield self._result(call, ended, found, busy, began, outputs)
 
-    def _moment(self) -> tuple[Mark | None, float]:
-        """The current time: a mark on the device if one is needed, and the host's clock."""
-        mark = self._plan.accelerator.mark(timed=True) if self._marks else None
-        return mark, perf_counter()
-
-    def _since(self, began: Mark | None, started: float) -> float | Callable[[], float]:
-        """The seconds since a moment, by the device's clock if it queues its work."""
-        if began is not None and self._queues:
-            return partial(_between, began, self._plan.accelerator.mark(timed=True))
-        return perf_counter() - started
-
-    def _of_batch(
+    def _result(
         self,
         call: Call,
+        ended: Callable[[], bool],
         losses: Callable[[], CallLosses] | None,
-        began: Mark | None,
-        started: float,
+        busy: Callable[[], float],
+        began: Mark,
+        outputs: list[Any] | None = None,
     ) -> StepResult:
-        """The result of a finished batch in a call that goes on."""
-        ended = self._plan.accelerator.mark().query if self._follows else _at_once
-        busy: float | Callable[[], float] = math.nan
-        if self._clock is None:
-            busy, self._busy[0] = self._busy[0], 0.0
-        elif self.trace is None:  # with a trace, times are those of the whole call
-            busy = self._clock.take().busy
+        """The result of a call, or of a batch of it that began at a mark, once it has `ended`."""
         read = partial(self._read, call, ended)
-        return StepResult(losses, None, None, (), busy, self._since(began, started), read)
+        elapsed = partial(_between, began, self._plan.accelerator.mark(timed=True))
+        clipping, nonfinite = self.gradients.clipping, self.gradients.nonfinite
+        norm = clipping.norm if clipping and call.updates else None
+        return StepResult(
+            losses and partial(read, losses, "loss"),
+            norm and partial(read, norm, "norm"),
+            outputs,
+            nonfinite.skipped if call.updates else (),
+            partial(read, busy, "time"),
+            partial(read, elapsed, "time"),
+            self.session.stragglers,
+        )
 
     def _open(
-        self, programs: Programs, kind: Call, call: Call, given: CallArguments, feed: Feed
+        self, programs: Programs, call: Call, given: CallArguments, feed: Feed
     ) -> tuple[Program, Sequence[Exchange]]:
         """Announce a call, and prepare its list; returns the program to run, and the exchanges for
         the losses of its batches."""
-        if self._follows:
-            self._progress.begin()
-        if self._queues:
-            self._plan.accelerator.look()
-        exchanges = [losses.expect() for losses in self._losses] if kind.has_loss else []
+        self._progress.begin()
+        self._plan.accelerator.look()
+        exchanges = [losses.expect() for losses in self._losses] if call.has_loss else []
         program = programs.open(call, given.inputs, given.target, feed)
         self.session.stop = call.stop
         cells = program.cells
         cells.fill(feed)
-        shares = self._samples.shares(feed.counts, kind)
+        shares = self._samples.shares(feed.counts, call)
         cells.set_loss_shares(shares)
         for stage in self.stages.values():
             stage.seeds[:] = stage.draws.of(call.step)
-        if kind.trains:
-            self.gradients.begin(kind.updates)
+        if call.trains:
+            self.gradients.begin(call.updates)
             if (scale := self.gradients.nonfinite.scale) != 1:
                 cells.set_loss_shares([share * scale for share in shares])
             for begin in self._begins:
@@ -408,32 +365,6 @@ class Engine:
             for stage in self.stages.values():
                 stage.weights.begin(0)
         return program, exchanges
-
-    def _finish(
-        self,
-        programs: Programs,
-        program: Program,
-        call: Call,
-        exchanges: Sequence[Exchange],
-        feed: Feed,
-    ) -> tuple[Callable[[], CallLosses] | None, list[Any] | None]:
-        """Clean up after the list; returns a function that gets the losses of the last batch, and
-        the outputs if they are wanted."""
-        self.session.stand(END)
-        self.session.control.settle()
-        if call.trains:
-            for end in self._ends:
-                end()
-        cells = program.cells
-        losses = self._report(-1, exchanges, feed, cells) if exchanges else None
-        # In a short batch the last microbatches are copies.
-        outputs = None
-        if call.keeps is not None and cells.last:
-            outputs = [cell.result for cell in cells.last[: call.rows]]
-        cells.empty()
-        if program.learns:
-            programs.learn(program, call)
-        return losses, outputs
 
     def _report(
         self, batch: int, exchanges: Sequence[Exchange], feed: Feed, cells: Cells
@@ -583,11 +514,6 @@ class Engine:
                     engine._plan.accelerator.look(wait=True)
 
 
-def _at_once() -> bool:
-    """Whether the device has come to the end of a call: always true on the CPU."""
-    return True
-
-
 def _between(began: Mark, ended: Mark) -> float:
     """The seconds from one mark to another."""
     ended.synchronize()
@@ -602,16 +528,3 @@ def _arrive(
         wait_for(works)
         accelerator.synchronize()
         courier.finish()
-
-
-def _messengers(
-    session: Session, transports: Mapping[int, Transport], plan: Plan, trains: bool, now: Now
-) -> dict[int, Messenger]:
-    """The messenger of each rank here, for payloads with their description."""
-    found = {}
-    for rank, transport in transports.items():
-        tagged = transport.tagged if transport.early else session.control.described
-        if plan.grid.alone:  # from host to host too
-            tagged = session.messages.of(rank).tagged
-        found[rank] = Messenger(tagged(trains), tagged(2 + trains), plan.device, now)
-    return found

@@ -348,7 +348,7 @@ class Executor:
         first time that this is read, SIGTERM no longer ends the process, unless another process
         is gone: launchers send SIGTERM for that too, and nothing can be saved.
         """
-        return self._engine.stop_requested
+        return self._engine.session.stop_requested()
 
     def step(
         self,
@@ -499,13 +499,13 @@ class Executor:
 
         Raises ExecutionError if nothing is recorded, or if other ranks do not call it in time.
         """
-        engines = (self._engine, *self._segments.engines)
+        engines = (self._engine, *self._segments.engines.values())
         return sorted((t for engine in engines for t in engine.timelines()), key=_step_of)
 
     def close(self) -> None:
         """Release the process groups that this executor made; safe to call twice."""
         self._segments.close()
-        self._engine.close(self._segments.engines)
+        self._engine.close([*self._segments.engines.values()])
 
     def __enter__(self) -> Executor:
         return self

@@ -75,7 +75,7 @@ class Samples:
         has_loss = plan.last_stage in plan.local_stages
         if self._pipelines > 1 and has_loss and self._weigh == "samples":
             self._group = groups.for_numbers(plan.grid.holders([plan.grid.rank]), self._device)
-        self._latest: tuple[Sequence[Count], Call, Sequence[Count]] | None = None
+        self._latest: tuple[Sequence[Count], str, Sequence[Count]] | None = None
 
     def of_rows(self, number: int) -> Sequence[float]:
         """The samples of each microbatch of a whole batch with that many rows."""
@@ -127,7 +127,7 @@ class Samples:
         if not counts or self._weigh is None:  # the loss is on another rank, or weighs nothing
             return counts
         latest = self._latest
-        if latest is not None and counts is latest[0] and kind is latest[1]:
+        if latest is not None and counts is latest[0] and kind.name == latest[1]:
             return latest[2]
         # A call without updates accumulates all of its microbatches.
         groups = self._groups if kind.updates else [[*range(self._microbatches)]]
@@ -164,7 +164,7 @@ class Samples:
         share_of = {m: counts[m] / total for group, total in parts for m in group}
         shares = [share_of[m] for m in range(self._microbatches)]
         if self._group is None:
-            self._latest = counts, kind, shares
+            self._latest = counts, kind.name, shares
         return shares
 
     def _over_pipelines(self, totals: list[Count]) -> list[Count]:

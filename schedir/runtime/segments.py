@@ -16,7 +16,7 @@ import logging
 import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, TypeAlias
@@ -29,7 +29,7 @@ from schedir.ir import Schedule
 from schedir.runtime.call import RUN, StepResult
 from schedir.runtime.engine import Engine
 from schedir.runtime.feeding import CallArguments, Feed, check_batches, name_of_extra
-from schedir.runtime.plan import Plan, plan_of, proved
+from schedir.runtime.plan import Plan, plan_of, proved, stages_of
 from schedir.runtime.processes.failure import describe
 from schedir.runtime.program.handshake import differ, fingerprint
 
@@ -61,7 +61,7 @@ class Segments:
 
     def __init__(self, engine: Engine, plan: Plan) -> None:
         self._engine, self._plan = engine, plan
-        self._engines: dict[int, Engine] = {}
+        self.engines: dict[int, Engine] = {}  # by their microbatches
         self._stream: ReferenceType[Generator[StepResult, None, None]] | None = None
         self._reads = not {0, plan.last_stage}.isdisjoint(plan.local_stages)
 
@@ -95,51 +95,42 @@ class Segments:
 
     def _rebuild(self) -> Build:
         """The function that makes the executor's list. Raises ExecutionError if it is unknown."""
-        own = self._plan.arguments.schedule
+        own, ties = self._plan.arguments.schedule, stages_of(self._plan.arguments.ties)
         if own.rebuild is not None:
             again = own.rebuild(own.microbatches)
-            if proved(again, "async", self._ties) == proved(own, "async", self._ties):
+            if proved(again, "async", ties) == proved(own, "async", ties):
                 return own.rebuild
         raise ExecutionError(
             f"run can't build {own.name} for more microbatches: it was not made by schedir.build, "
             "or was changed after that; pass schedule=lambda microbatches: …, which makes it"
         )
 
-    @property
-    def _ties(self) -> list[list[int]]:
-        return [[stage for stage, _ in tie] for tie in self._plan.arguments.ties]
-
     def _results(
         self, batches: Iterator[Any], build: Build, most: int
     ) -> Generator[StepResult, None, None]:
         """Yield the result of each batch, from segments of at most `most` batches."""
-        given, left = 0, None
+        given, left, session = 0, None, self._engine.session
         with _interrupts() as interrupted:
             while True:
-                drawn: list[CallArguments] = []
-                feed = error = None
-                if left is None and not interrupted:
-                    drawn, feed, error = self._draw(batches, most)
-                said = _Said(
-                    given if left is None else left,
-                    len(drawn),
-                    [(fingerprint(one.inputs), fingerprint(one.target)) for one in drawn]
-                    if self._reads
-                    else (),
-                    left is not None,
-                    "was interrupted" if interrupted else "",
-                )
-                if error is not None:
-                    ended = f"could not draw its next batches: {describe(error)}"
-                    said = attrs.evolve(said, ended=ended)
-                self._agree(said, given, error)
+                feed, error = None, None
+                if interrupted:
+                    own = _Said(given, ended="was interrupted")
+                elif left is not None:
+                    own = _Said(left, left=True)
+                else:
+                    own, feed, error = self._draw(batches, most, given)
+                self._compare(own, self._engine.gather(own, RUN), given, error)
                 if feed is None:
                     return
-                for result in self._segment(len(drawn), feed, build):
+                engine = self._engine_of(self._plan.schedule.microbatches * own.drawn, build)
+                engine.steps = self._engine.steps
+                call = CallArguments([*feed.inputs] or None, [*feed.targets] or None)
+                for batch, result in enumerate(engine.results(RUN, call, feed=feed), 1):
+                    if batch == own.drawn:
+                        session.stop = any(self._engine.gather(session.stops(), RUN))
                     given += 1
                     if left is not None or interrupted:
                         continue  # the pipeline drains
-                    session = self._engine.session
                     session.paused = "in the midst of run; leave its loop, or close() what run gave"
                     try:
                         yield result
@@ -147,84 +138,75 @@ class Segments:
                         left = given
                     finally:
                         session.paused = None
+                self._engine.steps = engine.steps
 
     def _draw(
-        self, batches: Iterator[Any], most: int
-    ) -> tuple[list[CallArguments], Feed | None, Exception | None]:
-        """Draw the batches of a segment, and cut them into what the segment is fed. If that fails,
-        returns none, and the error."""
+        self, batches: Iterator[Any], most: int, given: int
+    ) -> tuple[_Said, Feed | None, Exception | None]:
+        """Draw the batches of a segment; returns what to say of them and what the segment is fed,
+        None after the last one. If that fails, returns the error too."""
         try:
             drawn = [*map(_arguments, islice(batches, most))]
-            return drawn, _joined([*map(self._engine.cut, drawn)]), None
+            feed = _joined([*map(self._engine.cut, drawn)])
         except Exception as error:
-            return [], None, error
+            ended = f"could not draw its next batches: {describe(error)}"
+            return _Said(given, ended=ended), None, error
+        reads = drawn if self._reads else ()
+        prints = [(fingerprint(one.inputs), fingerprint(one.target)) for one in reads]
+        return _Said(given, len(drawn), prints), feed, None
 
-    def _agree(self, own: _Said, applied: int, error: Exception | None) -> None:
-        """Compare with the other processes before a segment.
+    def _compare(
+        self, own: _Said, said: Sequence[_Said], applied: int, error: Exception | None
+    ) -> None:
+        """Compare what the processes have said before a segment.
 
         Raises the error that ended the stream here, or ExecutionError if another process has ended
-        it, or if the processes differ.
+        it, or if the processes differ: also if one holds other batches than the first stage's.
         """
-        said: list[_Said] = self._engine.gather(own, RUN)
         done = f"{applied} batches were applied; the pipeline is drained"
         if error is not None:
             error.add_note(f"Executor.run: {done}")
             raise error
         if own.ended:
             raise KeyboardInterrupt(done)
-        first = said[0]
+        first, grid = said[0], self._plan.grid
+        speaker = grid.number(self._plan.schedule.placement[0][0])
+        in_pipeline = {grid.number(rank) for rank in range(grid.ranks)}
         for number, other in enumerate(said):
+            differs = ""
             if other.ended:
-                raise ExecutionError(f"process {number} {other.ended}; {done}", one_line=True)
-            if (other.left, other.given) != (first.left, first.given) and (
+                differs = f"process {number} {other.ended}; {done}"
+            elif (other.left, other.given) != (first.left, first.given) and (
                 other.drawn or first.drawn or other.given != first.given
             ):
-                stands = (f"process 0 {_stand(first)}", f"process {number} {_stand(other)}")
-                parted = (
-                    f"{', but '.join(stands)}; all ranks must leave the loop after the same result"
+                differs = (
+                    f"process 0 {_stand(first)}, but process {number} {_stand(other)}; all ranks "
+                    "must leave the loop after the same result"
                 )
-                self._engine.session.break_off(parted)
+                self._engine.session.break_off(differs)
                 if own.left:  # the loop is over here, and nobody would catch an exception
-                    logger.error("%s", parted)
+                    logger.error("%s", differs)
                     return
-                raise ExecutionError(parted, one_line=True)
-            if other.drawn != first.drawn:
-                raise ExecutionError(
+            elif other.drawn != first.drawn:
+                differs = (
                     f"process 0 has {first.drawn} batches for its next segment, process {number} "
-                    f"{other.drawn}; give every rank the same number. {done}",
-                    one_line=True,
+                    f"{other.drawn}; give every rank the same number. {done}"
                 )
-            self._compare(number, other, said)
-
-    def _compare(self, number: int, other: _Said, said: Sequence[_Said]) -> None:
-        """Raise ExecutionError if a process holds other batches than the first stage's process."""
-        grid = self._plan.grid
-        speaker = grid.number(self._plan.schedule.placement[0][0])
-        mine = [grid.number(rank) for rank in range(grid.ranks)]
-        if number not in mine:
-            return
-        for batch, pair in enumerate(zip(said[speaker].prints, other.prints, strict=False)):
-            if any(differ(one, another) for one, another in zip(*pair, strict=True)):
-                raise ExecutionError(
-                    f"batch {other.given + batch} of process {number} is another one than that of "
-                    f"process {speaker}, so the inputs of one would be paired with the target of "
-                    "the other; draw the same batches on every rank",
-                    one_line=True,
-                )
-
-    def _segment(self, batches: int, feed: Feed, build: Build) -> Iterator[StepResult]:
-        """Run the batches of one segment as one call."""
-        engine = self._engine_of(self._plan.schedule.microbatches * batches, build)
-        engine.steps = self._engine.steps
-        for batch, result in enumerate(engine.stream(feed), 1):
-            if batch == batches:
-                self._engine.agree_to_stop()
-            yield result
-        self._engine.steps = engine.steps
+            elif number in in_pipeline:
+                for batch, pair in enumerate(zip(said[speaker].prints, other.prints, strict=False)):
+                    if any(differ(one, another) for one, another in zip(*pair, strict=True)):
+                        differs = (
+                            f"batch {other.given + batch} of process {number} is another one than "
+                            f"that of process {speaker}, so the inputs of one would be paired with "
+                            "the target of the other; draw the same batches on every rank"
+                        )
+                        break
+            if differs:
+                raise ExecutionError(differs, one_line=True)
 
     def _engine_of(self, microbatches: int, build: Build) -> Engine:
         """The engine for segments of this length, which all processes make at the same time."""
-        if microbatches not in self._engines:
+        if microbatches not in self.engines:
             optimizers = self._engine.optimizers
             with self._engine.session.together("making the executor"):
                 arguments = attrs.evolve(
@@ -234,8 +216,8 @@ class Segments:
                 )
                 plan = plan_of(arguments)
             size = self._plan.schedule.microbatches
-            self._engines[microbatches] = Engine(plan, size, self._engine)
-        return self._engines[microbatches]
+            self.engines[microbatches] = Engine(plan, size, self._engine)
+        return self.engines[microbatches]
 
     def _made(self, microbatches: int, build: Build) -> Schedule:
         """Make the list of a segment.
@@ -258,11 +240,6 @@ class Segments:
             )
         check_batches(schedule, own.microbatches)
         return schedule
-
-    @property
-    def engines(self) -> Sequence[Engine]:
-        """The engines of all lengths so far."""
-        return [*self._engines.values()]
 
     def close(self) -> None:
         """End a stream that has not ended."""
@@ -300,24 +277,20 @@ def _joined(feeds: Sequence[Feed]) -> Feed | None:
     ExecutionError if they do not all have the same parts."""
     if not feeds:
         return None
-    parts = [_parts(feed) for feed in feeds]
-    for batch, own in enumerate(parts):
-        if own.keys() != parts[0].keys():
+    first, *others = parts = [_parts(feed) for feed in feeds]
+    for batch, own in enumerate(others, 1):
+        if own.keys() != first.keys():
             raise ExecutionError(
                 f"run: batch {batch} of a segment has {', '.join(own) or 'nothing'}, and batch 0 "
-                f"{', '.join(parts[0]) or 'nothing'}: give all batches of a stream the same "
-                "arguments"
+                f"{', '.join(first) or 'nothing'}: give all batches of a stream the same arguments"
             )
-
-    def every(name: str) -> list[Any]:
-        return [microbatch for own in parts for microbatch in own.get(name, ())]
-
-    stages = {stage: name_of_extra(stage) for feed in feeds for stage in feed.extras}
+    joined = {name: [*chain.from_iterable(own[name] for own in parts)] for name in first}
+    names = {stage: name_of_extra(stage) for stage in feeds[0].extras}
     return Feed(
-        every("inputs"),
-        {stage: every(name) for stage, name in stages.items() if name in parts[0]},
-        every("target"),
-        every("loss_kwargs"),
+        joined.get("inputs", []),
+        {stage: joined[name] for stage, name in names.items() if name in joined},
+        joined.get("target", []),
+        joined.get("loss_kwargs", []),
         [number for feed in feeds for number in feed.counts],
         None,
     )
@@ -325,9 +298,9 @@ def _joined(feeds: Sequence[Feed]) -> Feed | None:
 
 def _parts(feed: Feed) -> dict[str, Sequence[Any]]:
     """The microbatches that a batch has here, by the argument of `step`."""
-    found: dict[str, Sequence[Any]] = {"inputs": feed.inputs, "target": feed.targets}
-    found |= {name_of_extra(stage): own for stage, own in sorted(feed.extras.items())}
-    found["loss_kwargs"] = feed.loss_keywords if any(feed.loss_keywords) else ()
+    extras = {name_of_extra(stage): own for stage, own in sorted(feed.extras.items())}
+    keywords = feed.loss_keywords if any(feed.loss_keywords) else ()
+    found = {"inputs": feed.inputs, "target": feed.targets, **extras, "loss_kwargs": keywords}
     return {name: own for name, own in found.items() if own}
 
 

@@ -155,11 +155,11 @@ class Session:
         words[STEP] = step + 1 if trains else 0
         words[CODE] = _AT_HANDSHAKE
 
-    def end_call(self, busy: object) -> None:
+    def end_call(self, busy: float | None) -> None:
         """A call has ended here; `busy` are its seconds of compute, where they are known."""
         words = self.board.words
         trained = words[CALL] & 1
-        if trained and isinstance(busy, float):
+        if trained and busy is not None:
             words[BUSY + self._trained % BUSY_OF] = int(busy * 1e9)
         self._trained += trained
         words[STEP] += trained  # the step that comes next, after one that trained
@@ -182,10 +182,12 @@ class Session:
         """Whether a process has been asked to end."""
         return self.watch.stop
 
-    def stop_on_signal(self) -> None:
-        """From now on SIGTERM asks all processes to stop after a call, and ends none."""
+    def stop_requested(self) -> bool:
+        """Whether all ranks are to stop, as of the latest call. From now on SIGTERM asks them to,
+        and ends none."""
         if self.watch is not None:
             self.watch.stops_on_signal = True
+        return self.stop
 
     def stragglers(self) -> tuple[tuple[int, float], ...]:
         """The processes that have been slower in compute lately; see `StepResult.stragglers`."""
@@ -488,17 +490,12 @@ def _difference(one: Schedule, other: Schedule, process: int) -> str:
         here, there = getattr(one, what), getattr(other, what)
         if here != there:
             return f"{what} {here} on process 0, {there} on process {process}"
-    rank, (here, there) = next(
-        (rank, lists)
+    return next(
+        f"rank {rank} #{index} is {mine} on process 0, but {theirs} on process {process}"
         for rank, lists in enumerate(zip(one.actions, other.actions, strict=True))
-        if lists[0] != lists[1]
+        for index, (mine, theirs) in enumerate(zip_longest(*lists, fillvalue="nothing"))
+        if mine != theirs
     )
-    index, (mine, theirs) = next(
-        (index, pair)
-        for index, pair in enumerate(zip_longest(here, there, fillvalue="nothing"))
-        if pair[0] != pair[1]
-    )
-    return f"rank {rank} #{index} is {mine} on process 0, but {theirs} on process {process}"
 
 
 def digest(tensor: Tensor) -> int:

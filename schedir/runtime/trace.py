@@ -1,4 +1,22 @@
-"""Records the steps of a process; rank 0 makes timelines from the records of all ranks.
+"""Records what every entry of a step takes; rank 0 makes timelines of the records of all ranks.
+
+A `Recorder` is an observer. Each instruction has a row of marks, which are read after the step:
+
+    0F0            BEGAN ─ run ─ ENDED
+    1F0            WAITED ─ receives ─ FOUND = BEGAN ─ run ─ ENDED
+    0SEND_ACT0     BEGAN ─ run                                     posted then
+    0OFFLOAD0      BEGAN ─ run ─ ENDED                             on the CPU; else as a post
+    0REDUCE_GRAD   BEGAN ─ run … WAITED ─ sum ─ FOUND              before its OPTIM_STEP
+
+A mark is an event of a GPU, and on the CPU a look at the clock. The timeline is made from them:
+
+    rank 0   0F0 ┊ 0SEND_ACT0                        posted at a
+    rank 1   1RECV_ACT0 ┊ waits ────────┐ 1F0        posted at b, waited for from c to d
+
+The transfer starts at max(a, b): over gloo and over NCCL nothing moves before both ends are posted.
+It ends at d, if the rank has waited for it. If the data was there already, nobody has seen when it
+came, and its end is NaN. Entries that did not run are NaN too, such as an OPTIM_STEP if the caller
+steps.
 
 A `Gauge` measures a step's sizes: it observes one step of each input shape. A forward leaves to its
 backward the tensors that autograd saves, and the stage's input. An I leaves to its W the tensors
@@ -9,32 +27,45 @@ tensors share counts once. Weights and the user's tensors do not count.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
-from typing import Any, cast
+from functools import cache, partial
+from itertools import accumulate, pairwise
+from operator import attrgetter
+from time import perf_counter_ns
+from typing import Any, TypeAlias, cast
 
 import attrs
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from schedir.ir import Ints, Kind, Schedule
-from schedir.runtime import recorder
-from schedir.runtime.accelerator import Mark
+from schedir.graph.compile import graph_of
+from schedir.ir import COMPUTE, COPIES, Action, Ints, Kind, Schedule, flat
+from schedir.runtime.accelerator import Accelerator, Mark
 from schedir.runtime.call import Call
+from schedir.runtime.gradients.reduction import Reduction
 from schedir.runtime.memory import Saved, plain_parts
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import CLOCK_TAG, Control
 from schedir.runtime.processes.groups import Group, Message
 from schedir.runtime.program.instruction import Bound, Instruction, Observer
-from schedir.runtime.recorder import COLUMNS, Anchor, Nanoseconds, Recorder, Taken, timeline
 from schedir.runtime.session import Session
 from schedir.runtime.stage.split_backward import nodes_below
 from schedir.runtime.stage.stage import Cell, Cells, Stage
+from schedir.runtime.transports import wait_for
 from schedir.simulator import Measured, Sizes, Timeline
+
+now: Callable[[], int] = perf_counter_ns
+"""Nanoseconds on the clock of this process; whoever keeps the time of a step reads it here."""
+
+Nanoseconds: TypeAlias = NDArray[np.int64]
+
+BEGAN, ENDED, WAITED, FOUND = range(4)
+COLUMNS = 4
 
 _FEWEST_STEPS = 8
 """The steps that are kept at least, however many actions they have."""
@@ -132,7 +163,8 @@ class Trace:
     def _report(self, steps: Sequence[_Step]) -> _Report:
         begin, self._clocks = self._clocks, self._read_clocks()
         taken, error = self.recorder.read([step.marks for step in steps], begin, self._clocks)
-        rows, kept = cache(self._rows), cache(self._kept)
+        rows = cache(partial(self.recorder.rows, ranks=self._plan.local_ranks))
+        kept = cache(self._kept)
         stamps = [
             self._placed(step, rows(step.schedule), times)
             for step, times in zip(steps, taken, strict=True)
@@ -145,12 +177,6 @@ class Trace:
             return self.recorder.anchor()
         reading = read_clocks(self._control)
         return by_rank_0(reading, self.recorder.anchor())
-
-    def _rows(self, schedule: Schedule) -> Ints:
-        """The starts of the rows of the places of the ranks here; see `Recorder.of_list`."""
-        return np.concatenate(
-            [self.recorder.of_list(schedule, rank) for rank in self._plan.local_ranks]
-        )
 
     def _placed(self, step: _Step, rows: Ints, times: Nanoseconds) -> Nanoseconds:
         """The stamps of the places of the ranks here, whose rows start at `rows`; shape
@@ -177,6 +203,204 @@ class Trace:
             kept["optimizer"][index] = ways * _size(tree_leaves(state))
             kept["gradient"][index] = ways * gauge.kept["gradient"][index]
         return kept
+
+
+_AT_ONCE = 50_000
+"""The most nanoseconds that a wait takes if the data is there already; a longer one had to wait."""
+
+
+def timeline(
+    schedule: Schedule, stamps: Nanoseconds, sizes: Sizes | None, measured: Measured
+) -> Timeline:
+    """The timeline of a step from the stamps of all places, by one clock; shape [places, 4], 0 for
+    no stamp."""
+    posted, ended, waits, found = stamps.T
+    starts, ends = posted.copy(), ended.copy()
+    # The parts of an overlapped pair run one after the other; each gets the time of both.
+    for second in np.flatnonzero(schedule.columns.joined & (ends > 0)).tolist():
+        first = second - 1
+        starts[second], ends[first] = starts[first], ends[second]
+    # The entries that had to wait for their input.
+    waited = found - waits > _AT_ONCE
+    graph = graph_of(schedule)
+    transfers = graph.transfers
+    send, receive, user = transfers.send, transfers.receive, transfers.user
+    known = (posted[send] > 0) & (posted[receive] > 0)
+    for side in (send, receive):
+        starts[side] = np.where(known, np.maximum(posted[send], posted[receive]), 0)
+        ends[side] = np.where(waited[user] & known, found[user], 0)
+    # Sums start once all ranks have posted them, and end when the first rank that had to wait,
+    # before its OPTIM_STEPs, finds them there.
+    for turn in graph.collectives:
+        places = np.array(turn)
+        seen = found[places[waited[places]]]
+        all_there = posted[places].min() > 0
+        starts[places] = posted[places].max() if all_there else 0
+        ends[places] = seen.min() if all_there and len(seen) else 0
+    # Two clocks may differ by more than a transfer takes.
+    both = (starts > 0) & (ends > 0)
+    starts[both] = np.minimum(starts[both], ends[both])
+    begun = starts[starts > 0].min(initial=np.iinfo(np.int64).max)
+    from_begin, to_end = (
+        np.where(times > 0, 1e-9 * (times - begun), np.nan) for times in (starts, ends)
+    )
+    return Timeline(schedule, from_begin, to_end, sizes=sizes, unit="s", measured=measured)
+
+
+@attrs.frozen(eq=False)
+class Anchor:
+    """A moment on a host's clock, in nanoseconds and within `error`, with the device's mark."""
+
+    at: int
+    error: float
+    mark: Mark
+
+
+@attrs.frozen(eq=False)
+class Taken:
+    """The marks of a call, row after row, None for no mark; the rows of compute start at
+    `computes`."""
+
+    marks: Sequence[Mark | None]
+    computes: Iterable[int]
+
+    def busy(self) -> float:
+        """The seconds in compute; the host waits for the device."""
+        total = 0.0
+        for row in self.computes:
+            began, ended = self.marks[row + BEGAN], self.marks[row + ENDED]
+            if began and ended:
+                ended.synchronize()
+                total += began.elapsed_time(ended)
+        return 1e-3 * total
+
+
+class Recorder:
+    """The marks of the instructions that it observes, until they are taken: of all with `traces`,
+    otherwise those of compute.
+
+    A row belongs to an action at an index of a rank's list, in any program.
+    """
+
+    def __init__(self, accelerator: Accelerator, traces: bool) -> None:
+        self._accelerator, self._traces = accelerator, traces
+        self._rows: dict[tuple[int, int, Action], int] = {}
+        self._computes: list[int] = []
+        self._sums: dict[Reduction, int] = {}
+        # Never replaced by another list: the wrapped instructions hold it.
+        self._marks: list[Mark | None] = []
+
+    def __call__(self, instruction: Instruction) -> Instruction:
+        """Observe an instruction."""
+        if not (self._traces or instruction.computes):
+            return instruction
+        row, run, wait = self._row(instruction), instruction.run, instruction.wait
+        began, ended, waited, found = range(row, row + COLUMNS)
+        marks, mark, posted = self._marks, self._accelerator.mark, self._sums
+        receives, sums, listed = instruction.receives, instruction.sums, instruction.listed
+        # A GPU copies beside its compute, and nobody sees when a copy ends.
+        copies = instruction.action.kind in COPIES and not self._accelerator.queues
+        ends = instruction.computes or copies
+        # A wait's end is also the begin, which saves a mark; except for a pair's second part, which
+        # waits before the first.
+        begin = began if listed else found
+
+        def timed_wait() -> None:
+            marks[waited] = mark(timed=True)
+            wait_for(receives)
+            marks[found] = marks[begin] = mark(timed=True)
+            if wait is not None:
+                wait()  # for the sends that have arrived by then, to free their memory
+
+        def timed_run() -> None:
+            if not ends or marks[began] is None:  # else its wait has ended there
+                marks[began] = mark(timed=True)
+            for reduction in sums:
+                posted.pop(reduction, None)
+                posted[reduction] = row
+            run()
+            if ends:
+                marks[ended] = mark(timed=True)
+
+        def after_sums() -> None:
+            # One after the other, in the order of their posts, to see the end of each: work on the
+            # sums, and barriers, take time too.
+            for reduction in [reduction for reduction in posted if reduction in sums]:
+                at = posted.pop(reduction)
+                marks[at + WAITED] = mark(timed=True)
+                reduction.wait()
+                marks[at + FOUND] = mark(timed=True)
+            run()
+
+        return attrs.evolve(
+            instruction,
+            wait=timed_wait if wait is not None and self._traces else wait,
+            run=timed_run if listed else after_sums if sums else run,
+        )
+
+    def _row(self, instruction: Instruction) -> int:
+        """The start of an instruction's row."""
+        key = instruction.rank, instruction.index, instruction.action
+        if key not in self._rows:
+            self._rows[key] = len(self._marks)
+            self._marks += [None] * COLUMNS
+            if instruction.action.kind in COMPUTE:
+                self._computes.append(self._rows[key])
+        return self._rows[key]
+
+    def take(self) -> Taken:
+        """Take the marks of the call that is over."""
+        taken = Taken([*self._marks], [*self._computes])
+        self._marks[:] = [None] * len(self._marks)
+        self._accelerator.use_again(filter(None, taken.marks), after=taken)
+        return taken
+
+    def rows(self, schedule: Schedule, ranks: Iterable[int]) -> Ints:
+        """The starts of the rows of some ranks' actions, in the order of their lists; -1 for an
+        action that does nothing here."""
+        found = [
+            self._rows.get((rank, index, action), -1)
+            for rank in ranks
+            for index, entry in enumerate(schedule.actions[rank])
+            for action in flat([entry])
+        ]
+        return np.array(found, np.int64)
+
+    def anchor(self) -> Anchor:
+        """An anchor at the current time, after the device has finished its queued work."""
+        self._accelerator.synchronize()
+
+        def attempt() -> Anchor:
+            before = now()
+            mark = self._accelerator.mark(timed=True)
+            mark.synchronize()
+            after = now()
+            return Anchor((before + after) // 2, (after - before) / 2, mark)
+
+        return min((attempt() for _ in range(8)), key=attrgetter("error"))
+
+    def read(
+        self, calls: Sequence[tuple[Mark, Taken]], first: Anchor, last: Anchor
+    ) -> tuple[list[Nanoseconds], float]:
+        """The marks of calls between two anchors, each with the mark that it began at, as times on
+        the anchors' clock, 0 for none; and by how many nanoseconds they may be wrong.
+
+        A device has its own clock, whose drift is taken to be even. The times of a call count from
+        its beginning, because a GPU's times have few digits: it returns a float of 32 bits, so an
+        hour is rounded by an eighth of a millisecond.
+        """
+        begins = [first.mark, *(begun for begun, _ in calls), last.mark]
+        gaps = [one.elapsed_time(other) for one, other in pairwise(begins)]
+        *after, whole = accumulate(gaps)
+        pace = (last.at - first.at) / whole if whole else 0.0
+        found = []
+        for began, (begun, taken) in zip(after, calls, strict=True):
+            marks = [began + begun.elapsed_time(mark) if mark else -1 for mark in taken.marks]
+            times = np.array(marks, np.float64)
+            at = first.at + np.rint(pace * times).astype(np.int64)
+            found.append(np.where(times < 0, 0, at))
+        lost = 1e6 * float(np.spacing(np.array(gaps, np.float32)).sum()) / 2
+        return found, max(first.error, last.error) + self._accelerator.queues * lost
 
 
 def _sizes(found: Sequence[Mapping[str, Mapping[int, int]] | None], stages: int) -> Sizes | None:
@@ -371,17 +595,17 @@ def read_clocks(control: Control) -> Reading:
         return reading_of([_ask(control.group, first) for _ in range(_ROUNDS)])
     for number in others:
         _answer(control.group, number)
-    return Reading(recorder.now())  # by which all go
+    return Reading(now())  # by which all go
 
 
 def _ask(group: Group, number: int) -> Sequence[int]:
     """One round with another process, which answers."""
     # Posted before it can come, and so found at once.
     answered = group.expect(2, number, CLOCK_TAG, _ANSWER)
-    asked = recorder.now()
+    asked = now()
     question = _tell(group, number, 0)
     stamps = answered.wait()
-    heard = recorder.now()
+    heard = now()
     question.wait()
     return asked, *stamps.tolist(), heard
 
@@ -391,10 +615,10 @@ def _answer(group: Group, number: int) -> None:
     question = group.expect(1, number, CLOCK_TAG, _ANSWER)
     for left in reversed(range(_ROUNDS)):
         question.wait()
-        arrived = recorder.now()
+        arrived = now()
         if left:
             question = group.expect(1, number, CLOCK_TAG, _ANSWER)
-        _tell(group, number, arrived, recorder.now()).wait()
+        _tell(group, number, arrived, now()).wait()
 
 
 def _tell(group: Group, number: int, *stamps: int) -> Message:

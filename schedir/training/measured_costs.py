@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
 from schedir.ir import is_number
-from schedir.runtime import recorder, rng
+from schedir.runtime import rng, trace
 from schedir.runtime.accelerator import current_accelerator
 from schedir.runtime.arguments import LossFunction
 from schedir.runtime.boundary import run_on, spreads, tensors_of
@@ -114,14 +114,14 @@ def _timed(
         leaves = [x for x in tensors_of(given) if x.requires_grad]
         copies = pytree.tree_map_only(Tensor, lambda x: x.clone(), given)
         current_accelerator().synchronize()
-        begun = recorder.now()
+        begun = trace.now()
         result = run(copies)
         ends = [x for x in tensors_of(result) if x.requires_grad]
         if ends and (starts := [*leaves, *parameters]):
             ones = [torch.ones_like(x) for x in ends]
             torch.autograd.grad(ends, starts, ones, allow_unused=True)
         current_accelerator().synchronize()
-        times.append(recorder.now() - begun)
+        times.append(trace.now() - begun)
     with torch.no_grad():
         for buffer, value in buffers.items():
             buffer.copy_(value)

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedir.runtime.accelerator import Host, Mark
-from schedir.runtime.recorder import Anchor, Recorder, Taken
-from schedir.runtime.trace import Reading, by_rank_0, reading_of
+from schedir.runtime.trace import Anchor, Reading, Recorder, Taken, by_rank_0, reading_of
 
 MS = 1_000_000
 RECORDER = Recorder(Host(torch.device("cpu")), traces=True)

@@ -19,8 +19,8 @@ from schedir.runtime.accelerator import Accelerator, Host, current_accelerator
 from schedir.runtime.arguments import check_modules
 from schedir.runtime.microbatches import placed
 from schedir.runtime.program.instruction import Instruction
-from schedir.runtime.recorder import Recorder
 from schedir.runtime.session import Claim, compare
+from schedir.runtime.trace import Recorder
 from tests.runtime.kit import MSE, linear_stages, message_of, numbered, random_batch, sgd
 from tests.runtime.queueing import Queueing
 

@@ -12,7 +12,7 @@ from schedir.runtime import Executor
 from schedir.runtime.accelerator import Host
 from schedir.runtime.program import program
 from schedir.runtime.program.instruction import Instruction, Observer, observed
-from schedir.runtime.recorder import Recorder
+from schedir.runtime.trace import Recorder
 from tests.runtime.kit import MSE, linear_stages, numbered, random_batch, sgd
 
 

@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 import schedir
 from schedir import Kind, Timeline
-from schedir.runtime import Executor, recorder, trace
+from schedir.runtime import Executor, trace
 from schedir.runtime.accelerator import Host
 from schedir.runtime.program import program
 from schedir.runtime.program.compute import wait_of
 from schedir.runtime.program.instruction import Instruction, nothing
 from schedir.runtime.program.transfers import waiting
-from schedir.runtime.recorder import Recorder, Taken, timeline
+from schedir.runtime.trace import Recorder, Taken, timeline
 from schedir.simulator import Measured, load_timelines, save_timelines
 from tests.literals import listed
 from tests.runtime.features import check_timeline
@@ -423,7 +423,7 @@ def test_times_of_a_device_are_placed_on_the_clock_of_its_host(
     monkeypatch: pytest.MonkeyPatch, pause: int
 ) -> None:
     device = FarClock(torch.device("cpu"))
-    monkeypatch.setattr(recorder, "now", device.now)
+    monkeypatch.setattr(trace, "now", device.now)
     found = Recorder(device, traces=True)
     first = found.anchor()
     steps: list[Any] = []

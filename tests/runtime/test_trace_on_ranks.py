@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import schedir
 from schedir import Kind, Timeline
 from schedir.graph.compile import graph_of
-from schedir.runtime import Executor, recorder
+from schedir.runtime import Executor, trace
 from schedir.runtime.accelerator import Mark
-from schedir.runtime.recorder import Taken
 from schedir.runtime.session import Session
-from schedir.runtime.trace import read_clocks
+from schedir.runtime.trace import Taken, read_clocks
 from tests.literals import listed
 from tests.runtime.features import check_timeline
 from tests.runtime.kit import MSE, everyone, message_of, random_batch, sgd
@@ -136,7 +135,7 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
         return true - 10**15 * rank + rank * (true - begun) // 5000  # 200 ppm fast, each rank more
 
     begun: int = everyone(perf_counter_ns())[0]
-    monkeypatch.setattr(recorder, "now", lambda: own(perf_counter_ns()))
+    monkeypatch.setattr(trace, "now", lambda: own(perf_counter_ns()))
     monkeypatch.setattr(Session, "spans_hosts", True)  # else they have the same clock
     with executor(rank, ranks) as traced:
         made = traced._engine.trace

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from schedir import ExecutionError
-from schedir.runtime import recorder
+from schedir.runtime import trace
 from schedir.training import deferred, measured_costs, partition, pop, stages_of, stash
 from tests.runtime.kit import MSE, differing, everyone, message_of
 from tests.runtime.on_ranks import on_ranks
@@ -31,7 +31,7 @@ class Clock:
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands still but for what layers take."""
     monkeypatch.setattr(Clock, "time", 0.0)
-    monkeypatch.setattr(recorder, "now", lambda: Clock.time * 1e9)
+    monkeypatch.setattr(trace, "now", lambda: Clock.time * 1e9)
 
 
 class Taking(nn.Linear):

@@ -181,12 +181,17 @@ class Progress:
 
     def begin(self) -> None:
         """A call begins: the one before the latest has to be done."""
+        if not self.follows:
+            return
         self._end(self._before)
         self._before.extend(self._latest)
         self._latest.clear()
 
     def end(self) -> Callable[[], bool]:
-        """A call has ended here; the result tells whether it has on the device, for `reach`."""
+        """A call, or a batch of it, has ended here; the result tells whether it has on the device,
+        for `reach`."""
+        if not self.follows:
+            return lambda: True
         self._take(None)
         ended = self._accelerator.mark().query
         self._latest.append(_Step(ended, nothing))

@@ -301,14 +301,15 @@ def arguments(stage: Stage, cell: Cell, with_graph: bool) -> tuple[Any, Any]:
 
 @contextmanager
 def evaluating(stages: Iterable[Stage]) -> Iterator[None]:
-    """Inside, the modules of these stages are in eval mode."""
+    """Inside, the modules of these stages are in eval mode, and nothing records gradients."""
     torch.clear_autocast_cache()  # it may hold casts of earlier weights
     roots = [(root, root.training) for stage in stages for root in stage.modules]
     modes = [(module, module.training) for root, _ in roots for module in root.modules()]
     try:
         for root, _ in roots:
             root.eval()
-        yield
+        with torch.no_grad():
+            yield
     finally:
         for root, training in roots:
             root.train(training)  # it may do more than set modes
