@@ -33,7 +33,7 @@ from schedir.runtime.call import (
     StepResult,
     autocast_kinds,
 )
-from schedir.runtime.feeding import CallArguments, Feed, Feeder, Losses, batches_of
+from schedir.runtime.feeding import CallArguments, Feed, Feeder, batches_of
 from schedir.runtime.gradients.gradients import Gradients, compared
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.control import Control, Courier, Exchange
@@ -52,6 +52,7 @@ from schedir.runtime.program.instruction import Progress
 from schedir.runtime.program.program import Program, Programs
 from schedir.runtime.program.transfers import Messenger
 from schedir.runtime.recorder import Recorder
+from schedir.runtime.samples import Losses, Samples
 from schedir.runtime.session import Session
 from schedir.runtime.stage.stage import Cells, SavedRng, evaluating, stages_of
 from schedir.runtime.stage.weights import NEWEST
@@ -93,22 +94,20 @@ class Engine:
         self._queues = plan.accelerator.queues
         self._marks = self._queues or plan.traced
         self._follows = self._progress.follows
-        self._scales = bool(gradients.share_sums)
-        self._applies = gradients.nonfinite.active and (plan.updates or self._queues)
         self._versioned = [stage.weights for stage in stages if stage.weights.stashes]
-        self._checks = [*gradients.checks]
+        self._checks = [gradients.check]
         self._checks += [s.check_frozen for s in stages if plan.updates and not s.optimizer]
         replicas = [stage.replicas for stage in stages if stage.replicas is not None]
-        self._begins = [*gradients.begin, *(each.begin for each in replicas)]
+        self._begins = [each.begin for each in replicas]
         self._ends = [
             *(each.restore for each in replicas),
             *(stage.sharded.end for stage in stages if stage.sharded is not None),
-            *gradients.end,
+            gradients.end,
         ]
         self._restores = [
             *(weights.restore for weights in self._versioned),
             *(each.restore for each in replicas),
-            *gradients.restore,
+            gradients.restore,
         ]
         # Even without a close, the process must not end before its last sends have arrived.
         courier = self.session.control.courier
@@ -144,7 +143,8 @@ class Engine:
         self.trace = Trace(plan, session, self.stages) if plan.traced else None
         self._recorder = Recorder(accelerator, traces=False) if accelerator.queues else None
         self._clock = self._recorder if self.trace is None else self.trace.recorder
-        self._feeder = Feeder(plan, session.groups)
+        self._samples = Samples(plan, session.groups)
+        self._feeder = Feeder(plan, self._samples)
         session.connect(min(claim.processors for claim in claims))
         microbatches = plan.schedule.microbatches
         self._losses = [
@@ -395,17 +395,14 @@ class Engine:
         self.session.stop = call.stop
         cells = program.cells
         cells.fill(feed)
-        shares = self._feeder.shares(feed.counts, kind)
+        shares = self._samples.shares(feed.counts, kind)
         cells.set_loss_shares(shares)
         for stage in self.stages.values():
             stage.seeds[:] = stage.draws.of(call.step)
         if kind.trains:
-            if self._scales and kind.updates:
-                self.gradients.check_unscaled()
-            if self._applies:
-                self.gradients.nonfinite.begin(kind.updates)
-                if (scale := self.gradients.nonfinite.scale) != 1:
-                    cells.set_loss_shares([share * scale for share in shares])
+            self.gradients.begin(kind.updates)
+            if (scale := self.gradients.nonfinite.scale) != 1:
+                cells.set_loss_shares([share * scale for share in shares])
             for begin in self._begins:
                 begin()
             for stage in self.stages.values():
@@ -482,7 +479,7 @@ class Engine:
         """
         for stage in self.stages.values():
             stage.weights.forget_gradients()
-        if self._accumulates and not self.gradients.accumulated.active:
+        if self._accumulates and not self.gradients.accumulated:
             self._accumulates = False
             failure.add_note(
                 "the gradients that earlier calls with update=False had accumulated are lost: "

@@ -27,11 +27,12 @@ from schedir.runtime.arguments import (
 )
 from schedir.runtime.call import ACCUMULATE, EVALUATE, INFER, STEP, Keep, StepResult
 from schedir.runtime.engine import Engine
-from schedir.runtime.feeding import CallArguments, check_loss
+from schedir.runtime.feeding import CallArguments
 from schedir.runtime.microbatches import Batch, ChunkSpec, rows
 from schedir.runtime.plan import plan_of
 from schedir.runtime.processes.noticeboard import declining
 from schedir.runtime.program.compiler import expect_carried_out
+from schedir.runtime.samples import check_loss
 from schedir.runtime.segments import Segments
 from schedir.runtime.stage.optimizers import as_one
 from schedir.simulator import Timeline

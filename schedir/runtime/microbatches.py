@@ -1,4 +1,4 @@
-"""Cuts a batch into microbatches, and weights each by its share of its OPTIM_STEP's samples.
+"""Cuts a batch into microbatches.
 
 A chunk spec says along which dim a tensor is cut. Those of torch.distributed.pipelining work too.
 """
@@ -6,11 +6,10 @@ A chunk spec says along which dim a tensor is cut. Those of torch.distributed.pi
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
-from itertools import islice
+from itertools import islice, repeat
 from numbers import Number
 from typing import Any, TypeAlias
 
@@ -21,16 +20,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from schedir.errors import ExecutionError
-from schedir.runtime.accelerator import Accelerator
 
 Microbatch: TypeAlias = Any
 """One microbatch's tensors, in any structure, with constants among them."""
 
 Batch: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any] | Iterable[Microbatch]
 """A whole batch, or a list or iterator of ready microbatches."""
-
-Count: TypeAlias = float | Tensor
-"""A number of samples; a scalar tensor on the device if the host does not know it."""
 
 ChunkSpec: TypeAlias = Any
 """A dim, or REPLICATE; None for the default; or a tuple, list or dict of these, with the structure
@@ -149,69 +144,58 @@ class ChunkSpecs:
     args: ChunkSpec = None
     kwargs: Mapping[str, ChunkSpec] = {}
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether there are no specs, so that inputs and target are cut along `batch_dim`."""
-        return self.args is None and not self.kwargs
-
-    def of_inputs(self, batch: Batch, what: str) -> list[Dim]:
+    def of_inputs(self, batch: Batch, what: str) -> Sequence[Dim]:
         """The dims of the leaves of `inputs`."""
-        return [self._dim(leaf, spec) for _, leaf, spec in self._leaves(batch, what, self.args)]
+        if self.args is None and not self.kwargs:
+            return self.of_target(batch, what)
+        return self._dims(batch, self._spread(batch, what, self.args))
 
-    def of_target(self, batch: Batch, what: str) -> list[Dim]:
+    def of_target(self, batch: Batch, what: str) -> Sequence[Dim]:
         """The dims of the leaves of `target`."""
-        return [self._dim(leaf, None) for leaf in pytree.tree_leaves(batch)]
+        return self._dims(batch, repeat(None))
 
-    def beside(self, batch: Batch, what: str, rows: int | None) -> list[Dim]:
+    def beside(self, batch: Batch, what: str, rows: int | None) -> Sequence[Dim]:
         """The dims of the leaves of `stage_inputs` or `loss_kwargs`; `rows` are the batch's, None
         if this rank does not know them.
 
         Raises ExecutionError for a tensor without a spec that may hold one entry for each row.
         """
-        dims = []
-        for name, leaf, spec in self._leaves(batch, what, None):
+        specs = self._spread(batch, what, None)
+        for leaf, spec in zip(pytree.tree_leaves(batch), specs, strict=True):
             if spec is None and isinstance(leaf, Tensor):
                 lengths = [leaf.shape[dim] for dim in {0, self.batch_dim} if dim < leaf.dim()]
                 if lengths and (rows is None or rows in lengths):
-                    raise _ambiguous(what, name, leaf, rows)
-                spec = REPLICATE
-            dims.append(self._dim(leaf, spec))
-        return dims
+                    raise _ambiguous(what, batch, leaf, rows)
+        return self._dims(batch, [REPLICATE if spec is None else spec for spec in specs])
 
-    def _dim(self, leaf: object, spec: Dim | str) -> Dim:
-        if not isinstance(leaf, Tensor) or isinstance(spec, str):
-            return None
-        return self.batch_dim if spec is None else spec
+    def _dims(self, batch: Batch, specs: Iterable[Dim | str]) -> Sequence[Dim]:
+        found: list[Dim] = []
+        for leaf, spec in zip(pytree.tree_leaves(batch), specs, strict=False):
+            if not isinstance(leaf, Tensor) or isinstance(spec, str):
+                found.append(None)
+            else:
+                found.append(self.batch_dim if spec is None else spec)
+        return found
 
-    def _leaves(
-        self, batch: Batch, what: str, args: ChunkSpec
-    ) -> Iterator[tuple[str | None, Any, Dim | str]]:
-        """Each leaf with the keyword that it is in and its spec, None without one."""
-        parts: list[tuple[str | None, Any, ChunkSpec]] = [(None, batch, args)]
+    def _spread(self, batch: Batch, what: str, args: ChunkSpec) -> Sequence[Dim | str]:
+        """The spec of each leaf, None without one."""
         if isinstance(batch, Mapping):
-            parts = [(str(name), part, self.kwargs.get(name)) for name, part in batch.items()]
+            batch, args = {**batch}, {name: self.kwargs.get(name) for name in batch}
         elif isinstance(args, (tuple, list)):
-            given = batch if isinstance(batch, tuple) else (batch,)
-            if len(given) != len(args):
-                raise _unlike(what, args)
-            parts = [(None, part, spec) for part, spec in zip(given, args, strict=True)]
-        for name, part, spec in parts:
-            leaves, structure = pytree.tree_flatten(part)
-            spread = pytree._broadcast_to_and_flatten(spec, structure)
-            if spread is None:
-                raise _unlike(what, spec)
-            for leaf, one in zip(leaves, spread, strict=True):
-                yield name, leaf, one
+            batch, args = (*batch,) if isinstance(batch, tuple) else (batch,), (*args,)
+        spread = pytree._broadcast_to_and_flatten(args, pytree.tree_structure(batch))
+        if spread is None:
+            raise ExecutionError(
+                f"{what}: its chunk spec {args!r} has another structure than the batch; pass one "
+                f'dim or "{REPLICATE}" for each tensor, or one for all'
+            )
+        return spread
 
 
-def _unlike(what: str, spec: ChunkSpec) -> ExecutionError:
-    return ExecutionError(
-        f"{what}: its chunk spec {spec!r} has another structure than the batch; pass one dim "
-        f'or "{REPLICATE}" for each tensor, or one for all'
-    )
-
-
-def _ambiguous(what: str, name: str | None, leaf: Tensor, rows: int | None) -> ExecutionError:
+def _ambiguous(what: str, batch: Batch, leaf: Tensor, rows: int | None) -> ExecutionError:
+    parts = batch.items() if isinstance(batch, Mapping) else ()
+    names = [name for name, part in parts if any(x is leaf for x in pytree.tree_leaves(part))]
+    name = next(map(str, names), None)
     has = f"because the batch has {rows} rows"
     if rows is None:
         has = "and this rank has no whole batch to compare with"
@@ -303,76 +287,6 @@ def rows(target: Microbatch, dim: int = 0) -> int:
         if isinstance(leaf, Tensor):
             return leaf.shape[dim] if leaf.dim() > dim else 1
     raise ExecutionError("target: a microbatch holds no tensor, so its samples can't be counted")
-
-
-def samples(
-    count: Callable[[Any], float | Tensor], target: Microbatch, accelerator: Accelerator
-) -> Count:
-    """The number of samples of a microbatch's mean loss, by `count`."""
-    said = count(target)
-    if isinstance(said, Tensor) and (said.numel() != 1 or said.is_complex()):
-        raise ExecutionError(
-            f"count must return a number, or a tensor of one, not {said.dtype}{list(said.shape)}"
-        )
-    if accelerator.queues and isinstance(said, Tensor) and accelerator.makes(said):
-        return said.detach().to(torch.float64).reshape(())
-    try:
-        found = float(said)
-    except (TypeError, ValueError):
-        raise ExecutionError(
-            f"count must return a number, or a tensor of one, not {type(said).__name__}"
-        ) from None
-    check_count(found)
-    return found
-
-
-def check_count(found: float) -> None:
-    """Raise ExecutionError for a number of samples that is negative or not finite."""
-    if not 0 <= found < math.inf:
-        raise ExecutionError(
-            f"count returns {found:g} for a microbatch; it must be finite, and 0 or more"
-        )
-
-
-def check_total(total: float, together: Sequence[int]) -> None:
-    """Raise ExecutionError if microbatches that are accumulated together have no samples."""
-    if not total:
-        raise ExecutionError(f"target: microbatches {list(together)} hold no samples at all")
-
-
-def check_alike(counts: Sequence[Count], together: Sequence[int]) -> None:
-    """Raise ExecutionError if microbatches of one update of the loss stage, of which another stage
-    applies a part, hold different numbers of samples."""
-    own = [counts[m] for m in together]
-    if len(set(own)) > 1:
-        raise ExecutionError(
-            f"target: microbatches {list(together)}, after which the loss stage updates, hold "
-            f"{', '.join(f'{n:g}' for n in own)} samples, but another stage updates after a part "
-            "of them, so they must hold equally many: pass so many rows that all microbatches get "
-            "as many, or list the OPTIM_STEPs of all stages after the same microbatches"
-        )
-
-
-def loss_shares(
-    counts: Sequence[Count], accumulated: Sequence[Sequence[int]], totals: Sequence[Count]
-) -> list[Count]:
-    """Each microbatch's share of its OPTIM_STEP's samples.
-
-    `accumulated` are the microbatches of each OPTIM_STEP, `totals` their samples.
-    """
-    shares: list[Count] = [0.0] * len(counts)
-    for together, total in zip(accumulated, totals, strict=True):
-        if isinstance(total, Tensor):
-            total = total.clamp_min(_LEAST)  # without samples every share is 0; refused later
-        else:
-            check_total(total, together)
-        for m in together:
-            shares[m] = counts[m] / total
-    return shares
-
-
-_LEAST = 1e-300
-"""Replaces a total of 0 samples on the device, so that it does not divide by 0."""
 
 
 def placed(pieces: list[Any], device: torch.device, what: str) -> list[Any]:

@@ -125,8 +125,7 @@ class TorchSchedule:
         unless `return_outputs` is False.
         """
         given = self._cut(args, kwargs, target, (arg_mbs, kwarg_mbs, target_mbs), loss_kwargs)
-        kind = STEP if self._theirs._loss_fn is not None else FORWARDS
-        return self._call(kind, given, losses, return_outputs)
+        return self._call(STEP, given, losses, return_outputs)
 
     def eval(
         self,
@@ -143,8 +142,7 @@ class TorchSchedule:
         Arguments and result are those of `step`. Without a target no loss is computed.
         """
         given = self._cut(args, kwargs, target, (arg_mbs, kwarg_mbs, target_mbs), None)
-        kind = EVAL if self._theirs._loss_fn is not None else FORWARDS
-        return self._call(kind, given, losses, True)
+        return self._call(EVAL, given, losses, True)
 
     def _cut(
         self,
@@ -180,18 +178,22 @@ class TorchSchedule:
     ) -> Any:
         _check(self._theirs, self._stages, self._schedule)
         engine = self.executor._engine
-        engine.session.set_timeout(self._timeout or timeout_of_user())
+        engine.session.set_timeout(self.timeout)
+        if self._theirs._loss_fn is None:
+            kind = FORWARDS
         divides = kind.trains and self._theirs.scale_grads
-        earlier = [p.grad for p in self._parameters] if divides else []
-        if any(grad is not None for grad in earlier):
-            for parameter in self._parameters:
-                parameter.grad = None
+        parameters = self._parameters if divides else []
+        earlier = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
         try:
             result = engine.call(kind, given, whole if return_outputs else None)
-            if divides:
-                self._divide()
+            # What the call has added is divided once, as torch does after the sums.
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self._theirs._n_microbatches)
         finally:
-            for parameter, grad in zip(self._parameters, earlier, strict=False):
+            for parameter, grad in zip(parameters, earlier, strict=True):
                 if grad is not None:
                     parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         if not self._has_last:
@@ -199,13 +201,6 @@ class TorchSchedule:
         if losses is not None and kind.has_loss:
             losses[:] = self._loss.found
         return self._theirs._merge_outputs(result.outputs) if return_outputs else None
-
-    def _divide(self) -> None:
-        """Divide what the call has added to the gradients once, as torch does after the sums."""
-        number = self._theirs._n_microbatches
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(number)
 
     @property
     def executor(self) -> Executor:

@@ -44,6 +44,7 @@ NO_TORCH = {
     "of sys": ["_getframe"],
     "a key of the state that a GradScaler gives": ["_growth_tracker"],
     "how the name of a rate ends that the Trainer logs": ["_per_second"],
+    "how the names of operators end that make tensors alike": ["_like"],
     "how names begin that nodes of autograd have, each kind its own": ["_raw_saved_", "_saved_"],
 }
 """Private names that are somebody else's."""

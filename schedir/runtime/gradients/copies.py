@@ -4,7 +4,7 @@ All copies start equal, which their digests show, and get equal gradients. Only 
 outside makes them differ: a checkpoint that is loaded into one of them, or another learning rate.
 So after some of its steps each process puts the fingerprints of its copies, each in a place of its
 own, into a sum over all that hold some. It reads the sum after the next step, when it has long
-arrived; on a GPU, before it begins the next one.
+arrived; on a GPU, at the call after it has.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from functools import cache
 from itertools import chain
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
-from schedir.runtime.accelerator import Late
 from schedir.runtime.arguments import TieOf
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.groups import Group, Groups
@@ -99,7 +97,7 @@ def _within_slice(plan: Plan, copies: str) -> str:
 
 
 class DriftCheck:
-    """Compares copies after some of the steps; `active` if there are any."""
+    """Compares copies after some of the steps."""
 
     def __init__(self, plan: Plan, groups: Groups, every: Iterable[Copies]) -> None:
         self._accelerator, self._number = plan.accelerator, plan.grid.everyone.index
@@ -113,56 +111,59 @@ class DriftCheck:
             (groups.for_numbers(processes, plan.device), together[processes])
             for processes in sorted(together)
         ]
-        self.active = bool(self._sums)
         self._steps = 0
-        self._pending: list[tuple[Sequence[Copies], Callable[[], Sequence[int]]]] = []
+        self._pending: list[Callable[[], None]] = []
 
     def step(self) -> None:
         """A step is over. Raises ExecutionError where copies have come to differ."""
-        begins = self._steps % _INTERVAL == 0
-        if begins or not self._accelerator.queues:
-            self.compare()
-        if begins:
-            self._pending = [(copies, self._sum(group, copies)) for group, copies in self._sums]
+        self.compare()
+        if self._steps % _INTERVAL == 0:
+            for group, every in self._sums:
+                self._sum(group, every)
         self._steps += 1
 
-    def _sum(self, group: Group, every: Sequence[Copies]) -> Callable[[], Sequence[int]]:
-        """Begin to sum fingerprints; returns what reads the sums."""
+    def _sum(self, group: Group, every: Sequence[Copies]) -> None:
+        """Begin to sum fingerprints, each in a place of its own."""
+        step = self._steps
         nothing = torch.zeros((), dtype=torch.int64, device=self._accelerator.device)
-        places = ((each, place) for each in every for place in range(len(each.holders)))
         prints = [
-            fingerprint(each.here[place]) if place in each.here else nothing
-            for each, place in places
+            fingerprint(copies.here[place]) if place in copies.here else nothing
+            for copies in every
+            for place in range(len(copies.holders))
         ]
         summed = group.sum(torch.stack(prints), "the weights' fingerprints")
+
+        def check(found: Tensor) -> None:
+            read = iter(found.tolist())
+            for copies in every:
+                first, *others = [(self._number(n), next(read)) for n, _ in copies.holders]
+                for process, value in others:
+                    if value != first[1]:
+                        raise _differ(copies.label, first[0], process, step)
+
         if self._accelerator.queues:
-            return Late(self._accelerator, summed(), Tensor.tolist)
-        return lambda: summed().tolist()
+            self._accelerator.check_later(summed(), check)
+        else:
+            self._pending.append(lambda: check(summed()))
 
     def compare(self) -> None:
         """Compare what was summed last, if that has not been done."""
         pending, self._pending = self._pending, []
-        for every, read in pending:
-            found = iter(read())
-            for copies in every:
-                processes = [self._number(process) for process, _ in copies.holders]
-                prints = [next(found) for _ in processes]
-                for process, other in zip(processes, prints, strict=True):
-                    if other != prints[0]:
-                        raise self._differ(copies.label, processes[0], process)
-
-    def _differ(self, label: str, one: int, other: int) -> ExecutionError:
-        where = f"on process {one}" if one == other else f"between processes {one} and {other}"
-        step = (self._steps - 1) // _INTERVAL * _INTERVAL
-        return ExecutionError(
-            f"{label} differs {where}, at the end of this executor's step {step}: one copy was "
-            "loaded, frozen or stepped apart from the others (with another learning rate, say); "
-            "treat all alike, and go on from a checkpoint"
-        )
+        for check in pending:
+            check()
 
     def reset(self) -> None:
         """A call has failed: nobody answers any more."""
         self._pending = []
+
+
+def _differ(label: str, one: int, other: int, step: int) -> ExecutionError:
+    where = f"on process {one}" if one == other else f"between processes {one} and {other}"
+    return ExecutionError(
+        f"{label} differs {where}, at the end of this executor's step {step}: one copy was "
+        "loaded, frozen or stepped apart from the others (with another learning rate, say); "
+        "treat all alike, and go on from a checkpoint"
+    )
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
@@ -180,5 +181,6 @@ def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
 @cache
 def _of_places(size: int, device: torch.device) -> Tensor:
     """Random odd numbers, the same everywhere."""
-    numbers = np.random.Generator(np.random.PCG64(0)).integers(1 << 62, size=size) * 2 + 1
-    return torch.from_numpy(numbers).to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    numbers = torch.randint(1 << 62, (size,), generator=generator, device="cpu")
+    return (numbers * 2 + 1).to(device)

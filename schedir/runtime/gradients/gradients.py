@@ -3,7 +3,7 @@
     begin          set aside what earlier calls have summed, for a caller who steps
     before steps   sums over processes, ties, scaling, clipping, checks (`program.compiler`)
     end            finish sums; sum ties, for a caller who steps; compare copies
-    restore        add what was set aside
+    restore        add what was set aside, even after a failure
 
 Who takes part in sums, ties and clipping is settled when the executor is made: processes compare
 what they hold, and make groups for it.
@@ -17,36 +17,43 @@ shares. In 1F1B-RR (PipeDream, SOSP 2019, section 3.2), with two replicas of sta
     stage 0   0   1 | 2   3     a step for two: their sum is 2, and the scale is a half
 
 Of n whole groups of the last stage the sum is n. Of a part of a group it is that part, as the
-microbatches of such a group must hold equally many samples (`feeding`).
+microbatches of such a group must hold equally many samples (`samples`).
+
+To clip, every process with a stage gets the norms of all stages: a sum of vectors, in which each
+process puts the norms of its stages, and zeros for the others. On a GPU they stay there.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
+import attrs
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.ir import Kind, Schedule
-from schedir.runtime.accelerator import Reach
+from schedir.ir import Schedule
+from schedir.runtime.accelerator import Late, Reach
 from schedir.runtime.arguments import TieOf
-from schedir.runtime.gradients.clipping import Clipping
 from schedir.runtime.gradients.copies import DriftCheck, copies_of_stages, copies_of_ties
 from schedir.runtime.gradients.nonfinite import NonFinite, Step
 from schedir.runtime.gradients.reduction import (
-    Accumulated,
     Barrier,
     Reduction,
     Tie,
     reduction_groups,
+    refuse_sparse,
 )
 from schedir.runtime.plan import Plan
+from schedir.runtime.processes.failure import waiting
 from schedir.runtime.processes.groups import Group, Groups, in_turn
 from schedir.runtime.session import Claim, Session, agree
+from schedir.runtime.sharded import local
 
 
 def compared(plan: Plan, session: Session) -> Sequence[Claim]:
@@ -54,14 +61,14 @@ def compared(plan: Plan, session: Session) -> Sequence[Claim]:
 
     Raises ExecutionError on all of them if copies, schedules or arguments differ.
     """
-    shared, copies = [*copies_of_stages(plan)], dict[str, object]()
-    for each in shared:
-        copies[each.label] = each.digest()
-        (here,) = each.here.values()
-        copies[f"what is frozen of {each.label}"] = tuple(not p.requires_grad for p in here)
-    ties = [*copies_of_ties(plan)]
+    stages, ties = [*copies_of_stages(plan)], [*copies_of_ties(plan)]
+    copies: dict[str, object] = {each.label: each.digest() for each in (*stages, *ties)}
+    copies |= {
+        f"what is frozen of {each.label}": tuple(not p.requires_grad for p in own)
+        for each in stages
+        for own in each.here.values()
+    }
     cut = getattr(plan.arguments.stages, "cut", None)  # of schedir.training's Stages
-    skipped = _skipped(plan)
     own = Claim(
         {
             "torch": {
@@ -72,15 +79,12 @@ def compared(plan: Plan, session: Session) -> Sequence[Claim]:
             "schedule": {"": plan.schedule.content_hash},
             "device": {"": plan.device.type},
             "cut": {} if cut is None else {"": cut},
-            "dtype": {each.label: each.dtypes for each in (*shared, *ties)},
-            "copies": copies | {each.label: each.digest() for each in ties},
+            "dtype": {each.label: each.dtypes for each in (*stages, *ties)},
+            "copies": copies,
         },
         "" if "NCCL_HOSTID" in os.environ else plan.accelerator.name,
         plan.accelerator.processors,
-        {
-            stage: sum(p not in skipped for p in _trained(module))
-            for stage, module in plan.trained.items()
-        },
+        {stage: len(own) for stage, own in _counted(plan).items()},
         any(p.dtype is torch.float64 for m in plan.trained.values() for p in m.parameters()),
         plan.described,
     )
@@ -100,17 +104,13 @@ def _listed(numbers: Iterable[int]) -> str:
     return ",".join(map(str, sorted(numbers)))
 
 
-def _skipped(plan: Plan) -> set[nn.Parameter]:
-    """The copies of tied parameters whose norms don't count: all but the first."""
-    return {copy for tie, held in plan.tied for stage, copy in held.items() if stage != tie[0][0]}
-
-
 class Gradients:
     """The gradients of the stages here; `claims` are those of all processes.
 
-    `begin`, `end` and `restore` are what a call that trains does then, in order; `checks` come
-    before it. It `updates` if OPTIM_STEPs run here; else the caller steps. `share_sums` are
-    those of the OPTIM_STEPs that scale what they apply.
+    A call that trains has `check`, `begin`, `end` and `restore`, in that order. It `updates` if
+    OPTIM_STEPs run here; else the caller steps. What earlier calls have left is summed then, over
+    processes and over tied copies: it is set aside while a call runs, which sums only its new
+    gradients. `share_sums` are those of the OPTIM_STEPs that scale what they apply.
     """
 
     def __init__(
@@ -121,125 +121,57 @@ class Gradients:
         optimizers: Mapping[int, torch.optim.Optimizer],
         reach: Reach,
     ) -> None:
-        self._plan, self._groups = plan, groups
-        self.updates = plan.updates
-        self._row = plan.grid.processes[plan.grid.pipeline]
-        self._summed = reduction_groups(plan.schedule, plan.sharded)
-        made = self._made()
+        self._plan, self.updates = plan, plan.updates
+        summed = reduction_groups(plan.schedule, plan.sharded)
+        made = _made_groups(plan, groups, summed)
         self.reductions = {
             stage: Reduction(own, *made[stages], f"stage {stage}'s", not plan.updates)
-            for stages in self._summed
+            for stages in summed
             if stages in made
             for stage in stages
             if (own := _trained(plan.trained[stage]))
         }
-        ties = self._ties(made)
-        elsewhere = (tie.elsewhere for tie in ties)
+        # What replicas have is the sum over them already, where a REDUCE_GRAD is listed.
+        self._ties = _ties(plan, made, {stage for stages in summed for stage in stages})
+        elsewhere = (tie.elsewhere for tie in self._ties)
         self._sums = [*self.reductions.values(), *filter(None, elsewhere)]
         weighs = plan.arguments.weigh is not None  # else every share is 1, in every group
         self.share_sums = share_sums(plan.schedule) if plan.updates and weighs else {}
         self.nonfinite = NonFinite(plan, groups, optimizers, reach)
-        self.clipping = self._clipping(claims)
-        self._barriers = self._made_barriers(ties)
+        self.clipping = None
+        if plan.arguments.clip_grad_norm is not None:
+            self.clipping = Clipping(plan, groups, claims, self.nonfinite)
+        self._barriers = self._made_barriers()
         self._drift = DriftCheck(plan, groups, [*copies_of_stages(plan), *copies_of_ties(plan)])
-        self.accumulated = Accumulated(self._accumulated())
-        fixed = {*self.reductions, *(stage for _, held in plan.tied for stage in held)}
+        copies = {copy: stage for _, held in plan.tied for stage, copy in held.items()}
+        settled = {*self.reductions, *copies.values()}
         self._fixed = [
             (stage, name, parameter, parameter.requires_grad)
             for stage, module in plan.trained.items()
-            if stage in fixed or self.clipping is not None
+            if stage in settled or self.clipping is not None
             for name, parameter in module.named_parameters()
         ]
-        self.checks = [self._check_frozen] if self._fixed else []
-        self.begin = [self.accumulated.set_aside] if self.accumulated.active else []
-        self.end: list[Callable[[], None]] = [
-            *(reduction.finish for reduction in self.reductions.values()),
-            *(tie.sum for tie in ties if not plan.updates),
-            *([self._drift.step] if self._drift.active else []),
-            *([self.nonfinite.end] if self.nonfinite.ends else []),
-        ]
-        self.restore = [self.accumulated.restore] if self.accumulated.active else []
+        self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
+        self.accumulated: list[nn.Parameter] = []
+        if not plan.updates:
+            summing = (plan.trained[stage].parameters() for stage in self.reductions)
+            self.accumulated = [*dict.fromkeys(chain(copies, *summing))]
 
-    def _made(self) -> dict[object, tuple[Group, Group]]:
-        """The groups here for the sums of stages and of ties, by the stages; with each the one in
-        which hosts tell each other what gradients there are: on the CPU the same."""
-        plan, own = self._plan, self._row[self._plan.grid.rank]
-        placement = plan.schedule.placement
-        wanted: list[tuple[str, Collection[int], tuple[int, ...]]] = [
-            (f"stages/{_listed(stages)}", stages, plan.grid.holders(placement[stages[0]]))
-            for stages in self._summed
-        ]
-        # Ties of the same stages are summed one after the other, before the same steps.
-        for tied in dict.fromkeys(_stages(tie) for tie, _ in plan.tied):
-            holders = tuple(sorted({self._row[rank] for s in tied for rank in placement[s]}))
-            wanted.append((f"ties/{_listed(tied)}/{_listed(holders)}", tied, holders))
-        found: dict[object, tuple[Group, Group]] = {}
-        for number in in_turn([holders for *_, holders in wanted], own):
-            purpose, stages, holders = wanted[number]
-            is_tie = isinstance(stages, frozenset)
-            if len(holders) > 1 and (is_tie or any(_trained(plan.trained[s]) for s in stages)):
-                group = hosts = self._groups.make(purpose, holders, plan.device)
-                if plan.accelerator.queues:
-                    hosts = self._groups.make(f"{purpose}/presence", holders)
-                found[stages] = group, hosts
-        return found
-
-    def _ties(self, made: Mapping[object, tuple[Group, Group]]) -> list[Tie]:
-        """The ties that have copies here."""
-        plan, found = self._plan, []
-        # What replicas have is the sum over them already, where a REDUCE_GRAD is listed.
-        summed = {stage for stages in self._summed for stage in stages}
-        for tie, held in plan.tied:
-            if held:
-                counted = [
-                    copy
-                    for stage, copy in held.items()
-                    if stage not in summed or plan.schedule.placement[stage][0] in plan.local_ranks
-                ]
-                elsewhere = None
-                if (groups := made.get(_stages(tie))) is not None:
-                    first = next(iter(held.values()))
-                    elsewhere = Reduction([first], *groups, "a tied parameter's")
-                found.append(Tie(held, counted, elsewhere))
-        return found
-
-    def _accumulated(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are summed in every call, because the caller steps."""
-        plan = self._plan
-        if plan.updates:  # sums are over all that an update applies
-            return []
-        return [
-            *(copy for _, held in plan.tied for copy in held.values()),
-            *(p for stage in self.reductions for p in plan.trained[stage].parameters()),
-        ]
-
-    def _clipping(self, claims: Sequence[Claim]) -> Clipping | None:
-        """Clipping by the norm over all stages, if the user asked for it."""
-        plan = self._plan
-        if plan.arguments.clip_grad_norm is None:
-            return None
-        own = (claims[plan.grid.everyone.index(process)] for process in self._row)
-        sizes = {stage: size for claim in own for stage, size in claim.sizes.items()}
-        dtype = torch.float64 if any(claim.doubles for claim in claims) else torch.float32
-        return Clipping(plan, self._groups, sizes, dtype, _skipped(plan), self.nonfinite)
-
-    def _made_barriers(self, ties: Sequence[Tie]) -> list[tuple[Collection[int], Barrier]]:
+    def _made_barriers(self) -> list[tuple[Collection[int], Barrier]]:
         """The barriers before the steps of the ranks here: ties, and what all ranks do together;
         each with the stages whose OPTIM_STEPs come after it."""
         plan, accelerator = self._plan, self._plan.accelerator
         found: list[tuple[Collection[int], Barrier]] = []
-        for tie in ties:
+        for tie in self._ties:
             holders = {rank for stage in tie.copies for rank in plan.local_holders(stage)}
             copies = [*tie.copies.values()]
             found.append((tie.copies, Barrier(len(holders), tie.sum, accelerator, copies)))
         together = self.nonfinite.agreement if self.clipping is None else self.clipping.clip
         if together is not None:
-            steps = sum(
-                any(a.kind is Kind.OPTIM_STEP for a in plan.schedule.flat[rank])
-                for rank in plan.local_ranks
-            )
+            flow = graph_of(plan.schedule)
+            stepping = {*flow.columns.rank[flow.steps].tolist()}.intersection(plan.local_ranks)
             every = range(plan.schedule.stages)
-            found.append((every, Barrier(steps, together, accelerator)))
+            found.append((every, Barrier(len(stepping), together, accelerator)))
         return found
 
     def barriers(self, stages: Collection[int]) -> list[Barrier]:
@@ -252,20 +184,7 @@ class Gradients:
             if parameter.grad is not None:  # out of place: another's may share its memory
                 parameter.grad = parameter.grad * (1.0 / self.share_sums[step])
 
-    def check_unscaled(self) -> None:
-        """Raise ExecutionError for gradients from before a call that updates, which would be scaled
-        once more."""
-        for stage, module in sorted(self._plan.trained.items()):
-            if (stage, 0) in self.share_sums and any(
-                p.grad is not None for p in module.parameters()
-            ):
-                raise ExecutionError(
-                    f"stage {stage} has gradients from before this call, but its first OPTIM_STEP "
-                    "scales them too, because it steps after other microbatches than the loss "
-                    "stage; clear them (zero_grad), and leave update=False out"
-                )
-
-    def _check_frozen(self) -> None:
+    def check(self) -> None:
         """Raise ExecutionError where a parameter was frozen or thawed since the executor was made,
         though who takes part in sums, ties or clipping was settled there."""
         for stage, name, parameter, was in self._fixed:
@@ -275,6 +194,45 @@ class Gradients:
                     "executor was made, which settles what is summed over processes, tied or "
                     "clipped; make a new Executor"
                 )
+
+    def begin(self, updates: bool) -> None:
+        """A call that trains begins, and `updates` or not.
+
+        Raises ExecutionError for gradients from before it that would be scaled once more.
+        """
+        for stage, step in self.share_sums if updates else ():
+            module = self._plan.trained.get(stage)
+            if (
+                module is not None
+                and not step
+                and any(p.grad is not None for p in module.parameters())
+            ):
+                raise ExecutionError(
+                    f"stage {stage} has gradients from before this call, but its first OPTIM_STEP "
+                    "scales them too, because it steps after other microbatches than the loss "
+                    "stage; clear them (zero_grad), and leave update=False out"
+                )
+        self.nonfinite.begin(updates)
+        self._earlier = [(parameter, parameter.grad) for parameter in self.accumulated]
+        for parameter in self.accumulated:
+            parameter.grad = None
+
+    def end(self) -> None:
+        """The list is over: finish the sums, and those of ties for a caller who steps."""
+        for reduction in self.reductions.values():
+            reduction.finish()
+        if not self.updates:
+            for tie in self._ties:
+                tie.sum()
+        self._drift.step()
+        self.nonfinite.end()
+
+    def restore(self) -> None:
+        """Add what was set aside to what the call has left; nothing, if that has been done."""
+        for parameter, earlier in self._earlier:
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+        self._earlier = []
 
     def settle(self) -> None:
         """Wait for what processes have told each other, before they leave."""
@@ -291,6 +249,61 @@ class Gradients:
             reduction.reset()
 
 
+def _counted(plan: Plan) -> dict[int, list[nn.Parameter]]:
+    """The parameters of the stages here whose norms count: all that are trained, but of tied copies
+    the first one only."""
+    others = {copy for tie, held in plan.tied for s, copy in held.items() if s != tie[0][0]}
+    return {
+        stage: [p for p in _trained(module) if p not in others]
+        for stage, module in plan.trained.items()
+    }
+
+
+def _made_groups(
+    plan: Plan, groups: Groups, summed: Sequence[tuple[int, ...]]
+) -> dict[object, tuple[Group, Group]]:
+    """The groups here for the sums of stages and of ties, by the stages; with each the one in which
+    hosts tell each other what gradients there are: on the CPU the same."""
+    row, placement = plan.grid.processes[plan.grid.pipeline], plan.schedule.placement
+    wanted: list[tuple[str, object, tuple[int, ...]]] = [
+        (f"stages/{_listed(stages)}", stages, plan.grid.holders(placement[stages[0]]))
+        for stages in summed
+    ]
+    # Ties of the same stages are summed one after the other, before the same steps.
+    for tied in dict.fromkeys(_stages(tie) for tie, _ in plan.tied):
+        holders = tuple(sorted({row[rank] for stage in tied for rank in placement[stage]}))
+        wanted.append((f"ties/{_listed(tied)}/{_listed(holders)}", tied, holders))
+    found: dict[object, tuple[Group, Group]] = {}
+    for number in in_turn([holders for *_, holders in wanted], row[plan.grid.rank]):
+        purpose, stages, holders = wanted[number]
+        if len(holders) > 1:
+            group = hosts = groups.make(purpose, holders, plan.device)
+            if plan.accelerator.queues:
+                hosts = groups.make(f"{purpose}/presence", holders)
+            found[stages] = group, hosts
+    return found
+
+
+def _ties(
+    plan: Plan, made: Mapping[object, tuple[Group, Group]], summed: Collection[int]
+) -> list[Tie]:
+    """The ties that have copies here; the gradients of stages that are `summed` are sums over all
+    that hold them already."""
+    found = []
+    for tie, held in plan.tied:
+        if held:
+            counted = [
+                copy
+                for stage, copy in held.items()
+                if stage not in summed or plan.schedule.placement[stage][0] in plan.local_ranks
+            ]
+            elsewhere = None
+            if (groups := made.get(_stages(tie))) is not None:
+                elsewhere = Reduction([next(iter(held.values()))], *groups, "a tied parameter's")
+            found.append(Tie(held, counted, elsewhere))
+    return found
+
+
 def share_sums(schedule: Schedule) -> dict[Step, float]:
     """The sums of the shares of the OPTIM_STEPs that apply other microbatches than those of the
     loss stage."""
@@ -304,3 +317,94 @@ def share_sums(schedule: Schedule) -> dict[Step, float]:
             if np.count_nonzero(parts) > 1 or parts.max() < 1:
                 found[stage, step] = float(parts.sum())
     return found
+
+
+class Clipping:
+    """Scales all gradients so that their norm is at most the executor's `clip_grad_norm`.
+
+    `claims` are those of all processes. `nonfinite` accepts the norms if they are finite. `norm` is
+    a function that gets the latest call's norm.
+    """
+
+    def __init__(
+        self, plan: Plan, groups: Groups, claims: Sequence[Claim], nonfinite: NonFinite
+    ) -> None:
+        self._plan, self._nonfinite = plan, nonfinite
+        self.norm: Callable[[], float] | None = None
+        self._parameters = [p for module in plan.trained.values() for p in _trained(module)]
+        placement, row = plan.schedule.placement, plan.grid.processes[plan.grid.pipeline]
+        # Of each stage its first holder's norms are taken.
+        self._counted = {
+            stage: own
+            for stage, own in _counted(plan).items()
+            if own and placement[stage][0] in plan.local_ranks
+        }
+        own_claims = [claims[plan.grid.everyone.index(process)] for process in row]
+        sizes = {stage: size for claim in own_claims for stage, size in claim.sizes.items()}
+        self._stages = [stage for stage in sorted(sizes) for _ in range(sizes[stage])]
+        self._dtype = torch.float64 if any(c.doubles for c in claims) else torch.float32
+        self._group = Group(None)
+        if plan.local_stages:  # a rank without stages has no step to receive them at
+            processes = {row[rank] for held in placement for rank in held}
+            self._group = groups.for_numbers(processes, plan.device)
+
+    def clip(self) -> None:
+        """As torch.nn.utils.clip_grad_norm_ over the whole model, whose order of sums it keeps."""
+        max_norm = self._plan.arguments.clip_grad_norm
+        assert max_norm is not None  # or nothing is clipped
+        for parameter in self._parameters:
+            refuse_sparse(parameter, "clipped")
+        self._nonfinite.look_before_norms()
+        norms = self._norms()
+        # A device takes a zero for a gradient that is not there: its sum may round differently.
+        there = norms if self._plan.accelerator.queues else norms[norms != _ABSENT]
+        total = torch.linalg.vector_norm(there)
+        self.norm = Late(self._plan.accelerator, total, lambda copied: float(copied.item()))
+        if self._nonfinite.accepts(norms, self._stages, total):
+            held = [_Held(local(p.grad)) for p in self._parameters if p.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)  # type: ignore[arg-type]
+
+    def _norms(self) -> Tensor:
+        """The norms of all stages in their order."""
+        values = torch.zeros(len(self._stages), dtype=self._dtype, device=self._plan.device)
+        absent = values.new_full((), 0.0 if self._plan.accelerator.queues else _ABSENT)
+        for stage, own in self._counted.items():
+            there = {p: p.grad for p in own if p.grad is not None}
+            found = dict(zip(there, _norms_of([*there.values()]), strict=True))
+            start = self._stages.index(stage)
+            values[start : start + len(own)] = torch.stack([found.get(p, absent) for p in own])
+        return self._group.sum(values, "all norms")() if self._stages else values
+
+
+@attrs.frozen
+class _Held:
+    """A gradient, as torch's function looks for it."""
+
+    grad: Tensor
+
+
+_ABSENT = -1.0
+"""What stands for the norm of a gradient that is not there."""
+
+_SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""Of 16 bits the squares' sum overflows, or is rounded to a few digits."""
+
+
+def _norms_of(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each gradient, as torch.nn.utils.clip_grad_norm_ takes it, but that of 16 bits
+    in 32. Processes with shards add up their squares, in one sum for all that are split alike."""
+    alike: dict[object, list[int]] = {}
+    for at, grad in enumerate(grads):
+        split: object = None
+        if isinstance(grad, DTensor):
+            split = grad.device_mesh, (*(placed.is_replicate() for placed in grad.placements),)
+        alike.setdefault((grad.dtype, split), []).append(at)
+    norms: dict[int, Tensor] = {}
+    for places in alike.values():
+        own = [grads[at] for at in places]
+        found = torch.stack(torch._foreach_norm(own, dtype=_SUMMED_IN.get(own[0].dtype)))
+        if isinstance(found, DTensor):
+            with waiting("the norms of all shards"):
+                found = found.full_tensor()
+        norms |= zip(places, found.unbind(), strict=True)
+    return [norms[at] for at in range(len(grads))]

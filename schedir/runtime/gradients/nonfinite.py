@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Mapping, Sequence
-from typing import NoReturn, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,9 @@ from torch.amp.grad_scaler import GradScaler
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
 from schedir.runtime.accelerator import Accelerator, Reach
-from schedir.runtime.microbatches import Count
 from schedir.runtime.plan import Plan, steps_last
 from schedir.runtime.processes.groups import Group, Groups
+from schedir.runtime.samples import Count
 from schedir.runtime.sharded import local
 
 Step: TypeAlias = tuple[int, int]
@@ -53,8 +53,7 @@ class NonFinite:
 
     `optimizers` are those of the stages here. `leaves_out` says whether the current call leaves its
     OPTIM_STEPs out. `agreement` is what ranks that don't clip do together before they step, if
-    anything. `active` says whether anything is checked, `ends` whether `end` has anything to do.
-    `scale` is that of the current call's loss. With `reach` the host waits for a device.
+    anything. `scale` is that of the current call's loss. With `reach` the host waits for a device.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class NonFinite:
         self._plan, self._accelerator = plan, plan.accelerator
         self._reach = reach
         rule, clips = plan.arguments.nonfinite, plan.arguments.clip_grad_norm is not None
-        self.active, self._raises = rule != "ignore", rule == "raise"
+        self._active, self._raises = rule != "ignore", rule == "raise"
         self.agreement = self._agree if rule == "skip" and not clips else None
         self.looks_alone = self._raises and not clips
         self._scaler, self.scale = plan.arguments.scaler, 1.0
@@ -84,8 +83,6 @@ class NonFinite:
             self._group = groups.for_numbers(
                 {layout[line][rank] for layout in grid.slices for line in lines for rank in holders}
             )
-        # On a device, losses are looked at after the call; a scale changes then.
-        self.ends = self._scaler is not None or plan.accelerator.queues
         self.leaves_out = False
         self._looked_at: set[Step] = set()
         self._losses: dict[int, Tensor] = {}  # on a device, by microbatch: not looked at yet
@@ -96,7 +93,7 @@ class NonFinite:
         self._adds_up, self._accumulates = self._accumulates, not updates
         self.leaves_out = False
         self._looked_at.clear()
-        self._losses.clear()
+        self._taken()  # a call that failed may have left some
         if self._scaler is not None:
             self.scale = self._scaler.get_scale()
 
@@ -104,15 +101,11 @@ class NonFinite:
         """A call is over: losses that no OPTIM_STEP has waited for are looked at later."""
         if self._scaler is not None and not self._accumulates:
             self._rescale(self._scaler)
-        if self._losses:
-            microbatches = list(self._losses)
-            values = torch.stack(list(self._losses.values()))
-
-            def look(copied: Tensor) -> None:
-                self._look_at_losses(dict(zip(microbatches, copied.tolist(), strict=True)))
-
-            self._accelerator.check_later(values, look)
-            self._losses.clear()
+        if losses := self._taken():
+            values = torch.stack([*losses.values()])
+            self._accelerator.check_later(
+                values, lambda copied: _check_losses(losses, copied.tolist())
+            )
 
     def loss(
         self, loss: Tensor, microbatch: int, share: Count, trains: bool
@@ -122,29 +115,29 @@ class NonFinite:
         One without samples, thus without a share, has no mean: it is not looked at. Raises
         ExecutionError for one that is not finite.
         """
-        looks = trains and self.active
-        if self._accelerator.queues:
-            kept = loss.detach().clone()  # it is read later, and may be a buffer
-            if not looks or (not isinstance(share, Tensor) and not share):
-                return kept, share
+        looks = trains and self._active
+        if not self._accelerator.queues:
+            number = float(loss.item())
+            if looks and not math.isfinite(number):
+                share = self.share_of_unfinite(number, microbatch, share)
+            return number, share
+        kept = loss.detach().clone()  # it is read later, and may be a buffer
+        if looks and (isinstance(share, Tensor) or share):
             value = kept.reshape(())
             if isinstance(share, Tensor):
                 value = torch.where(share == 0, 0.0, value)
-            if not self._raises:
-                return kept, share + value * 0  # NaN, unless the loss is finite
-            self._losses[microbatch] = value
-            return kept, share
-        number = float(loss.item())
-        if looks and not math.isfinite(number):
-            share = self.share_of_unfinite(number, microbatch, share)
-        return number, share
+            if self._raises:
+                self._losses[microbatch] = value
+            else:
+                share = share + value * 0  # NaN, unless the loss is finite
+        return kept, share
 
     def share_of_unfinite(self, loss: float, microbatch: int, share: Count) -> Count:
         """The start of the backward of a loss that is not finite. Raises ExecutionError where
         that is refused."""
         if share and self._raises:
-            self._look_at_losses({microbatch: loss})
-        return math.nan if share and self.active else share
+            _check_losses([microbatch], [loss])
+        return math.nan if share and self._active else share
 
     def look(self, steps: Sequence[Step]) -> None:
         """Look at the gradients that a rank's consecutive OPTIM_STEPs will apply.
@@ -172,7 +165,7 @@ class NonFinite:
 
         `norms` is made of those of these stages. Raises ExecutionError where none should be.
         """
-        if not self.active or math.isfinite(*self._read([total])):
+        if not self._active or math.isfinite(*self._read([total])):
             return True
         if self._raises:
             if found := self._not_finite():
@@ -223,18 +216,15 @@ class NonFinite:
 
     def _read(self, scalars: Sequence[Tensor]) -> list[float]:
         """Read the values; on a GPU with the losses, so that the host waits only once."""
-        if not self._losses:
-            return self._accelerator.read(scalars, self._reach)
-        values = self._accelerator.read([*scalars, *self._losses.values()], self._reach)
-        found = dict(zip(self._losses, values[len(scalars) :], strict=True))
-        self._losses.clear()
-        self._look_at_losses(found)
+        losses = self._taken()
+        values = self._accelerator.read([*scalars, *losses.values()], self._reach)
+        _check_losses(losses, values[len(scalars) :])
         return values[: len(scalars)]
 
-    def _look_at_losses(self, losses: Mapping[int, float]) -> None:
-        for microbatch, value in losses.items():
-            if not math.isfinite(value):
-                raise ExecutionError(f"the loss of microbatch {microbatch} is {value}{_MEND}")
+    def _taken(self) -> dict[int, Tensor]:
+        """The losses that nobody has looked at."""
+        losses, self._losses = self._losses, {}
+        return losses
 
     def _refuse(self, found: Sequence[Step]) -> NoReturn:
         """Raise ExecutionError for a gradient of a step here that is not finite."""
@@ -252,6 +242,13 @@ class NonFinite:
         return f" by microbatch {applied[0]}"
 
 
+def _check_losses(microbatches: Iterable[int], losses: Iterable[Any]) -> None:
+    """Raise ExecutionError for a loss that is not finite."""
+    for microbatch, value in zip(microbatches, losses, strict=True):
+        if not math.isfinite(value):
+            raise ExecutionError(f"the loss of microbatch {microbatch} is {value}{_MEND}")
+
+
 class _Gradients:
     """The gradients that a stage's optimiser applies; `names` are of the stage's parameters."""
 
@@ -265,11 +262,14 @@ class _Gradients:
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         self._own = [p for p in names if p in stepped]
         # A sum is not finite where an element isn't; of halves it easily overflows otherwise.
-        small = {
-            p for p in self._own if self._queues or p.numel() <= _SMALL or p.dtype is torch.float16
+        summed = {
+            p
+            for p in self._own
+            if p.is_complex()
+            or not (self._queues or p.numel() <= _SMALL or p.dtype is torch.float16)
         }
-        self._checked = [p for p in self._own if p in small and not p.is_complex()]
-        self._summed = [p for p in self._own if p not in small or p.is_complex()]
+        self._summed = [p for p in self._own if p in summed]
+        self._checked = [p for p in self._own if p not in summed]
         self._found = torch.zeros((), dtype=torch.float32, device=accelerator.device)
         self._one = torch.ones((), dtype=torch.float32, device=accelerator.device)
 

@@ -17,7 +17,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -133,36 +133,6 @@ class Tie:
                 copy.grad = _laid_out(local(first.grad).clone().reshape(-1), copy)
 
 
-class Accumulated:
-    """The gradients that earlier calls have left, when the caller steps.
-
-    They are summed already, over processes and over tied copies. So they are set aside while a call
-    runs, and the call sums only its new gradients.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = [*dict.fromkeys(parameters)]
-        self._earlier: list[Tensor | None] = []
-
-    @property
-    def active(self) -> bool:
-        """Whether there are any such parameters."""
-        return bool(self._parameters)
-
-    def set_aside(self) -> None:
-        """Take it, before a call adds to it."""
-        self._earlier = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def restore(self) -> None:
-        """Add it to what the call has left; nothing, if that has been done."""
-        for parameter, earlier in zip(self._parameters, self._earlier, strict=False):
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
-        self._earlier = []
-
-
 @attrs.define(eq=False)
 class Barrier:
     """An action that runs once `parties` ranks of this process have arrived.
@@ -212,29 +182,16 @@ def reduction_groups(schedule: Schedule, sharded: Collection[int] = ()) -> list[
         rank 3   … 0REDUCE_GRAD 3REDUCE_GRAD        otherwise each has a group of its own
     """
     every = graph_of(schedule).collectives_of
-    places = {stage: by_rank for stage, by_rank in every.items() if stage not in sharded}
-    found: list[list[int]] = []
-    for stage in places:
-        for others in found:
-            if _in_one_order([places[one] for one in (*others, stage)]):
-                others.append(stage)
-                break
-        else:
-            found.append([stage])
-    return [tuple(stages) for stages in found]
-
-
-def _in_one_order(places: Sequence[Mapping[int, Sequence[int]]]) -> bool:
-    """Whether all ranks come to the sums of these stages, each at its places by rank, in the same
-    order."""
-    ranks = set(places[0])
-    if any(set(by_rank) != ranks for by_rank in places):
-        return False
-    orders = {
-        tuple(stage for _, stage in sorted((p, s) for s, own in enumerate(places) for p in own[r]))
-        for r in ranks
-    }
-    return len(orders) == 1
+    together: dict[frozenset[int], list[int]] = {}
+    for stage, by_rank in every.items():
+        if stage not in sharded:
+            together.setdefault(frozenset(by_rank), []).append(stage)
+    found: list[tuple[int, ...]] = []
+    for ranks, stages in together.items():
+        placed = ([(place, s) for s in stages for place in every[s][rank]] for rank in ranks)
+        orders = {tuple(stage for _, stage in sorted(own)) for own in placed}
+        found += [tuple(stages)] if len(orders) == 1 else [(stage,) for stage in stages]
+    return found
 
 
 def _flat(parameter: nn.Parameter) -> Tensor:

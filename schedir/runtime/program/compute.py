@@ -57,15 +57,12 @@ from schedir.runtime.plan import Plan
 from schedir.runtime.program.instruction import Bound, Instruction, nothing
 from schedir.runtime.stage.split_backward import input_part
 from schedir.runtime.stage.stage import Cell, Stage, arguments, copy_of, no_loss
+from schedir.runtime.stage.weights import run_backward
 
 Root: TypeAlias = Tensor | GradientEdge
 Output: TypeAlias = Callable[[Stage, Cell, bool], Any]
 """Runs a stage's module on the input of a cell, with a graph or not."""
 Loss: TypeAlias = Callable[[Stage, Cell, Any], Tensor]
-
-# What torch.autograd.backward calls after a look at the gradients' shapes, which have been agreed
-# on: that takes as long as the forward of a small stage.
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 def run_module(stage: Stage, cell: Cell, with_graph: bool) -> Any:
@@ -409,15 +406,7 @@ def backward(stage: Stage, cell: Cell, version: int, hand: HandOn = hand_back) -
         ):
             roots, grads = _roots(stage, cell)
         if roots:
-            _run_backward(
-                tuple(roots),
-                tuple(grads),
-                False,
-                False,
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            run_backward(tuple(roots), tuple(grads))
         leaves = cell.leaves
         found: tuple[Tensor | None, ...] = ()
         if len(leaves) == 1:  # as nearly always

@@ -24,8 +24,8 @@ from schedir.runtime.boundary import Learned, Lessons
 from schedir.runtime.feeding import Feed
 from schedir.runtime.gradients.gradients import Gradients
 from schedir.runtime.memory import Saved, is_plain
-from schedir.runtime.microbatches import Count
 from schedir.runtime.plan import Plan
+from schedir.runtime.samples import Count
 from schedir.runtime.sharded import Sharded, return_local
 from schedir.runtime.stage.buffers import Buffers, Kept
 from schedir.runtime.stage.split_backward import WeightPart
@@ -169,6 +169,8 @@ class Stage:
         self.module = plan.arguments.stages[index]
         self.queues = plan.accelerator.queues
         self.loss_fn = plan.arguments.loss_fn if index == plan.last_stage else None
+        # With the loss, if that is a module.
+        self.modules = [m for m in (self.module, self.loss_fn) if isinstance(m, nn.Module)]
         self.weights = weights
         self.reduction = gradients.reductions.get(index)
         self.nonfinite = gradients.nonfinite
@@ -204,13 +206,6 @@ class Stage:
         """Leave the module as it was."""
         if self._hook is not None:
             self._hook.remove()
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The module, and the loss if it is a module."""
-        if isinstance(self.loss_fn, nn.Module):
-            return self.module, self.loss_fn
-        return (self.module,)
 
     def loss(self, cell: Cell, output: Any, target: Any, keywords: Mapping[str, Any]) -> Tensor:
         """The loss of the cell's output."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from typing import TypeAlias
 
@@ -33,6 +34,17 @@ from schedir.ir import Schedule
 from schedir.runtime.accelerator import Accelerator
 from schedir.runtime.gradients.reduction import Barrier
 from schedir.runtime.memory import keep_apart
+
+run_backward = partial(
+    torch.autograd.Variable._execution_engine.run_backward,
+    keep_graph=False,
+    create_graph=False,
+    inputs=(),
+    allow_unreachable=True,
+    accumulate_grad=True,
+)
+"""torch.autograd.backward of some roots and their gradients, without its look at their shapes: that
+takes as long as the forward of a small stage."""
 
 Readers: TypeAlias = Mapping[int, int]
 """The number of ranks here that read a version, of those that are read after the OPTIM_STEP that
@@ -64,6 +76,9 @@ def readers_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, Readers]:
     return found
 
 
+Copy: TypeAlias = dict[nn.Parameter, nn.Parameter]
+"""The parameters of an older version, by the module's own."""
+
 NEWEST = -1
 """In place of a version: the module's own parameters."""
 
@@ -73,66 +88,60 @@ class StageWeights:
 
     `newest` are the module's own parameters, which gradients go to. `readers` has the versions that
     are still read when they are replaced. `accumulators` makes the autograd nodes that add to
-    gradients, if the first forward must not make them. `latest` is the newest version in this call.
-    It `stashes` if older versions are kept, as copies. It `collects` if it has to take in the
-    gradients of a backward: the first ones of parameters, or those of copies.
+    gradients, if the first forward must not make them; they are held here, and so outlive the
+    graphs that use them. `latest` is the newest version in this call. It `stashes` if older
+    versions are kept, as copies. It `collects` if it has to take in the gradients of a backward:
+    the first ones of parameters, or those of copies.
     """
 
     def __init__(
         self,
         module: nn.Module,
         readers: Readers,
-        accumulators: Callable[[Sequence[nn.Parameter]], Sequence[object]] | None = None,
+        accumulators: Callable[[Iterable[nn.Parameter]], object] | None = None,
     ) -> None:
         self.newest = list(module.parameters())
         self._readers, self._accumulators = readers, accumulators
-        self._held: dict[tuple[int, ...], Sequence[object]] = {}  # accumulators, by parameters
+        self._held = [accumulators(self.newest)] if accumulators else []
         self.stashes = bool(readers)
         self.latest = 0
         # A parameter may stand at several places of a module; all of them are swapped together.
-        numbers = {id(parameter): number for number, parameter in enumerate(self.newest)}
         self._places = [
-            (holder._parameters, name, numbers[id(parameter)])
+            (holder._parameters, name, parameter)
             for holder in module.modules()
             for name, parameter in holder._parameters.items()
             if parameter is not None
         ]
-        self._stashed: dict[int, list[nn.Parameter]] = {}
+        self._stashed: dict[int, Copy] = {}
         self._reading: dict[int, int] = {}  # of these, on how many ranks they are still read
-        self._pool: list[list[nn.Parameter]] = []
-        self._installed = self.newest
+        self._pool: list[Copy] = []
+        self._installed = self._own = dict(zip(self.newest, self.newest, strict=True))
         self.expect_gradients(self.newest)
 
     @property
     def copies(self) -> Sequence[nn.Parameter]:
         """Those of older versions that are kept now."""
-        return [parameter for copy in self._stashed.values() for parameter in copy]
+        return [kept for copy in self._stashed.values() for kept in copy.values()]
 
     def begin(self, version: int) -> None:
         """`version` is the newest now: keep a copy of it if it will outlive its OPTIM_STEP."""
         torch.clear_autocast_cache()  # it holds casts of what the parameters were before
         self.latest = version
-        self._hold(self.newest)
         self.expect_gradients(self.newest)
         if version not in self._readers:
             return
-        copy = self._pool.pop() if self._pool else [_like(parameter) for parameter in self.newest]
+        copy = self._stashed[version] = self._pool.pop() if self._pool else self._copy()
+        self._reading[version] = self._readers[version]
         with torch.no_grad():
-            for kept, parameter in zip(copy, self.newest, strict=True):
+            for parameter, kept in copy.items():
                 kept.copy_(parameter)
                 kept.requires_grad_(parameter.requires_grad)
-        self._hold(copy)
-        self._stashed[version] = copy
-        self._reading[version] = self._readers[version]
 
-    def _hold(self, parameters: list[nn.Parameter]) -> None:
-        """Hold the accumulators of a version, which would end with the graphs that use them."""
-        if self._accumulators is None:
-            return
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        key = tuple(map(id, trained))
-        if key not in self._held:
-            self._held[key] = self._accumulators(trained)
+    def _copy(self) -> Copy:
+        copy = {p: nn.Parameter(torch.empty_like(p), p.requires_grad) for p in self.newest}
+        if self._accumulators:
+            self._held.append(self._accumulators(copy.values()))
+        return copy
 
     def expect_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gradients go to these parameters now: the full ones of a sharded stage, or the newest,
@@ -142,10 +151,10 @@ class StageWeights:
 
     def install(self, version: int) -> None:
         """Make `version` the one that the module runs with."""
-        parameters = self._stashed.get(version, self.newest)
+        parameters = self._stashed.get(version, self._own)
         if parameters is not self._installed:
-            for holder, name, number in self._places:
-                holder[name] = parameters[number]
+            for holder, name, parameter in self._places:
+                holder[name] = parameters[parameter]
             self._installed = parameters
 
     def collect(
@@ -161,11 +170,11 @@ class StageWeights:
         to the module's own parameters, past these parameters' hooks.
         """
         if version in self._stashed:
-            pairs = zip(self._stashed[version], self.newest, strict=True)
-            made = [(kept, parameter) for kept, parameter in pairs if kept.grad is not None]
+            copy = self._stashed[version]
+            made = {p: kept.grad for p, kept in copy.items() if kept.grad is not None}
             # Autograd copies gradients that somebody else holds as well.
-            torch.autograd.backward([p for _, p in made], [kept.grad for kept, _ in made])
-            for kept, _ in made:
+            run_backward((*made,), (*made.values(),))
+            for kept in copy.values():
                 kept.grad = None
             return
         if self._without_gradient:  # else autograd has added to what was there
@@ -183,7 +192,7 @@ class StageWeights:
 
     def _drop(self, version: int) -> None:
         copy = self._stashed.pop(version)
-        for kept in copy:
+        for kept in copy.values():
             kept.grad = None  # a step that failed may have left some
         self._pool.append(copy)
 
@@ -197,10 +206,6 @@ class StageWeights:
         for version in list(self._stashed):
             self._drop(version)
         self.install(NEWEST)
-
-
-def _like(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
 
 
 class Replicas:

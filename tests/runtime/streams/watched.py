@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from schedir.runtime.accelerator import Host
 from schedir.runtime.program import compute
 from schedir.runtime.program.instruction import Bound, Instruction
+from schedir.runtime.stage import weights
 from schedir.runtime.transports import InProcessTransport
 from tests.runtime.streams.clocks import FakeDevice
 from tests.runtime.streams.communicators import Communicators
@@ -40,8 +41,9 @@ def watching(device: FakeDevice, communicators: bool) -> Iterator[pytest.MonkeyP
             patch.setattr("schedir.runtime.session.InProcessTransport", _transport)
             patch.setattr("schedir.runtime.transports.Endpoint.channel", "rank")
         engine = torch.autograd.Variable._execution_engine
-        for place in ("torch.autograd._engine_run_backward", f"{compute.__name__}._run_backward"):
-            patch.setattr(place, _joined(device, engine.run_backward))
+        patch.setattr("torch.autograd._engine_run_backward", _joined(device, engine.run_backward))
+        for module in (compute, weights):
+            patch.setattr(module, "run_backward", _joined(device, weights.run_backward))
         with Graphs(device), Sanitizer(device):
             yield patch
 
