@@ -40,6 +40,7 @@ WINGS = {
             "transports",
             "plan",
             "session",
+            "samples",
             "feeding",
             "gradients",
             "boundary",

@@ -427,7 +427,9 @@ class Engine:
         cells = program.cells
         losses = self._report(-1, exchanges, feed, cells) if exchanges else None
         # In a short batch the last microbatches are copies.
-        outputs = cells.results(call.rows) if call.keeps is not None else None
+        outputs = None
+        if call.keeps is not None and cells.last:
+            outputs = [cell.result for cell in cells.last[: call.rows]]
         cells.empty()
         if program.learns:
             programs.learn(program, call)
@@ -437,7 +439,7 @@ class Engine:
         self, batch: int, exchanges: Sequence[Exchange], feed: Feed, cells: Cells
     ) -> Callable[[], CallLosses]:
         """Send the losses of a batch; returns a function that gets those of all ranks."""
-        ran = cells.losses() if feed.counts else ()
+        ran = [cell.loss for cell in cells.last] if feed.counts else ()
         return self._losses[batch].report(exchanges[batch], feed.counts, ran)
 
     def _read(self, call: Call, ended: Callable[[], bool], fetch: Callable[[], T], what: str) -> T:

@@ -68,8 +68,8 @@ class Executor:
       stage)` with a list of (name in the whole model, parameter), for param groups by name.
       None leaves the gradients in `.grad`, and you step.
     - `weigh`: how the microbatches of an update are weighted. With "samples" each has its share of
-      their samples. With "equal" all have the same weight, 1 / their number. With None losses that
-      are normalised already are summed as they are; see below.
+      their samples. With "equal" all have the same weight, 1 / their number over all pipelines.
+      With None losses that are normalised already are summed as they are; see below.
     - `gathers`: with "listed" the weights of stages that fully_shard has wrapped are gathered and
       given up only where the list says so; what a module gathers besides is refused. With "free"
       it may, and its own settings stand, as in torch's pipelining; see below.

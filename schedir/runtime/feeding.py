@@ -70,8 +70,9 @@ class Feeder:
             checked(dict(given.kwargs_chunk_spec or {}), "kwargs_chunk_spec"),
         )
         self._has_first, self._has_last = 0 in self._local, self._last in self._local
+        self._of_target = ChunkSpecs(given.batch_dim)
         has_specs = given.args_chunk_spec is not None or bool(given.kwargs_chunk_spec)
-        self._is_plain = self._device.type == "cpu" and samples.are_rows and not has_specs
+        self._is_plain = self._device.type == "cpu" and not samples.asks and not has_specs
 
     def cut(self, given: CallArguments, kind: Call) -> Feed:
         """Cut a call into microbatches. Raises ExecutionError for arguments that don't fit."""
@@ -103,9 +104,9 @@ class Feeder:
             (
                 "inputs",
                 given.inputs if self._has_first or tell_rows else None,
-                self._specs.of_inputs,
+                self._specs.along,
             ),
-            ("target", given.target if has_target else None, self._specs.of_target),
+            ("target", given.target if has_target else None, self._of_target.along),
             *((name_of_extra(stage), batch, beside) for stage, batch in extras.items()),
             ("loss_kwargs", given.loss_kwargs if has_loss else None, beside),
         ]

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
-from itertools import islice, repeat
+from itertools import islice
 from numbers import Number
 from typing import Any, TypeAlias
 
@@ -137,22 +137,16 @@ def _cut_whole(
 
 @attrs.frozen(eq=False)
 class ChunkSpecs:
-    """How to cut whole batches: `args` are the specs of `inputs` by position, `kwargs` those of
+    """How to cut whole batches: `args` are the specs of a batch by position, `kwargs` those of
     keywords by name. Without a spec, inputs and target are cut along `batch_dim`."""
 
     batch_dim: int
     args: ChunkSpec = None
     kwargs: Mapping[str, ChunkSpec] = {}
 
-    def of_inputs(self, batch: Batch, what: str) -> Sequence[Dim]:
-        """The dims of the leaves of `inputs`."""
-        if self.args is None and not self.kwargs:
-            return self.of_target(batch, what)
-        return self._dims(batch, self._spread(batch, what, self.args))
-
-    def of_target(self, batch: Batch, what: str) -> Sequence[Dim]:
-        """The dims of the leaves of `target`."""
-        return self._dims(batch, repeat(None))
+    def along(self, batch: Batch, what: str) -> Sequence[Dim]:
+        """The dims of the leaves of inputs or target."""
+        return self._dims(batch, what, self.args, lambda _: self.batch_dim)
 
     def beside(self, batch: Batch, what: str, rows: int | None) -> Sequence[Dim]:
         """The dims of the leaves of `stage_inputs` or `loss_kwargs`; `rows` are the batch's, None
@@ -160,36 +154,39 @@ class ChunkSpecs:
 
         Raises ExecutionError for a tensor without a spec that may hold one entry for each row.
         """
-        specs = self._spread(batch, what, None)
-        for leaf, spec in zip(pytree.tree_leaves(batch), specs, strict=True):
-            if spec is None and isinstance(leaf, Tensor):
-                lengths = [leaf.shape[dim] for dim in {0, self.batch_dim} if dim < leaf.dim()]
-                if lengths and (rows is None or rows in lengths):
-                    raise _ambiguous(what, batch, leaf, rows)
-        return self._dims(batch, [REPLICATE if spec is None else spec for spec in specs])
 
-    def _dims(self, batch: Batch, specs: Iterable[Dim | str]) -> Sequence[Dim]:
-        found: list[Dim] = []
-        for leaf, spec in zip(pytree.tree_leaves(batch), specs, strict=False):
-            if not isinstance(leaf, Tensor) or isinstance(spec, str):
-                found.append(None)
-            else:
-                found.append(self.batch_dim if spec is None else spec)
-        return found
+        def whole(leaf: Tensor) -> Dim:
+            lengths = [leaf.shape[dim] for dim in {0, self.batch_dim} if dim < leaf.dim()]
+            if lengths and (rows is None or rows in lengths):
+                raise _ambiguous(what, batch, leaf, rows)
+            return None
 
-    def _spread(self, batch: Batch, what: str, args: ChunkSpec) -> Sequence[Dim | str]:
-        """The spec of each leaf, None without one."""
+        return self._dims(batch, what, None, whole)
+
+    def _dims(
+        self, batch: Batch, what: str, spec: ChunkSpec, default: Callable[[Tensor], Dim]
+    ) -> Sequence[Dim]:
+        """The dims of the leaves; `default` gives that of a tensor without a spec."""
         if isinstance(batch, Mapping):
-            batch, args = {**batch}, {name: self.kwargs.get(name) for name in batch}
-        elif isinstance(args, (tuple, list)):
-            batch, args = (*batch,) if isinstance(batch, tuple) else (batch,), (*args,)
-        spread = pytree._broadcast_to_and_flatten(args, pytree.tree_structure(batch))
-        if spread is None:
+            batch, spec = {**batch}, {name: self.kwargs.get(name) for name in batch}
+        elif isinstance(spec, (tuple, list)):
+            batch, spec = (*batch,) if isinstance(batch, tuple) else (batch,), (*spec,)
+        leaves, structure = pytree.tree_flatten(batch)
+        every: list[Any] | None = [None] * len(leaves)
+        if spec is not None:
+            every = pytree._broadcast_to_and_flatten(spec, structure)
+        if every is None:
             raise ExecutionError(
-                f"{what}: its chunk spec {args!r} has another structure than the batch; pass one "
+                f"{what}: its chunk spec {spec!r} has another structure than the batch; pass one "
                 f'dim or "{REPLICATE}" for each tensor, or one for all'
             )
-        return spread
+        dims: list[Dim] = []
+        for leaf, dim in zip(leaves, every, strict=True):
+            if not isinstance(leaf, Tensor) or dim == REPLICATE:
+                dims.append(None)
+            else:
+                dims.append(default(leaf) if dim is None else dim)
+        return dims
 
 
 def _ambiguous(what: str, batch: Batch, leaf: Tensor, rows: int | None) -> ExecutionError:

@@ -49,7 +49,7 @@ COLUMNS = 4
 
 @attrs.frozen(eq=False)
 class Anchor:
-    """A moment on the host's clock, in nanoseconds and within `error`, with the device's mark."""
+    """A moment on a host's clock, in nanoseconds and within `error`, with the device's mark."""
 
     at: int
     error: float
@@ -199,7 +199,7 @@ class Recorder:
         self, calls: Iterable[tuple[Mark, Taken]], first: Anchor, last: Anchor
     ) -> tuple[list[Nanoseconds], float]:
         """The marks of calls between two anchors, each with the mark that it began at, as times on
-        the host's clock, 0 for none; and by how many nanoseconds they may be wrong.
+        the anchors' clock, 0 for none; and by how many nanoseconds they may be wrong.
 
         A device has its own clock, whose drift is taken to be even. The times of a call count from
         its beginning, because a GPU's times have few digits.

@@ -1,8 +1,20 @@
 """Weighs each microbatch by its share of the samples of its update, and the losses of a call alike.
 
-The backward of a microbatch's loss starts from its share. On a GPU, losses are copied to the host
-behind the GPU's work, and a separate thread sends them to the other processes. So only a reader of
-the losses waits for them.
+The backward of a microbatch's loss starts from its share, so every gradient is accumulated with the
+share that the last stage gave its microbatch. Over all pipelines, the shares of each of the last
+stage's OPTIM_STEPs add up to one: sums of gradients over processes are never divided. A stage that
+groups the microbatches in another way takes the mean over its own group: before it steps, it
+divides its sum by the sum of the group's shares. In 1F1B-RR (PipeDream, SOSP 2019, section 3.2),
+with two replicas of stage 0:
+
+    stage 1   0 | 1 | 2 | 3     a step for each: all shares are 1
+    stage 0   0   1 | 2   3     a step for two: their sum is 2, and the scale is a half
+
+Of n whole groups of the last stage the sum is n. Of a part of a group it is that part, as the
+microbatches of such a group must hold equally many samples.
+
+On a GPU, losses are copied to the host behind the GPU's work, and a separate thread sends them to
+the other processes. So only a reader of the losses waits for them.
 """
 
 from __future__ import annotations
@@ -18,6 +30,7 @@ from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
+from schedir.ir import Schedule
 from schedir.runtime.accelerator import Late
 from schedir.runtime.call import Call, CallLosses
 from schedir.runtime.microbatches import Microbatch, Pieces, rows
@@ -30,14 +43,17 @@ Count: TypeAlias = float | Tensor
 
 
 class Samples:
-    """The samples of microbatches, by which the executor weighs them, and their shares."""
+    """The samples of microbatches, by which the executor weighs them, and their shares.
+
+    It `asks` the user's function for them; else the microbatches of a whole batch have their rows.
+    """
 
     def __init__(self, plan: Plan, groups: Groups) -> None:
         given, self._accelerator = plan.arguments, plan.accelerator
         self._weigh = given.weigh
         self._microbatches = plan.schedule.microbatches
-        self._asks = given.count is not rows
-        self._count = given.count if self._asks else partial(rows, dim=given.batch_dim)
+        self.asks = given.count is not rows
+        self._count = given.count if self.asks else partial(rows, dim=given.batch_dim)
         flow = graph_of(plan.schedule)
         made = flow.weight_gradients
         turns, order = flow.turn[made], np.argsort(made[-1])
@@ -53,18 +69,13 @@ class Samples:
             if plan.updates and np.ptp(turns[:, group], axis=1).any()
         ]
         self._pipelines, self._pipeline = plan.grid.pipelines, plan.grid.pipeline
-        on_device = self._asks and plan.accelerator.queues
+        on_device = self.asks and plan.accelerator.queues
         self._device = plan.device if on_device else torch.device("cpu")
         self._group = None
         has_loss = plan.last_stage in plan.local_stages
         if self._pipelines > 1 and has_loss and self._weigh == "samples":
             self._group = groups.for_numbers(plan.grid.holders([plan.grid.rank]), self._device)
         self._latest: tuple[Sequence[Count], Call, Sequence[Count]] | None = None
-
-    @property
-    def are_rows(self) -> bool:
-        """Whether the microbatches of a whole batch count alike, or as they have rows."""
-        return not self._asks
 
     def of_rows(self, number: int) -> Sequence[float]:
         """The samples of each microbatch of a whole batch with that many rows."""
@@ -78,7 +89,7 @@ class Samples:
         """
         if self._weigh != "samples":
             return self.of_rows(self._microbatches if number is None else number)
-        if self._asks or target.ready:
+        if self.asks or target.ready:
             found = [*map(self._counted, target.microbatches[:number])]
             return found + [0.0] * (self._microbatches - len(found))
         if target.rows is None:
@@ -131,7 +142,15 @@ class Samples:
                 if not total:
                     raise ExecutionError(f"target: microbatches {group} hold no samples at all")
             for group in parted:
-                _check_alike([found[m] for m in group], group)
+                own = [found[m] for m in group]
+                if len(set(own)) > 1:
+                    raise ExecutionError(
+                        f"target: microbatches {group}, after which the loss stage updates, hold "
+                        f"{', '.join(f'{n:g}' for n in own)} samples, but another stage updates "
+                        "after a part of them, so they must hold equally many: pass so many rows "
+                        "that all microbatches get as many, or list the OPTIM_STEPs of all stages "
+                        "after the same microbatches"
+                    )
 
         every = [*counts, *totals]
         if any(isinstance(n, Tensor) for n in every):
@@ -141,16 +160,16 @@ class Samples:
             totals = [*found[len(counts) :].clamp_min(_LEAST)]
         else:
             check(every)
-        shares: list[Count] = [0.0] * len(counts)
-        for group, total in zip(groups, totals, strict=True):
-            for m in group:
-                shares[m] = counts[m] / total
+        parts = zip(groups, totals, strict=True)
+        share_of = {m: counts[m] / total for group, total in parts for m in group}
+        shares = [share_of[m] for m in range(self._microbatches)]
         if self._group is None:
             self._latest = counts, kind, shares
         return shares
 
     def _over_pipelines(self, totals: list[Count]) -> list[Count]:
-        """The sums of `totals` over all pipelines, on the ranks of the last stage."""
+        """The sums of `totals` over all pipelines, on the ranks of the last stage. With "equal"
+        every pipeline has the same ones."""
         if self._weigh == "equal":
             return [total * self._pipelines for total in totals]
         if self._group is None:
@@ -187,23 +206,26 @@ def _check_counts(counts: Sequence[float]) -> None:
             )
 
 
-def _check_alike(counts: Sequence[float], group: Sequence[int]) -> None:
-    """Raise ExecutionError if microbatches of one update of the loss stage, of which another stage
-    applies a part, hold different numbers of samples."""
-    if len(set(counts)) > 1:
-        raise ExecutionError(
-            f"target: microbatches {group}, after which the loss stage updates, hold "
-            f"{', '.join(f'{n:g}' for n in counts)} samples, but another stage updates after a "
-            "part of them, so they must hold equally many: pass so many rows that all microbatches "
-            "get as many, or list the OPTIM_STEPs of all stages after the same microbatches"
-        )
-
-
 SUMS = (
     'loss_fn must return the mean over a microbatch, but reduction="sum" makes it a sum; use '
     'reduction="mean", and pass count= if the mean is over something else than rows; or pass '
     "weigh=None to train on the sum of what loss_fn returns"
 )
+
+
+def share_sums(schedule: Schedule) -> dict[tuple[int, int], float]:
+    """The sums of the shares of the OPTIM_STEPs that apply other microbatches than those of the
+    loss stage."""
+    flow = graph_of(schedule)
+    turns = flow.turn[flow.weight_gradients]
+    sizes = np.bincount(turns[-1])
+    found = {}
+    for stage, own in enumerate(turns):
+        for step in range(own.max() + 1):
+            parts = np.bincount(turns[-1][own == step], minlength=len(sizes)) / sizes
+            if np.count_nonzero(parts) > 1 or parts.max() < 1:
+                found[stage, step] = float(parts.sum())
+    return found
 
 
 def check_loss(plan: Plan) -> None:
@@ -279,16 +301,16 @@ class Losses:
         here = [*zip(counts[own], losses[own], strict=True)]
         entries = [n if loss is not None else 0.0 for n, loss in here]
         entries += [loss if loss is not None else 0.0 for _, loss in here]
-        late = self._late(entries)
+        late = self._late(entries) if self._accelerator.queues else None
 
         def exchanged() -> list[Tensor]:
-            if self._has_part:
+            if late is not None and self._has_part:
                 exchange.give(late(), self._receivers)
             return exchange.result()
 
-        if not self._accelerator.queues:
+        if late is None:
             if self._has_part:
-                exchange.give(late(), self._receivers)
+                exchange.give(_report(entries), self._receivers)
             read = exchange.result
         elif len(self._receivers) == 1:  # no other process waits for it
             read = exchanged
@@ -299,14 +321,13 @@ class Losses:
     def _late(self, entries: Sequence[float | Tensor]) -> Callable[[], Tensor]:
         """A function that gets this process's report; what is on the device comes by one copy."""
         on_device = [entry.reshape(()) for entry in entries if isinstance(entry, Tensor)]
-
-        def report(copied: Tensor | None = None) -> Tensor:
-            read = iter(() if copied is None else copied.tolist())
-            known = [next(read) if isinstance(entry, Tensor) else entry for entry in entries]
-            return torch.tensor(known, dtype=torch.float64, device="cpu")
-
         if not on_device:
-            return report
+            return lambda: _report(entries)
+
+        def report(copied: Tensor) -> Tensor:
+            read = iter(copied.tolist())
+            return _report([next(read) if isinstance(x, Tensor) else x for x in entries])
+
         return Late(self._accelerator, torch.stack(on_device).to(torch.float64), report)
 
     def _found(self, reports: Sequence[Tensor]) -> CallLosses:
@@ -319,3 +340,7 @@ class Losses:
         losses = tuple(loss if n else math.nan for table in tables for n, loss in table)
         mean = total if self._adds_up else total / samples if samples else math.nan
         return CallLosses(mean, samples, losses)
+
+
+def _report(entries: Sequence[float | Tensor]) -> Tensor:
+    return torch.tensor(entries, dtype=torch.float64, device="cpu")

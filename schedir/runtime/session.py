@@ -268,7 +268,8 @@ class Session:
         roots = () if verdict is None else verdict.roots
         if isinstance(error, WaitError):
             found = self._explained(error, what, verdict)
-            error.forget_frames()
+            # The frames hold a work, and so a connection.
+            error.__traceback__ = error.cause.__traceback__ = None
             if verdict is None and self.board.is_open:  # so that the others know as much
                 verdict = self.watch.blame([], str(found))
         if isinstance(found, ExecutionError):

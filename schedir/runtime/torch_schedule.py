@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -101,8 +102,6 @@ class TorchSchedule:
         self._timeout = timeout_of(options.pop("timeout", None))
         self._options = options
         self._loss = _Loss(theirs._loss_fn)
-        self._made: Executor | None = None
-        self._parameters: list[nn.Parameter] = []
         self._has_first = any(stage.is_first for stage in self._stages)
         self._has_last = any(stage.is_last for stage in self._stages)
 
@@ -168,10 +167,8 @@ class TorchSchedule:
                 targets = [*_split_tensor(target, TensorChunkSpec(0), number)]
         inputs = [*map(_as_input, arguments)] if self._has_first else None
         extras = {stage.stage_index: keywords for stage in self._stages} if any(keywords) else {}
-        if not self._has_last:
-            return CallArguments(inputs, None, extras)
         numbered = [{**(loss_kwargs or {}), _NUMBER: m} for m in range(number)]
-        return CallArguments(inputs, targets, extras, numbered)
+        return CallArguments(inputs, targets if self._has_last else None, extras, numbered)
 
     def _call(
         self, kind: Call, given: CallArguments, losses: list[Tensor] | None, return_outputs: bool
@@ -182,7 +179,7 @@ class TorchSchedule:
         if self._theirs._loss_fn is None:
             kind = FORWARDS
         divides = kind.trains and self._theirs.scale_grads
-        parameters = self._parameters if divides else []
+        parameters = self._parameters if divides else ()
         earlier = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -203,14 +200,6 @@ class TorchSchedule:
         return self._theirs._merge_outputs(result.outputs) if return_outputs else None
 
     @property
-    def executor(self) -> Executor:
-        """The executor, made at the first call or when it is first read, on all ranks."""
-        if self._made is None:
-            self._made = self._make()
-            self._parameters = [p for stage in self._stages for p in stage.submod.parameters()]
-        return self._made
-
-    @property
     def timeout(self) -> timedelta:
         """How long a rank waits for another one. By default it is that of the default process
         group, read at each call. Set it on all ranks, between two calls, in seconds too."""
@@ -222,11 +211,16 @@ class TorchSchedule:
 
     def close(self) -> None:
         """Close the executor, if it was made; safe to call twice."""
-        if self._made is not None:
-            self._made.close()
+        if "executor" in vars(self):
+            self.executor.close()
 
-    def _make(self) -> Executor:
-        """Make the executor; all processes of the pipeline do."""
+    @cached_property
+    def _parameters(self) -> Sequence[nn.Parameter]:
+        return [p for stage in self._stages for p in stage.submod.parameters()]
+
+    @cached_property
+    def executor(self) -> Executor:
+        """The executor, made at the first call or when it is first read, on all ranks."""
         stages, theirs = self._stages, self._theirs
         group = stages[0].group
         wrapped = [stage for stage in stages if isinstance(stage.submod, FSDPModule)]

@@ -130,21 +130,21 @@ class Trace:
         ]
 
     def _report(self, steps: Sequence[_Step]) -> _Report:
-        (first, begin), (last, end) = self._clocks, self._read_clocks()
-        self._clocks = last, end
-        alignment = Alignment(first, last)
-        taken, error = self.recorder.read([step.marks for step in steps], begin, end)
+        begin, self._clocks = self._clocks, self._read_clocks()
+        taken, error = self.recorder.read([step.marks for step in steps], begin, self._clocks)
         rows, kept = cache(self._rows), cache(self._kept)
         stamps = [
-            self._placed(step, rows(step.schedule), alignment.aligned(times))
+            self._placed(step, rows(step.schedule), times)
             for step, times in zip(steps, taken, strict=True)
         ]
-        return _Report(alignment.error + error, stamps, [kept(step.gauge) for step in steps])
+        return _Report(error, stamps, [kept(step.gauge) for step in steps])
 
-    def _read_clocks(self) -> tuple[Reading, Anchor]:
-        """Read the clocks; the processes of one host have the same."""
-        reading = read_clocks(self._control) if self._spans_hosts else Reading(recorder.now())
-        return reading, self.recorder.anchor()
+    def _read_clocks(self) -> Anchor:
+        """An anchor by rank 0's clock, which all processes of one host have."""
+        if not self._spans_hosts:
+            return self.recorder.anchor()
+        reading = read_clocks(self._control)
+        return by_rank_0(reading, self.recorder.anchor())
 
     def _rows(self, schedule: Schedule) -> Ints:
         """The starts of the rows of the places of the ranks here; see `Recorder.of_list`."""
@@ -357,28 +357,11 @@ def reading_of(rounds: Sequence[Sequence[int]]) -> Reading:
     return Reading(at, (most + least) / 2, abs(most - least) / 2)
 
 
-@attrs.frozen
-class Alignment:
-    """Converts times of a clock to process 0's, between two readings; the drift between these is
-    taken to be even."""
-
-    first: Reading
-    last: Reading
-
-    @property
-    def error(self) -> float:
-        """By how many nanoseconds an aligned time may be wrong."""
-        return max(self.first.error, self.last.error)
-
-    def aligned(self, times: Nanoseconds) -> Nanoseconds:
-        """Times of this clock as process 0's would have shown them; 0 stands for none."""
-        between = max(self.last.at - self.first.at, 1)
-        drift = (self.last.offset - self.first.offset) / between
-        # Offsets may be larger than what a float has digits for; what they change by is small.
-        base = int(self.first.offset)
-        rest = self.first.offset - base + drift * (times - self.first.at)
-        aligned: Nanoseconds = times + base + np.rint(rest).astype(np.int64)
-        return np.where(times == 0, 0, aligned)
+def by_rank_0(reading: Reading, anchor: Anchor) -> Anchor:
+    """An anchor as rank 0's clock would have shown it, by a reading made just before."""
+    drift = _FASTEST_DRIFT * abs(anchor.at - reading.at)
+    error = anchor.error + reading.error + drift
+    return Anchor(anchor.at + round(reading.offset), error, anchor.mark)
 
 
 def read_clocks(control: Control) -> Reading:

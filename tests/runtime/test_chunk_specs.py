@@ -243,7 +243,7 @@ def test_microbatches_are_those_of_torch(
     values, specs = both(0), ChunkSpecs(0, *map(checked, both(1), ("args", "kwargs")))
     (args, kwargs), (args_spec, kwargs_spec) = values, both(2)
     expected: Any = split_args_kwargs_into_chunks(args, kwargs, number, args_spec, kwargs_spec)
-    ways: Any = (specs.of_inputs, lambda batch, what: specs.beside(batch, what, rows))
+    ways: Any = (specs.along, lambda batch, what: specs.beside(batch, what, rows))
     for value, theirs, way, own in zip(values, expected, ways, parts, strict=True):
         pieces = cut(value, number, "inputs", way, may_be_short=True)
         ours = pieces.microbatches[: len(theirs)]
@@ -261,14 +261,14 @@ def test_nested_specs_are_of_the_outer_structure() -> None:
     x = torch.arange(8.0).reshape(4, 2)
     specs = ChunkSpecs(0, ("replicate", {"a": 0, "b": (1, None)}, None), {})
     batch = (x, {"a": x, "b": (x.T, x)}, [x, x])
-    _, (whole, named, listed) = cut(batch, 2, "inputs", specs.of_inputs).microbatches
+    _, (whole, named, listed) = cut(batch, 2, "inputs", specs.along).microbatches
     assert whole is x
     assert torch.equal(named["a"], x[2:])
     assert torch.equal(named["b"][0], x.T[:, 2:])
     assert torch.equal(named["b"][1], x[2:])
     assert [torch.equal(part, x[2:]) for part in listed] == [True, True]
     one_for_all = ChunkSpecs(0, 1, {})
-    (_, other), _ = cut((x.T, x.T), 2, "inputs", one_for_all.of_inputs).microbatches
+    (_, other), _ = cut((x.T, x.T), 2, "inputs", one_for_all.along).microbatches
     assert torch.equal(other, x.T[:, :2])
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import schedir
 from schedir.runtime import Executor
-from schedir.runtime.gradients.gradients import share_sums
+from schedir.runtime.samples import share_sums
 from tests.runtime.far import FarDevice
 from tests.runtime.kit import (
     MSE,

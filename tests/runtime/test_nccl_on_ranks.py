@@ -103,7 +103,8 @@ def test_groups_are_made_in_one_order_at_construction(rank: int) -> None:
             assert log == made
         assert log[len(made) :] == [f"shutdown {entry.split()[1]}" for entry in reversed(made)]
     a, b = (0, 1) if rank < 2 else (2, 3)
-    names = f"channel/{a}-{b}", f"channel/{b}-{a}", f"stages/{own},{own + 2}", f"ties/0,3/{a},{b}"
+    sums = f"stages/{own},{own + 2}/{own},{own + 2}"
+    names = f"channel/{a}-{b}", f"channel/{b}-{a}", sums, f"ties/0,3/{a},{b}"
     assert made == [f"make {name} whole" for name in names]
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from schedir.runtime.processes import groups as module
 from schedir.runtime.processes.groups import (
     Asked,
     Group,
@@ -134,7 +133,7 @@ def test_all_are_aborted_at_the_same_time() -> None:
 
 def test_an_abort_that_never_returns_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may wait for a thread of NCCL's that waits for the network; what it ends stays there."""
-    monkeypatch.setattr(module, "ABORT", 0.1)
+    monkeypatch.setattr("schedir.runtime.processes.groups.ABORT", 0.1)
     never, ended = Event(), Event()
     hanging = [made(), SimpleNamespace(abort=ended.set)]
     hanging[0].abort = never.wait

@@ -15,8 +15,10 @@ import schedir
 from schedir import Kind, Timeline
 from schedir.graph.compile import graph_of
 from schedir.runtime import Executor, recorder
+from schedir.runtime.accelerator import Mark
+from schedir.runtime.recorder import Taken
 from schedir.runtime.session import Session
-from schedir.runtime.trace import Alignment, read_clocks
+from schedir.runtime.trace import read_clocks
 from tests.literals import listed
 from tests.runtime.features import check_timeline
 from tests.runtime.kit import MSE, everyone, message_of, random_batch, sgd
@@ -137,18 +139,18 @@ def test_clocks_that_are_apart_and_drift_are_aligned(
     monkeypatch.setattr(recorder, "now", lambda: own(perf_counter_ns()))
     monkeypatch.setattr(Session, "spans_hosts", True)  # else they have the same clock
     with executor(rank, ranks) as traced:
-        control = traced._engine.session.control
-        first = read_clocks(control)
-        instants = []
+        made = traced._engine.trace
+        assert made is not None
+        first, instants = made._read_clocks(), []
         for _ in range(20):
             run(traced, 1)
-            instants.append(perf_counter_ns())
-        alignment = Alignment(first, read_clocks(control))
-        aligned = alignment.aligned(np.array([own(t) for t in instants]))
+            instants.append(Mark())
+        taken = [(first.mark, Taken(instants, ()))]
+        (aligned,), error = made.recorder.read(taken, first, made._read_clocks())
         # All ranks here have the clock of one machine, in truth.
-        assert np.abs(aligned - instants).max() <= alignment.error + 1
-        assert alignment.error < 10**9  # of 10**15 that they are apart
-        assert abs(first.offset - rank * 10**15) < 10**9
+        true = [1e9 * mark._seconds for mark in instants]
+        assert np.abs(aligned - true).max() <= error + 1
+        assert error < 10**9  # of 10**15 that they are apart
         for one in run(traced, 3):
             check_timeline(one)
             assert one.makespan < 1000

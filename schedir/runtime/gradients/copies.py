@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from schedir.errors import ExecutionError
-from schedir.runtime.arguments import TieOf
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.groups import Group, Groups
 from schedir.runtime.session import digest
@@ -81,14 +80,12 @@ def copies_of_ties(plan: Plan) -> Iterator[Copies]:
             if rank in plan.local_ranks
         }
         if here:
-            yield Copies(_label_of(plan, tie), [(row[rank], stage) for stage, rank in at], here)
-
-
-def _label_of(plan: Plan, tie: TieOf) -> str:
-    """A tied parameter; of a sharded one each pipeline has another part."""
-    copies = " and ".join(f"{stage}:{name}" for stage, name in tie)
-    line = f" in pipeline {plan.grid.pipeline}" * (tie[0][0] in plan.sharded)
-    return _within_slice(plan, f"the parameter tied as {copies}{line}")
+            names = " and ".join(f"{stage}:{name}" for stage, name in tie)
+            label = f"the parameter tied as {names}"
+            if tie[0][0] in plan.sharded:  # each pipeline has another part of it
+                label += f" in pipeline {plan.grid.pipeline}"
+            holders = [(row[rank], stage) for stage, rank in at]
+            yield Copies(_within_slice(plan, label), holders, here)
 
 
 def _within_slice(plan: Plan, copies: str) -> str:
@@ -108,8 +105,8 @@ class DriftCheck:
                 together.setdefault(tuple(processes), []).append(copies)
         # In one order everywhere, as a group may be made.
         self._sums = [
-            (groups.for_numbers(processes, plan.device), together[processes])
-            for processes in sorted(together)
+            (groups.for_numbers(processes, plan.device), own)
+            for processes, own in sorted(together.items())
         ]
         self._steps = 0
         self._pending: list[Callable[[], None]] = []
@@ -136,10 +133,18 @@ class DriftCheck:
         def check(found: Tensor) -> None:
             read = iter(found.tolist())
             for copies in every:
-                first, *others = [(self._number(n), next(read)) for n, _ in copies.holders]
-                for process, value in others:
-                    if value != first[1]:
-                        raise _differ(copies.label, first[0], process, step)
+                (one, value), *others = [(self._number(n), next(read)) for n, _ in copies.holders]
+                for other, print_of_other in others:
+                    if print_of_other != value:
+                        where = f"between processes {one} and {other}"
+                        if one == other:
+                            where = f"on process {one}"
+                        raise ExecutionError(
+                            f"{copies.label} differs {where}, at the end of this executor's step "
+                            f"{step}: one copy was loaded, frozen or stepped apart from the others "
+                            "(with another learning rate, say); treat all alike, and go on from a "
+                            "checkpoint"
+                        )
 
         if self._accelerator.queues:
             self._accelerator.check_later(summed(), check)
@@ -155,15 +160,6 @@ class DriftCheck:
     def reset(self) -> None:
         """A call has failed: nobody answers any more."""
         self._pending = []
-
-
-def _differ(label: str, one: int, other: int, step: int) -> ExecutionError:
-    where = f"on process {one}" if one == other else f"between processes {one} and {other}"
-    return ExecutionError(
-        f"{label} differs {where}, at the end of this executor's step {step}: one copy was "
-        "loaded, frozen or stepped apart from the others (with another learning rate, say); "
-        "treat all alike, and go on from a checkpoint"
-    )
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> Tensor:

@@ -8,17 +8,6 @@
 Who takes part in sums, ties and clipping is settled when the executor is made: processes compare
 what they hold, and make groups for it.
 
-Every gradient is accumulated with the share that the last stage gave its microbatch. The shares of
-each of the last stage's OPTIM_STEPs add up to one. A stage that groups the microbatches in another
-way takes the mean over its own group: before it steps, it divides its sum by the sum of the group's
-shares. In 1F1B-RR (PipeDream, SOSP 2019, section 3.2), with two replicas of stage 0:
-
-    stage 1   0 | 1 | 2 | 3     a step for each: all shares are 1
-    stage 0   0   1 | 2   3     a step for two: their sum is 2, and the scale is a half
-
-Of n whole groups of the last stage the sum is n. Of a part of a group it is that part, as the
-microbatches of such a group must hold equally many samples (`samples`).
-
 To clip, every process with a stage gets the norms of all stages: a sum of vectors, in which each
 process puts the norms of its stages, and zeros for the others. On a GPU they stay there.
 """
@@ -30,16 +19,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from schedir.errors import ExecutionError
 from schedir.graph.compile import graph_of
-from schedir.ir import Schedule
 from schedir.runtime.accelerator import Late, Reach
-from schedir.runtime.arguments import TieOf
 from schedir.runtime.gradients.copies import DriftCheck, copies_of_stages, copies_of_ties
 from schedir.runtime.gradients.nonfinite import NonFinite, Step
 from schedir.runtime.gradients.reduction import (
@@ -52,6 +38,7 @@ from schedir.runtime.gradients.reduction import (
 from schedir.runtime.plan import Plan
 from schedir.runtime.processes.failure import waiting
 from schedir.runtime.processes.groups import Group, Groups, in_turn
+from schedir.runtime.samples import share_sums
 from schedir.runtime.session import Claim, Session, agree
 from schedir.runtime.sharded import local
 
@@ -96,14 +83,6 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def _stages(tie: TieOf) -> frozenset[int]:
-    return frozenset(stage for stage, _ in tie)
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ",".join(map(str, sorted(numbers)))
-
-
 class Gradients:
     """The gradients of the stages here; `claims` are those of all processes.
 
@@ -125,9 +104,9 @@ class Gradients:
         summed = reduction_groups(plan.schedule, plan.sharded)
         made = _made_groups(plan, groups, summed)
         self.reductions = {
-            stage: Reduction(own, *made[stages], f"stage {stage}'s", not plan.updates)
+            stage: Reduction(own, *made[purpose], f"stage {stage}'s", not plan.updates)
             for stages in summed
-            if stages in made
+            if (purpose := _purpose("stages", stages)) in made
             for stage in stages
             if (own := _trained(plan.trained[stage]))
         }
@@ -259,33 +238,37 @@ def _counted(plan: Plan) -> dict[int, list[nn.Parameter]]:
     }
 
 
+def _purpose(what: str, numbers: Iterable[int]) -> str:
+    return f"{what}/{','.join(map(str, sorted({*numbers})))}"
+
+
 def _made_groups(
     plan: Plan, groups: Groups, summed: Sequence[tuple[int, ...]]
-) -> dict[object, tuple[Group, Group]]:
-    """The groups here for the sums of stages and of ties, by the stages; with each the one in which
+) -> dict[str, tuple[Group, Group]]:
+    """The groups here for the sums of stages and of ties, by purpose; with each the one in which
     hosts tell each other what gradients there are: on the CPU the same."""
     row, placement = plan.grid.processes[plan.grid.pipeline], plan.schedule.placement
-    wanted: list[tuple[str, object, tuple[int, ...]]] = [
-        (f"stages/{_listed(stages)}", stages, plan.grid.holders(placement[stages[0]]))
-        for stages in summed
-    ]
+    wanted = {
+        _purpose("stages", stages): plan.grid.holders(placement[stages[0]]) for stages in summed
+    }
     # Ties of the same stages are summed one after the other, before the same steps.
-    for tied in dict.fromkeys(_stages(tie) for tie, _ in plan.tied):
-        holders = tuple(sorted({row[rank] for stage in tied for rank in placement[stage]}))
-        wanted.append((f"ties/{_listed(tied)}/{_listed(holders)}", tied, holders))
-    found: dict[object, tuple[Group, Group]] = {}
-    for number in in_turn([holders for *_, holders in wanted], row[plan.grid.rank]):
-        purpose, stages, holders = wanted[number]
-        if len(holders) > 1:
-            group = hosts = groups.make(purpose, holders, plan.device)
+    for tie, _ in plan.tied:
+        holders = {row[rank] for stage, _ in tie for rank in placement[stage]}
+        wanted[_purpose("ties", dict(tie))] = tuple(sorted(holders))
+    found: dict[str, tuple[Group, Group]] = {}
+    for number in in_turn([*wanted.values()], row[plan.grid.rank]):
+        purpose, processes = [*wanted.items()][number]
+        if len(processes) > 1:
+            name = _purpose(purpose, processes)
+            group = hosts = groups.make(name, processes, plan.device)
             if plan.accelerator.queues:
-                hosts = groups.make(f"{purpose}/presence", holders)
-            found[stages] = group, hosts
+                hosts = groups.make(f"{name}/presence", processes)
+            found[purpose] = group, hosts
     return found
 
 
 def _ties(
-    plan: Plan, made: Mapping[object, tuple[Group, Group]], summed: Collection[int]
+    plan: Plan, made: Mapping[str, tuple[Group, Group]], summed: Collection[int]
 ) -> list[Tie]:
     """The ties that have copies here; the gradients of stages that are `summed` are sums over all
     that hold them already."""
@@ -298,24 +281,9 @@ def _ties(
                 if stage not in summed or plan.schedule.placement[stage][0] in plan.local_ranks
             ]
             elsewhere = None
-            if (groups := made.get(_stages(tie))) is not None:
+            if (groups := made.get(_purpose("ties", dict(tie)))) is not None:
                 elsewhere = Reduction([next(iter(held.values()))], *groups, "a tied parameter's")
             found.append(Tie(held, counted, elsewhere))
-    return found
-
-
-def share_sums(schedule: Schedule) -> dict[Step, float]:
-    """The sums of the shares of the OPTIM_STEPs that apply other microbatches than those of the
-    loss stage."""
-    flow = graph_of(schedule)
-    turns = flow.turn[flow.weight_gradients]
-    sizes = np.bincount(turns[-1])
-    found = {}
-    for stage, own in enumerate(turns):
-        for step in range(own.max() + 1):
-            parts = np.bincount(turns[-1][own == step], minlength=len(sizes)) / sizes
-            if np.count_nonzero(parts) > 1 or parts.max() < 1:
-                found[stage, step] = float(parts.sum())
     return found
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -147,8 +147,7 @@ class NonFinite:
         # A replica in this process may have stepped already.
         due = [step for step in steps if step not in self._looked_at]
         self._looked_at.update(due)
-        if found := self._not_finite(due):
-            self._refuse(found)
+        self._refuse(due)
 
     def look_before_norms(self) -> None:
         """Look at the gradients here before all ranks take the norm.
@@ -157,8 +156,8 @@ class NonFinite:
         not finite.
         """
         self._unscale()
-        if self._raises and not self._accelerator.queues and (found := self._not_finite()):
-            self._refuse(found)
+        if self._raises and not self._accelerator.queues:
+            self._refuse()
 
     def accepts(self, norms: Tensor, stages: Sequence[int], total: Tensor) -> bool:
         """Whether gradients of that total norm may be applied; else the steps are left out.
@@ -168,8 +167,7 @@ class NonFinite:
         if not self._active or math.isfinite(*self._read([total])):
             return True
         if self._raises:
-            if found := self._not_finite():
-                self._refuse(found)
+            self._refuse()
             those = {s for s, n in zip(stages, norms.tolist(), strict=True) if not math.isfinite(n)}
             whose = (
                 f"stage {', '.join(map(str, sorted(those)))}" if those else "all stages together"
@@ -193,7 +191,9 @@ class NonFinite:
         """Divide the gradients here by the scale of the loss, if there is one."""
         if self._scaler is not None:
             for gradients in self._gradients.values():
-                gradients.multiply(1 / self.scale)
+                for p in gradients.own:
+                    if p.grad is not None:
+                        local(p.grad).mul_(1 / self.scale)
 
     def _rescale(self, scaler: GradScaler) -> None:
         """Change the scale as `GradScaler.update` does after steps that were applied or not."""
@@ -226,12 +226,13 @@ class NonFinite:
         losses, self._losses = self._losses, {}
         return losses
 
-    def _refuse(self, found: Sequence[Step]) -> NoReturn:
-        """Raise ExecutionError for a gradient of a step here that is not finite."""
-        # Gradients flow down: the last stage that has one may be why others do.
-        stage, step = max(self._not_finite() if steps_last(self._plan.schedule) else found)
-        what = self._gradients[stage].worst() + self._microbatch(stage, step)
-        raise ExecutionError(f"{what}{_MEND}")
+    def _refuse(self, steps: Sequence[Step] | None = None) -> None:
+        """Raise ExecutionError where a gradient of these steps, or of all, is not finite."""
+        if found := self._not_finite(steps):
+            # Gradients flow down: the last stage that has one may be why others do.
+            stage, step = max(self._not_finite() if steps_last(self._plan.schedule) else found)
+            what = self._gradients[stage].worst() + self._microbatch(stage, step)
+            raise ExecutionError(f"{what}{_MEND}")
 
     def _microbatch(self, stage: int, step: int) -> str:
         """The microbatch whose gradient a step applies, in words, if it is a single one."""
@@ -250,7 +251,8 @@ def _check_losses(microbatches: Iterable[int], losses: Iterable[Any]) -> None:
 
 
 class _Gradients:
-    """The gradients that a stage's optimiser applies; `names` are of the stage's parameters."""
+    """The gradients of `own`, the parameters that a stage's optimiser steps; `names` are those of
+    all its parameters."""
 
     def __init__(
         self,
@@ -260,16 +262,16 @@ class _Gradients:
     ) -> None:
         self._names, self._queues = names, accelerator.queues
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
-        self._own = [p for p in names if p in stepped]
+        self.own = [p for p in names if p in stepped]
         # A sum is not finite where an element isn't; of halves it easily overflows otherwise.
         summed = {
             p
-            for p in self._own
+            for p in self.own
             if p.is_complex()
             or not (self._queues or p.numel() <= _SMALL or p.dtype is torch.float16)
         }
-        self._summed = [p for p in self._own if p in summed]
-        self._checked = [p for p in self._own if p not in summed]
+        self._summed = [p for p in self.own if p in summed]
+        self._checked = [p for p in self.own if p not in summed]
         self._found = torch.zeros((), dtype=torch.float32, device=accelerator.device)
         self._one = torch.ones((), dtype=torch.float32, device=accelerator.device)
 
@@ -291,16 +293,10 @@ class _Gradients:
                 found += ~_is_finite(grad)
         return found
 
-    def multiply(self, factor: float) -> None:
-        """Multiply all gradients by a number, in place."""
-        for p in self._own:
-            if p.grad is not None:
-                local(p.grad).mul_(factor)
-
     def worst(self) -> str:
         """The gradient that is not finite, in words: of several that of the last parameter, as
         gradients flow towards the first."""
-        there = [(p, local(p.grad)) for p in self._own if p.grad is not None]
+        there = [(p, local(p.grad)) for p in self.own if p.grad is not None]
         parameter, grad = [(p, grad) for p, grad in there if not _is_finite(grad)][-1]
         kind = "NaN" if bool(_values(grad).isnan().any()) else "infinity"
         return f"the gradient of {self._names[parameter]} has {kind}"

@@ -208,9 +208,8 @@ def _laid_out(flat: Tensor, parameter: nn.Parameter) -> Tensor:
     Fused optimisers take for granted that both lie alike: channels last, say, or transposed.
     """
     own = local(parameter)
-    if own.is_contiguous():
-        return lying_as(parameter, flat.view_as(own))
-    return lying_as(parameter, torch.empty_like(own).copy_(flat.view_as(own)))
+    part = flat.view_as(own)
+    return lying_as(parameter, part if own.is_contiguous() else torch.empty_like(own).copy_(part))
 
 
 def refuse_sparse(parameter: nn.Parameter, what: str) -> None:
@@ -228,9 +227,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         bucket: list[nn.Parameter] = []
         size = 0
-        for parameter in parameters:
-            if parameter.dtype is not dtype:
-                continue
+        for parameter in (p for p in parameters if p.dtype is dtype):
             own = local(parameter).nbytes
             if bucket and size + own > _BUCKET:
                 yield bucket

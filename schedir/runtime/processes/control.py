@@ -254,15 +254,13 @@ class Courier:
     """
 
     _errands: _Errands = attrs.field(factory=SimpleQueue)
-    _started: bool = False
     _last: Future[Any] | None = None
 
     def send(self, errand: Callable[[], T]) -> Future[T]:
         """Run an errand in its turn; returns a future of its result."""
-        if not self._started:
+        if self._last is None:
             # Not one that Python waits for at its end: the device may have failed.
             Thread(target=_run, args=(self._errands,), name="schedir courier", daemon=True).start()
-            self._started = True
         done: Future[T] = Future()
         self._errands.put((errand, done))
         self._last = done

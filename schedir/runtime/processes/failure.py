@@ -58,10 +58,6 @@ class WaitError(Exception):
     def __str__(self) -> str:
         return str(self.cause)
 
-    def forget_frames(self) -> None:
-        """Drop the traceback, whose frames hold a work, and so a connection."""
-        self.__traceback__ = self.cause.__traceback__ = None
-
     def at(self, rank: int, index: int, action: Action) -> None:
         """The rank's place in its list."""
         self.rank, self.index, self.action = rank, index, action

@@ -401,12 +401,9 @@ class NcclGroup(Group):
 
     def together(self, posts: Iterable[Post]) -> dist.Work:
         """Post several as one, so that no order among them can block."""
-
-        def post_all() -> None:
-            for post in posts:
-                (self.send if post.sends else self.recv)([post.tensor], post.peer, 0)
-
-        return self._as_one(post_all)
+        return self._as_one(
+            lambda: [(self.send if p.sends else self.recv)([p.tensor], p.peer, 0) for p in posts]
+        )
 
     def allreduce(self, tensors: list[Tensor]) -> dist.Work:
         """Post a sum over all of the group, coalesced too: a plain work would keep its tensors, and

@@ -171,8 +171,9 @@ class Noticeboard:
         is_far = number in self.far
         if content := self._look_up(str(number), not is_far, is_far):
             words = struct.unpack(_FORMAT, content)
-            # By the hosts' clocks, or the one of this host.
-            age = time_ns() - words[TOLD] - TELL * 1e9 if is_far else monotonic_ns() - words[BEAT]
+            # By the hosts' clocks, with two turns of leave, or by the one of this host.
+            told = words[TOLD] + 2e9 * TELL
+            age = time_ns() - told if is_far else monotonic_ns() - words[BEAT]
             self._places[number] = place_of(words, age > SILENT * 1e9)
         return self._places.get(number, _NOWHERE)
 

@@ -78,7 +78,7 @@ class Cells(dict[tuple[int, int], Cell]):
     """The cells of the stages here, by stage and microbatch; a call's data goes into them.
 
     `lessons` has what is known of each cell; a first call fills it in. `runs` has the rank of each
-    (stage, microbatch).
+    (stage, microbatch). `last` are the cells of the last stage, by microbatch.
     """
 
     def __init__(self, lessons: Lessons, last: int, runs: Any) -> None:
@@ -89,15 +89,15 @@ class Cells(dict[tuple[int, int], Cell]):
             if following is not None and runs[stage, m] == runs[stage + 1, m]:
                 cell.following, following.previous = following, cell
         self._first = [cell for cell in self.values() if cell.stage == 0]
-        self._last = [cell for cell in self.values() if cell.stage == last]
+        self.last = [cell for cell in self.values() if cell.stage == last]
 
     def fill(self, feed: Feed) -> None:
         """Put a call's microbatches where they are used."""
         for cell, batch in zip(self._first, feed.inputs, strict=False):
             cell.batch = batch
-        for cell, target in zip(self._last, feed.targets, strict=False):
+        for cell, target in zip(self.last, feed.targets, strict=False):
             cell.target = target
-        for cell, keywords in zip(self._last, feed.loss_keywords, strict=False):
+        for cell, keywords in zip(self.last, feed.loss_keywords, strict=False):
             cell.loss_keywords = keywords
         for stage, extras in feed.extras.items():  # of stages elsewhere, too
             for m, extra in enumerate(extras):
@@ -106,18 +106,8 @@ class Cells(dict[tuple[int, int], Cell]):
 
     def set_loss_shares(self, shares: Sequence[Count]) -> None:
         """Give the last stage's microbatches their shares of the loss."""
-        for cell, share in zip(self._last, shares, strict=False):
+        for cell, share in zip(self.last, shares, strict=False):
             cell.loss_share = share
-
-    def losses(self) -> list[float | Tensor | None]:
-        """Those of the microbatches whose last stage ran here, by microbatch."""
-        # By microbatch, not by order of arrival.
-        return [cell.loss for cell in self._last]
-
-    def results(self, number: int | None) -> list[Any] | None:
-        """What the last stage has returned for the first `number` microbatches, None for all; None
-        where it is not here."""
-        return [cell.result for cell in self._last[:number]] if self._last else None
 
     def take_sends(self) -> list[Work]:
         """The sends that nobody has waited for, which are forgotten here."""
@@ -232,8 +222,7 @@ def stages_of(
     for stage in plan.local_stages:
         accumulators = None
         if stage in apart:
-            stream = streams("gradients", stage)
-            accumulators = partial(plan.accelerator.accumulate_on, stream)
+            accumulators = partial(plan.accelerator.accumulate_on, streams("gradients", stage))
         weights = StageWeights(plan.trained[stage], readers.get(stage, {}), accumulators)
         found[stage] = Stage(plan, stage, weights, gradients, optimizers.get(stage), busy)
     return found
