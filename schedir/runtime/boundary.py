@@ -12,6 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import attrs
@@ -42,18 +43,18 @@ class TensorMeta:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    contiguous: bool = attrs.field(init=False)
-    is_plain: bool = attrs.field(init=False)  # a contiguous tensor is its own payload
 
-    @contiguous.default
-    def _contiguous(self) -> bool:
+    @cached_property
+    def contiguous(self) -> bool:
+        """Whether it lies in memory as its elements are counted."""
         steps = [1]
         for size in reversed(self.shape[1:]):
             steps.append(steps[-1] * size)
         return self.lies_as(tuple(reversed(steps[: len(self.shape)])))
 
-    @is_plain.default
-    def _is_plain(self) -> bool:
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether a contiguous tensor is its own payload."""
         return self.contiguous and not self.dtype.is_complex
 
     @property
@@ -105,15 +106,15 @@ class Boundary:
     leaves: tuple[object, ...] = attrs.field(eq=_exactly, hash=False)
     spec: pytree.TreeSpec
     declared: bool = False
-    metas: tuple[TensorMeta, ...] = attrs.field(init=False)
-    single: bool = attrs.field(init=False)  # one tensor and nothing around it
 
-    @metas.default
-    def _metas(self) -> tuple[TensorMeta, ...]:
+    @cached_property
+    def metas(self) -> tuple[TensorMeta, ...]:
+        """The descriptions of its tensors."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
 
-    @single.default
-    def _single(self) -> bool:
+    @cached_property
+    def single(self) -> bool:
+        """Whether it is one tensor and nothing around it."""
         return self.spec.is_leaf() and bool(self.metas)
 
     @property

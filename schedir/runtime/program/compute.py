@@ -222,8 +222,9 @@ def first_forward(
     described: bool,
     given: Mapping[int, Declared],
 ) -> Bound:
-    """F: runs the module, and learns what it changes; what it returns, if the boundary after it is
-    `described`. Boundaries of which examples are `given` are as these are."""
+    """F at a described boundary: runs the module, on real values, and learns what it changes; what
+    it returns, if the boundary after it is `described`. Until that is known, tensors that may be
+    changed in place are copied first. Boundaries of which examples are `given` are as these are."""
 
     def output(stage: Stage, cell: Cell, with_graph: bool) -> Any:
         learned = cell.learned

@@ -70,16 +70,14 @@ class Handshake:
         self._compares = not alone and not {0, plan.last_stage}.isdisjoint(plan.local_stages)
         # One process may run several ranks.
         ranks = [*dict.fromkeys(grid.number((speaker + i) % grid.ranks) for i in range(grid.ranks))]
-        self._within = self._between = None
-        if len(ranks) > 1:
-            self._within = Relay(control, ranks, _SIZE, RANK_TAG)
+        self._within = Relay(control, ranks, _SIZE, RANK_TAG) if len(ranks) > 1 else None
         speakers = [grid.everyone.index(row[speaker]) for layout in grid.slices for row in layout]
         # The number and the name of the process that speaks for all, and for this pipeline.
         of_all = " (the first process)" * (len(grid.slices) > 1)
         self._first = speakers[0], grid.name(speaker, 0) + of_all
         self._own = grid.number(speaker), grid.name(speaker, grid.pipeline)
-        if len(speakers) > 1 and grid.rank == speaker:
-            self._between = Relay(control, speakers, _SIZE, PIPELINE_TAG)
+        speaks = len(speakers) > 1 and grid.rank == speaker
+        self._between = Relay(control, speakers, _SIZE, PIPELINE_TAG) if speaks else None
 
     def open(self, call: Call, inputs: Batch | None, target: Batch | None) -> None:
         """Announce a call on whole batches; see `exchange`."""

@@ -132,6 +132,7 @@ def _transfer(instruction: Instruction) -> str:
     return f"{action} {'from' if action.kind in RECEIVES else 'to'} rank {peer}"
 
 
+@attrs.define(eq=False)
 class Progress:
     """The transfers of the latest two calls whose completion the host has not observed yet.
 
@@ -152,13 +153,12 @@ class Progress:
     posted.
     """
 
-    def __init__(
-        self, patience: Patience, posted: list[dist.Work], accelerator: Accelerator, follows: bool
-    ) -> None:
-        self._patience, self._posted = patience, posted
-        self._accelerator, self.follows = accelerator, follows
-        self._before: deque[_Step] = deque()
-        self._latest: deque[_Step] = deque()
+    _patience: Patience
+    _posted: list[dist.Work]
+    _accelerator: Accelerator
+    follows: bool
+    _before: deque[_Step] = attrs.field(factory=deque)
+    _latest: deque[_Step] = attrs.field(factory=deque)
 
     def __call__(self, instruction: Instruction) -> Instruction:
         """Observe an instruction."""
@@ -184,8 +184,7 @@ class Progress:
         if not self.follows:
             return
         self._end(self._before)
-        self._before.extend(self._latest)
-        self._latest.clear()
+        self._before, self._latest = self._latest, deque()
 
     def end(self) -> Callable[[], bool]:
         """A call, or a batch of it, has ended here; the result tells whether it has on the device,
@@ -245,10 +244,9 @@ def _check(done: Sequence[_Step]) -> None:
     courier = Courier()
     try:
         courier.send(ask).result(ABORT)
-    except TimeoutError:
-        never = RuntimeError("it has failed, and its communicator does not end")
-        raise _at(WaitError(never, asked[-1].awaited()), asked[-1]) from None
     except Exception as error:
+        if isinstance(error, TimeoutError):
+            error = RuntimeError("it has failed, and its communicator does not end")
         raise _at(WaitError(error, asked[-1].awaited()), asked[-1]) from None
     finally:
         courier.stop()

@@ -312,27 +312,26 @@ class Messenger:
         """Post a message of the current call; its tensors may be changed afterwards."""
         room, described = self._room("to", peer, key[:2]), (message.beside, message.metas)
         parts = [
-            _bytes_of(payload(tensor, meta)).cpu()
+            _bytes_of(payload(tensor, meta)).cpu().numpy()
             for tensor, meta in zip(message.tensors, message.metas, strict=True)
         ]
         head = 0
         if described != room.described:
-            parts.insert(0, packed(described))
+            parts.insert(0, packed(described).numpy())
             head, room.described = len(parts[0]), described
         size = _LENGTHS + sum(map(len, parts))
         room.longest = max(room.longest, size)
-        whole = torch.empty(max(size, room.room), dtype=torch.uint8, device="cpu")
-        content = whole.numpy()
-        _FORMAT.pack_into(content.data, 0, head, size)
+        content = bytearray(max(size, room.room))
+        _FORMAT.pack_into(content, 0, head, size)
         end = _LENGTHS
         for part in parts:
             begin, end = end, end + len(part)
-            content[begin:end] = part.numpy()
+            content[begin:end] = part.data
+        whole = torch.frombuffer(content, dtype=torch.uint8)
+        if size <= room.room:
+            return [self._poster.send(whole, peer)]
         first, rest = whole[: room.room], whole[room.room :]
-        works = [self._poster.send(first, peer)]
-        if len(rest):
-            works.append(self._rests.send(rest, peer))
-        return works
+        return [self._poster.send(first, peer), self._rests.send(rest, peer)]
 
     def expect(self, key: Key, peer: int, put: Callable[[Message], None]) -> Work:
         """Post a receive for the first part of the next message from a peer, of this key; waiting
