@@ -59,7 +59,8 @@ def compared(plan: Plan, session: Session) -> Sequence[Claim]:
     own = Claim(
         {
             "torch": {
-                "torch.__version__": torch.__version__.partition("+")[0],  # less its local part
+                # Without the local part.
+                "torch.__version__": str(torch.__version__).partition("+")[0],
                 "torch.get_default_dtype()": torch.get_default_dtype(),
             },
             "argument": plan.compared,
