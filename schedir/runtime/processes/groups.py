@@ -17,6 +17,7 @@ from itertools import chain, count
 from threading import Thread
 from time import monotonic
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import attrs
 import torch
@@ -49,14 +50,12 @@ class Message:
     """A vector that is being sent or received; with gloo a work can be waited for only once.
 
     `what` names the vector, its direction and the other process, for the error if it never arrives.
-    It is among those `under_way` until then.
     """
 
     _value: Tensor
     _what: str
     _process: int
     _work: dist.Work | None
-    _under_way: set[Message] = attrs.field(factory=set)
     _dropped: bool = False
 
     def wait(self) -> Tensor:
@@ -70,7 +69,6 @@ class Message:
                 self.drop()  # the error's frames hold this message
                 raise WaitError(error, self._what, process=self._process) from error
             self._work = None
-            self._under_way.discard(self)
         return self._value
 
     def drop(self) -> None:
@@ -88,7 +86,8 @@ class Group:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
-        self._under_way: set[Message] = set()
+        # Weak: a group that is dropped without an end lets go of its connections at once.
+        self._messages: WeakSet[Message] = WeakSet()
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work:
         """Post a send. Raises WaitError if the other side is gone."""
@@ -132,17 +131,18 @@ class Group:
     ) -> Message:
         what = f"{what} process {rank}"
         try:
-            message = Message(value, what, rank, post([value], rank, tag), self._under_way)
+            message = Message(value, what, rank, post([value], rank, tag))
         except WaitError as error:
             raise WaitError(error.cause, what, process=rank) from error
-        self._under_way.add(message)
+        self._messages.add(message)
         return message
 
     def end(self) -> None:
         """Let go of the connections, and of the messages that would hold them."""
         self.backend = None
-        for message in [*self._under_way]:
-            message.drop()
+        with suppress(KeyError):  # until there is no other
+            while True:
+                self._messages.pop().drop()
 
 
 def wait_for_sum(works: Iterable[dist.Work], whose: str) -> None:
