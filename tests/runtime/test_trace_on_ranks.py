@@ -174,4 +174,5 @@ def test_a_rank_that_does_not_ask_is_not_waited_for_for_ever(rank: int) -> None:
     x, y = random_batch()
     traced.step(x, target=y)
     if rank == 0:
-        assert "waited for a message from process" in message_of(traced.timelines)
+        said = message_of(traced.timelines)  # process 1 may have dropped its executor
+        assert "waited for a message from process 1" in said or "1 has closed its" in said
