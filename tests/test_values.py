@@ -29,7 +29,7 @@ GENERAL = {rule.code for rule in (USED_TOO_EARLY, USED_AFTER_ITS_END, NEVER_ENDE
         ("0F0 0OFFLOAD0 0B0 0RELOAD0", [("S217", 2)]),
         ("0F0 0OFFLOAD0 0B0", [("S409", 1), ("S218", 2)]),
         ("0F0 0B0 0OFFLOAD0", [("S218", 2), ("S409", 2)]),
-        ("0F0 0RELOAD0 0B0", [("S409", 0), ("S218", 1), ("S409", 1)]),
+        ("0F0 0RELOAD0 0B0", [("S218", 1)]),
         # Nothing is kept where it is recomputed, before that is.
         ("0F0 0OFFLOAD0 0R0 0RELOAD0 0B0", [("S217", 1), ("S218", 3)]),
         ("0F0 0R0 0OFFLOAD0 0RELOAD0 0B0", []),

@@ -185,8 +185,7 @@ class Session:
     def stop_requested(self) -> bool:
         """Whether all ranks are to stop, as of the latest call. From now on SIGTERM asks them to,
         and ends none."""
-        if self.watch is not None:
-            self.watch.stops_on_signal = True
+        self.watch.stops_on_signal = True
         return self.stop
 
     def stragglers(self) -> tuple[tuple[int, float], ...]:
@@ -244,7 +243,6 @@ class Session:
                 f"this executor is broken, since {self.broken}; make another one, on every rank, "
                 "and go on from a checkpoint"
             )
-
         if self.paused is not None:
             raise ExecutionError(f"this executor is {self.paused}")
 
