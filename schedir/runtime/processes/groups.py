@@ -132,8 +132,9 @@ class Group:
         what = f"{what} process {rank}"
         try:
             message = Message(value, what, rank, post([value], rank, tag))
-        except WaitError as error:
-            raise WaitError(error.cause, what, process=rank) from error
+        except WaitError as error:  # its frames hold the connection: no other error may keep it
+            error.what, error.process = what, rank
+            raise
         self._messages.add(message)
         return message
 
