@@ -194,7 +194,7 @@ class Host(Accelerator):
         return Mark()
 
     def use_again(self, marks: Iterable[Mark], after: object) -> None:
-        """Do nothing: a moment takes no time to make."""
+        """Do nothing: the marks of a CPU cost nothing to make anew."""
 
     def used(self, tensor: Tensor) -> None:
         """Do nothing: memory is freed when nothing refers to it."""

@@ -149,7 +149,7 @@ class Barrier:
     _done: Mark | None = None
 
     def arrive(self) -> None:
-        """A rank is there."""
+        """Note that one of the ranks has come to the barrier."""
         self._arrived.append(self._accelerator.mark())
         if len(self._arrived) == self.parties:
             for mark in self._arrived:

@@ -345,7 +345,7 @@ class RankList:
         yield make(run, after=self._all_at(barriers), listed=False)
 
     def _all_at(self, barriers: Iterable[Barrier]) -> list[tuple[object, int]]:
-        """That all ranks here have come to these barriers as often as this one."""
+        """What to wait for: that all ranks here have come to these barriers as often as this."""
         return [(barrier, barrier.parties * self._came[barrier]) for barrier in barriers]
 
     def _scale(self, stage: int, step: int) -> Callable[[], None]:

@@ -520,8 +520,8 @@ class Pair:
     def abreast(
         self, first: Instruction, second: Instruction, forward_aside: bool
     ) -> list[Instruction]:
-        """Both, of which the first begins the pair, and the second ends it. The forward runs on the
-        side stream, or the other one."""
+        """The instructions of the pair, in the order of the list: the first one forks the side
+        stream, the second joins it. The forward runs there with `forward_aside`, else the other."""
         began, ended = (
             self._on_side(one.run)
             if (one.action.kind is Kind.FORWARD) == forward_aside
