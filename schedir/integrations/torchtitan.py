@@ -71,12 +71,11 @@ def pipelining_fn(
                 loss_fn=loss_fn,
                 **rest,
             )
-        if isinstance(loss_fn, ChunkedLossWrapper):
-            options.setdefault("gathers", "free")
+        free = {"gathers": "free"} if isinstance(loss_fn, ChunkedLossWrapper) else {}
         data = _data_dims(parallel_dims)
-        others = [name for name in ("tp",) if parallel_dims.tp > 1]
-        placed: dict[str, Any] = {"mesh": parallel_dims.get_mesh(["pp", *data, *others])}
-        ours = TorchSchedule(theirs, schedule=made, **placed, data_dims=data, **options)
+        others = ("tp",) if parallel_dims.tp > 1 else ()
+        mesh = parallel_dims.get_mesh(["pp", *data, *others])
+        ours = TorchSchedule(theirs, schedule=made, mesh=mesh, data_dims=data, **free | options)
         return ours, parts, has_first, has_last
 
     return pipelined
