@@ -126,6 +126,21 @@ def test_gradients_add_up_over_calls(rank: int, optimizer: Any) -> None:
     assert module[2].weight.grad is None
 
 
+@on_ranks(2)
+def test_a_loss_has_the_bits_of_one_process(rank: int) -> None:
+    """Each rank has a replica of the last stage, which runs half of the microbatches."""
+    schedule = schedir.build("chimera", ranks=2, microbatches=6)
+    here, alone = (dict(enumerate(s.double() for s in linear_stages())) for _ in range(2))
+    with (
+        Executor(schedule, here, MSE) as on_ranks,
+        Executor(schedule, alone, MSE, in_process=True) as in_process,
+    ):
+        for seed in range(10):
+            generator = torch.Generator().manual_seed(seed)
+            x, y = torch.randn(2, 18, 4, generator=generator, dtype=torch.float64)
+            assert on_ranks.evaluate(x, target=y).loss == in_process.evaluate(x, target=y).loss
+
+
 @on_ranks(3)
 def test_replicas_of_a_stage_train_as_one_model(rank: int) -> None:
     schedule = schedir.build(round_robin, ranks=3, microbatches=4)
